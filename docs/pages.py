@@ -1,6 +1,6 @@
-"""Pages of the site that are made from the code: one for every schedule, and the reference of all public names. What
-Markdown leaves as text becomes code: examples of docstrings, and blocks with a mark for the tests. Words of the
-glossary link to it."""
+"""Pages of the site that are made from the code: one for every schedule, and the reference of all
+public names. What Markdown leaves as text becomes code: examples of docstrings, and blocks with a
+mark for the tests. Words of the glossary link to it."""
 
 import html
 import inspect
@@ -24,24 +24,50 @@ from zbcompile.schedules.generators.registry import Family, find
 
 RANKS, MICROBATCHES = 4, 8  # of the pictures
 WHEN = {
-    "gpipe": "Never for training; it is the reference for everything else, and the order of forward-only runs.",
-    "1f1b": "When splitting is not worth it: long pipelines of tiny stages, or many microbatches per rank.",
-    "1f1b-overlap": "When each layer waits for collectives (experts): a forward runs beside a backward.",
+    "gpipe": (
+        "Never for training; it is the reference for everything else, and the order of forward-only"
+        " runs."
+    ),
+    "1f1b": (
+        "When splitting is not worth it: long pipelines of tiny stages, or many microbatches per"
+        " rank."
+    ),
+    "1f1b-overlap": (
+        "When each layer waits for collectives (experts): a forward runs beside a backward."
+    ),
     "interleaved-1f1b": "When backward passes cannot be split, and messages are cheap.",
-    "interleaved-1f1b-overlap": "As 1f1b-overlap, with several stages on a rank and a smaller bubble.",
-    "looped-bfs": "With parameters that are gathered per stage: every stage's parameters are needed in one stretch.",
+    "interleaved-1f1b-overlap": (
+        "As 1f1b-overlap, with several stages on a rank and a smaller bubble."
+    ),
+    "looped-bfs": (
+        "With parameters that are gathered per stage: every stage's parameters are needed in one"
+        " stretch."
+    ),
     "zb-h1": "The first to try: the memory of 1F1B, about a third of its bubble.",
     "zb-h1-lazy": "As zb-h1 where splitting costs time: it splits only the backwards that must be.",
-    "zb-h2": "When memory for twice the activations is there: no bubble without an optimizer barrier.",
+    "zb-h2": (
+        "When memory for twice the activations is there: no bubble without an optimizer barrier."
+    ),
     "zb-1p": "When stages differ: the order follows the costs of each, within the memory of 1F1B.",
     "zb-2p": "As zb-1p with twice the memory.",
-    "interleaved-zb": "Under an optimizer barrier: with four stages a rank its step is the shortest of the names.",
-    "zb-v": "No bubble in the memory of 1F1B, and the loss on the first rank; it sends more messages.",
+    "interleaved-zb": (
+        "Under an optimizer barrier: with four stages a rank its step is the shortest of the names."
+    ),
+    "zb-v": (
+        "No bubble in the memory of 1F1B, and the loss on the first rank; it sends more messages."
+    ),
     "v-half": "When activations must take half of 1F1B's memory.",
     "v-min": "When activations must take a third of 1F1B's memory, whatever it costs in time.",
-    "dualpipe": "For comparison: two copies of the model for the overlap that dualpipe-v has with one.",
-    "dualpipe-v": "Mixtures of experts: every exchange of tokens runs beside the products of another microbatch.",
-    "auto": "When stages differ, memory is limited in bytes or hops cost time ([how](../search.md)).",
+    "dualpipe": (
+        "For comparison: two copies of the model for the overlap that dualpipe-v has with one."
+    ),
+    "dualpipe-v": (
+        "Mixtures of experts: every exchange of tokens runs beside the products of another"
+        " microbatch."
+    ),
+    "auto": (
+        "When stages differ, memory is limited in bytes or hops cost time ([how](../search.md))."
+    ),
 }
 
 
@@ -98,7 +124,12 @@ def on_page_content(content: str, page: Page, **_: Any) -> str:
 def glossary() -> dict[str, str]:
     """By word that has no other sense: its meaning."""
     rows = ROW.findall((Path(__file__).parent / "glossary.md").read_text(encoding="utf-8"))
-    return {word: meaning for words, meaning in rows for word in words.split(", ") if not COMMON.fullmatch(word)}
+    return {
+        word: meaning
+        for words, meaning in rows
+        for word in words.split(", ")
+        if not COMMON.fullmatch(word)
+    }
 
 
 def _with_anchors(cell: re.Match[str]) -> str:
@@ -112,13 +143,16 @@ def _anchor(word: str) -> str:
 
 
 def _linked(text: str, left: dict[str, str], glossary_url: str) -> str:
-    """`text` with links at words of `left`, which are then taken out of it: each is linked once on a page."""
+    """`text` with links at words of `left`, which are then taken out of it: each is linked once on
+    a page."""
 
     def link(found: re.Match[str]) -> str:
         if (word := found[1].lower()) not in left:
             return found[0]
         title = html.escape(left.pop(word).replace("`", ""))
-        return f'<a class="word" title="{title}" href="{glossary_url}#{_anchor(word)}">{found[0]}</a>'
+        return (
+            f'<a class="word" title="{title}" href="{glossary_url}#{_anchor(word)}">{found[0]}</a>'
+        )
 
     if not left:
         return text
@@ -127,7 +161,8 @@ def _linked(text: str, left: dict[str, str], glossary_url: str) -> str:
 
 
 class DoctestExtension(Extension):
-    """Shows the examples of docstrings as code; Markdown takes `>>>` for a quote in a quote in a quote."""
+    """Shows the examples of docstrings as code; Markdown takes `>>>` for a quote in a quote in a
+    quote."""
 
     def extendMarkdown(self, md: Markdown) -> None:
         md.preprocessors.register(DoctestFences(md), "doctests", 30)  # before fences are read
@@ -146,7 +181,10 @@ def _fenced(found: re.Match[str]) -> str:
 
 def colours() -> str:
     """A style sheet for code, in light and dark."""
-    parts = (HtmlFormatter(style=style).get_style_defs(f"{where}.codehilite") for where, style in STYLES.items())
+    parts = (
+        HtmlFormatter(style=style).get_style_defs(f"{where}.codehilite")
+        for where, style in STYLES.items()
+    )
     return "\n".join(parts)
 
 
@@ -157,7 +195,10 @@ def schedule_pages() -> Iterator[tuple[str, str]]:
         schedule = schedules.build(family.name, RANKS, count)
         timeline = schedules.simulate(schedule, schedules.Costs.uniform(schedule.stages))
         yield f"schedules/{family.name}.svg", schedules.to_svg(timeline)
-        yield f"schedules/{family.name}.md", "\n\n".join(_page(family, count, schedules.summary(timeline)))
+        yield (
+            f"schedules/{family.name}.md",
+            "\n\n".join(_page(family, count, schedules.summary(timeline))),
+        )
 
 
 def _page(family: Family, count: int, figures: str) -> Iterator[str]:
@@ -180,14 +221,19 @@ def _formula(name: str) -> str:
     """The closed form; where an order is searched, what none can be shorter than."""
     if name == "auto":
         costs = schedules.Costs.uniform(2 * RANKS)
-        bounds = [schedules.bound(costs, RANKS, MICROBATCHES, placement) for placement in ("looped:2", "v")]
+        bounds = [
+            schedules.bound(costs, RANKS, MICROBATCHES, placement)
+            for placement in ("looped:2", "v")
+        ]
         return (
             "A searched order has none. No order of the picture's passes is shorter than "
             f"{min(bounds):g} (`schedules.bound`)."
         )
     form = schedules.closed_form(name)
     shown = {"makespan": form.makespan, "cost": form.cost, "peak memory": form.peak_memory}
-    lines = [f"{figure}: {expression}" for figure, expression in shown.items() if expression is not None]
+    lines = [
+        f"{figure}: {expression}" for figure, expression in shown.items() if expression is not None
+    ]
     return "\n".join(["```", *lines, *([f"assumes {form.assumes}"] if form.assumes else []), "```"])
 
 
@@ -196,7 +242,11 @@ def reference() -> str:
     parts = ["# Reference", "What is listed here is public: it changes only with a deprecation."]
     for package in (zbcompile, schedules):
         parts.append(f"## {package.__name__}")
-        parts += [f"::: {package.__name__}.{name}" for name in sorted(package.__all__) if _is_documented(package, name)]
+        parts += [
+            f"::: {package.__name__}.{name}"
+            for name in sorted(package.__all__)
+            if _is_documented(package, name)
+        ]
     text = "\n\n".join(parts)
     made = "::: zbcompile.pipeline"  # its docstring is made from the description of the options
     return text.replace(f"{made}\n", f"{made}\n    options:\n      force_inspection: true\n")

@@ -1,4 +1,5 @@
-"""A loop by Accelerate around a pipeline: its data loaders, mixed precision, accumulation and trackers.
+"""A loop by Accelerate around a pipeline: its data loaders, mixed precision, accumulation and
+trackers.
 
 In one process, `python examples/accelerate_loop.py --ranks 2`; a process per rank,
 `torchrun --standalone --nproc-per-node 2 examples/accelerate_loop.py`.
@@ -31,24 +32,31 @@ def tiny_model() -> GPT2LMHeadModel:
     return GPT2LMHeadModel(config)
 
 
-def train(ranks: int | None, updates: int, accumulate: int = 2, precision: str = "no") -> list[float]:
+def train(
+    ranks: int | None, updates: int, accumulate: int = 2, precision: str = "no"
+) -> list[float]:
     """The loss of every batch."""
     set_seed(0)
     accelerator = PipelineAccelerator(
         mixed_precision=precision,
         gradient_accumulation_steps=accumulate,
-        cpu=not torch.cuda.is_available(),  # without it Accelerate does not see torchrun's other processes on the CPU
+        # without it Accelerate does not see torchrun's other processes on the CPU
+        cpu=not torch.cuda.is_available(),
     )
     pipe = zbcompile.pipeline(
         tiny_model(),
         schedule="zb-v",
         microbatches=4,
         ranks=ranks,
-        loss=lambda output, target: output.loss / accumulate,  # there is no accelerator.backward, which divides
+        loss=lambda output, target: (
+            output.loss / accumulate
+        ),  # there is no accelerator.backward, which divides
     )
     accelerator.pipe = pipe  # says which processes are one pipeline, so before a loader is prepared
     optimizer = pipe.optimizer(torch.optim.AdamW, lr=3e-3, clip=1.0)
-    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=updates)  # not prepared: a step is a step
+    scheduler = torch.optim.lr_scheduler.LinearLR(
+        optimizer, total_iters=updates
+    )  # not prepared: a step is a step
     optimizer, batches = accelerator.prepare(optimizer, loader(updates * accumulate * BATCH))
     losses = []
     for batch in batches:
@@ -66,7 +74,9 @@ def train(ranks: int | None, updates: int, accumulate: int = 2, precision: str =
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ranks", type=int, help="ranks in this process; under torchrun there is one per process")
+    parser.add_argument(
+        "--ranks", type=int, help="ranks in this process; under torchrun there is one per process"
+    )
     parser.add_argument("--updates", type=int, default=5)
     parser.add_argument("--precision", default="no", choices=("no", "bf16"))
     given = parser.parse_args()

@@ -8,7 +8,8 @@ VOCABULARY = 256  # one token per byte
 
 
 class Block(nn.Module):
-    """A pre-norm transformer layer: causal attention, then a GELU MLP, each added to the residual stream."""
+    """A pre-norm transformer layer: causal attention, then a GELU MLP, each added to the residual
+    stream."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -26,7 +27,10 @@ class Block(nn.Module):
 
     def attention(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
-        q, k, v = (part.view(batch, length, self.heads, -1).transpose(1, 2) for part in self.qkv(x).split(width, dim=2))
+        q, k, v = (
+            part.view(batch, length, self.heads, -1).transpose(1, 2)
+            for part in self.qkv(x).split(width, dim=2)
+        )
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.attention_out(mixed.transpose(1, 2).reshape(batch, length, width))
 
@@ -35,7 +39,8 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Bytes in, logits over the next byte out: `[batch, length]` int64 -> `[batch, length, 256]`."""
+    """Bytes in, logits over the next byte out: `[batch, length]` int64 -> `[batch, length,
+    256]`."""
 
     def __init__(
         self,

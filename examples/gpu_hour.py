@@ -1,13 +1,15 @@
-"""What to run in the first hour with a GPU: an ordered list with a limit of time for each item, and one report.
+"""What to run in the first hour with a GPU: an ordered list with a limit of time for each item, and
+one report.
 
     python examples/gpu_hour.py --list
     python examples/gpu_hour.py --output report            # report/report.json, report/index.html, and a log per item
     python examples/gpu_hour.py --only tests,train --minutes 10
     python examples/gpu_hour.py --pretended --minutes 10   # without a GPU: does every item run?
 
-Every item is a process of its own, with those that it starts; at its limit all are ended, and the next item begins.
-Items that need more GPUs than there are, or more minutes than are left, are listed as not run. With --pretended the GPU
-is that of tests/support/pretended_gpu, whose times mean nothing: items are made short, and the report says so on top.
+Every item is a process of its own, with those that it starts; at its limit all are ended, and the
+next item begins. Items that need more GPUs than there are, or more minutes than are left, are
+listed as not run. With --pretended the GPU is that of tests/support/pretended_gpu, whose times mean
+nothing: items are made short, and the report says so on top.
 """
 
 import argparse
@@ -35,8 +37,8 @@ NOT_RUN = "not run"
 
 @dataclass(frozen=True)
 class Item:
-    """`arguments` are those of Python; with a pretended GPU `shorter` ones are appended. `{output}` is the report's
-    folder. `seconds` are its limit."""
+    """`arguments` are those of Python; with a pretended GPU `shorter` ones are appended. `{output}`
+    is the report's folder. `seconds` are its limit."""
 
     name: str
     shows: str
@@ -48,7 +50,8 @@ class Item:
 
 @dataclass(frozen=True)
 class Result:
-    """How an item ended ("passed", "failed", "over time" or "not run"), after how many seconds, and its last lines."""
+    """How an item ended ("passed", "failed", "over time" or "not run"), after how many seconds, and
+    its last lines."""
 
     name: str
     shows: str
@@ -59,7 +62,18 @@ class Result:
 
 
 TRAIN = ("examples/train_gpt.py", "--device", "cuda", "--steps", "40", "--layers", "8")
-SMALL = ("--steps", "12", "--layers", "4", "--width", "32", "--sequence-length", "16", "--batch", "8")
+SMALL = (
+    "--steps",
+    "12",
+    "--layers",
+    "4",
+    "--width",
+    "32",
+    "--sequence-length",
+    "16",
+    "--batch",
+    "8",
+)
 BENCHMARKS = "examples/benchmarks"
 GPU_TESTS = (
     "tests/zbcompile/runtime/test_cuda.py",
@@ -69,16 +83,47 @@ GPU_TESTS = (
 ITEMS = (
     Item("machine", "what the machine has", 60, ("-m", "torch.utils.collect_env")),
     Item(
-        "tests", "the tests that need a GPU", 600, ("-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", *GPU_TESTS)
+        "tests",
+        "the tests that need a GPU",
+        600,
+        ("-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", *GPU_TESTS),
     ),
     Item("train", "steps in exact mode against eager", 120, (*TRAIN, "--verify"), SMALL),
-    Item("dropout", "the same, and dropout's masks", 120, (*TRAIN, "--verify", "--dropout", "0.1"), SMALL),
-    Item("bfloat16", "bfloat16, and with it flash attention", 120, (*TRAIN, "--verify", "--dtype", "bfloat16"), SMALL),
     Item(
-        "inductor", "passes compiled by inductor", 300, (*TRAIN, "--backend", "inductor"), (*SMALL, "--backend", "fx")
+        "dropout",
+        "the same, and dropout's masks",
+        120,
+        (*TRAIN, "--verify", "--dropout", "0.1"),
+        SMALL,
     ),
-    Item("cuda-graphs", "passes recorded as CUDA graphs", 120, (*TRAIN, "--verify", "--cuda-graphs"), SMALL),
-    Item("waits", "whether the host waits in a step", 180, (f"{BENCHMARKS}/host_waits.py",), ("--small",)),
+    Item(
+        "bfloat16",
+        "bfloat16, and with it flash attention",
+        120,
+        (*TRAIN, "--verify", "--dtype", "bfloat16"),
+        SMALL,
+    ),
+    Item(
+        "inductor",
+        "passes compiled by inductor",
+        300,
+        (*TRAIN, "--backend", "inductor"),
+        (*SMALL, "--backend", "fx"),
+    ),
+    Item(
+        "cuda-graphs",
+        "passes recorded as CUDA graphs",
+        120,
+        (*TRAIN, "--verify", "--cuda-graphs"),
+        SMALL,
+    ),
+    Item(
+        "waits",
+        "whether the host waits in a step",
+        180,
+        (f"{BENCHMARKS}/host_waits.py",),
+        ("--small",),
+    ),
     Item("nccl", "NCCL alone, with one rank", 60, (f"{BENCHMARKS}/nccl_alone.py",)),
     Item(
         *("split-tax", "what splitting a backward costs", 300),
@@ -93,7 +138,18 @@ ITEMS = (
             "--length",
             "1024",
         ),
-        ("--width", "32", "--length", "16", "--rounds", "1", "--models", "gpt", "--dtype", "float32"),
+        (
+            "--width",
+            "32",
+            "--length",
+            "16",
+            "--rounds",
+            "1",
+            "--models",
+            "gpt",
+            "--dtype",
+            "float32",
+        ),
     ),
     Item(
         *("loop-overhead", "the host's microseconds per action", 180),
@@ -120,14 +176,21 @@ ITEMS = (
 )
 
 
-def run_item(item: Item, output: Path, pretended: bool, seconds: float, environment: Mapping[str, str]) -> Result:
+def run_item(
+    item: Item, output: Path, pretended: bool, seconds: float, environment: Mapping[str, str]
+) -> Result:
     """Run an item for at most so many seconds; what it prints is kept in its log."""
     given = (*item.arguments, *(item.shorter if pretended else ()))
     command = [sys.executable, *(argument.format(output=output) for argument in given)]
     log, began = output / f"{item.name}.log", time.monotonic()
     with log.open("w") as file:
         process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+            command,
+            cwd=ROOT,
+            env=environment,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
         try:
             ended = "failed" if process.wait(seconds) else "passed"
@@ -137,12 +200,18 @@ def run_item(item: Item, output: Path, pretended: bool, seconds: float, environm
             end_group(process)
     lines = log.read_text(errors="replace").splitlines()[-SHOWN:]
     return Result(
-        item.name, item.shows, " ".join(["python", *command[1:]]), ended, time.monotonic() - began, "\n".join(lines)
+        item.name,
+        item.shows,
+        " ".join(["python", *command[1:]]),
+        ended,
+        time.monotonic() - began,
+        "\n".join(lines),
     )
 
 
 def end_group(process: "subprocess.Popen[bytes]") -> None:
-    """End a process and all that it has started: asked to first, and whatever is left after GRACE seconds."""
+    """End a process and all that it has started: asked to first, and whatever is left after GRACE
+    seconds."""
     for signum in (signal.SIGTERM, signal.SIGKILL):
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signum)
@@ -184,35 +253,62 @@ def surroundings(pretended: bool) -> dict[str, str]:
 
 def machine(pretended: bool) -> dict[str, str]:
     names = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
-    gpus = "PRETENDED: the figures say nothing of any GPU" if pretended else ", ".join(names) or "none"
-    return {"GPUs": gpus, "torch": torch.__version__, "Python": platform.python_version(), "host": platform.node()}
+    gpus = (
+        "PRETENDED: the figures say nothing of any GPU" if pretended else ", ".join(names) or "none"
+    )
+    return {
+        "GPUs": gpus,
+        "torch": torch.__version__,
+        "Python": platform.python_version(),
+        "host": platform.node(),
+    }
 
 
 def write_report(results: Sequence[Result], options: argparse.Namespace) -> None:
     about = machine(options.pretended)
-    data = {"pretended": options.pretended, "machine": about, "items": [asdict(result) for result in results]}
+    data = {
+        "pretended": options.pretended,
+        "machine": about,
+        "items": [asdict(result) for result in results],
+    }
     (options.output / "report.json").write_text(json.dumps(data, indent=2))
     (options.output / "index.html").write_text(page(about, results))
 
 
 def page(about: Mapping[str, str], results: Sequence[Result]) -> str:
-    said = "".join(f"<dt>{html.escape(name)}<dd>{html.escape(value)}" for name, value in about.items())
+    said = "".join(
+        f"<dt>{html.escape(name)}<dd>{html.escape(value)}" for name, value in about.items()
+    )
     parts = "".join(
-        f"<details{' open' * (result.ended != 'passed')}><summary><b>{result.name}</b> {result.ended}, "
-        f"{result.seconds:.0f} s: {html.escape(result.shows)}</summary><code>{html.escape(result.command)}</code>"
+        f"<details{' open' * (result.ended != 'passed')}><summary><b>{result.name}</b>"
+        f" {result.ended}, "
+        f"{result.seconds:.0f} s:"
+        f" {html.escape(result.shows)}</summary><code>{html.escape(result.command)}</code>"
         f"<pre>{html.escape(result.output)}</pre></details>"
         for result in results
     )
-    style = "body{font:15px sans-serif;max-width:70em;margin:2em auto}pre{background:#eee;padding:1em;overflow:auto}"
-    return f"<!doctype html><meta charset=utf-8><title>GPU hour</title><style>{style}</style><dl>{said}</dl>{parts}"
+    style = (
+        "body{font:15px sans-serif;max-width:70em;margin:2em"
+        " auto}pre{background:#eee;padding:1em;overflow:auto}"
+    )
+    return (
+        "<!doctype html><meta charset=utf-8><title>GPU"
+        f" hour</title><style>{style}</style><dl>{said}</dl>{parts}"
+    )
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--list", action="store_true", help="print the items with their limits")
     parser.add_argument("--only", metavar="NAME,NAME", help="these items, in the order of the list")
-    parser.add_argument("--minutes", type=float, default=60, help="for all items (default: %(default)s)")
-    parser.add_argument("--output", type=Path, default=Path("gpu-hour"), help="of the report (default: %(default)s)")
+    parser.add_argument(
+        "--minutes", type=float, default=60, help="for all items (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--output", type=Path, default=Path("gpu-hour"), help="of the report (default: %(default)s)"
+    )
     parser.add_argument("--pretended", action="store_true", help="on a pretended GPU")
     options = parser.parse_args(arguments)
     names = [item.name for item in ITEMS]
@@ -220,7 +316,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     if unknown := [name for name in wanted if name not in names]:
         parser.error(f"--only {','.join(unknown)}: expected {', '.join(names)}")
     if not (options.list or options.pretended or torch.cuda.is_available()):
-        parser.error("torch finds no GPU on this machine; --pretended runs the items on a pretended one")
+        parser.error(
+            "torch finds no GPU on this machine; --pretended runs the items on a pretended one"
+        )
     options.items = [item for item in ITEMS if item.name in wanted]
     return options
 
@@ -228,7 +326,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> int:
     options = parse()
     if options.list:
-        print("\n".join(f"{item.name:14} {item.seconds:4} s   {item.shows}" for item in options.items))
+        print(
+            "\n".join(f"{item.name:14} {item.seconds:4} s   {item.shows}" for item in options.items)
+        )
         return 0
     options.output = options.output.resolve()
     options.output.mkdir(parents=True, exist_ok=True)
@@ -238,5 +338,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the item at hand ends as well
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
+    )  # the item at hand ends as well
     sys.exit(main())

@@ -1,5 +1,5 @@
-"""Divides a transformers model over a mesh: `apply_tensor_parallel_plan` by the plan of tensor parallelism that it
-brings along, `divide_experts` its experts. Copy it next to your script:
+"""Divides a transformers model over a mesh: `apply_tensor_parallel_plan` by the plan of tensor
+parallelism that it brings along, `divide_experts` its experts. Copy it next to your script:
 
     model = apply_tensor_parallel_plan(LlamaForCausalLM(config), mesh["tp"])
     pipe = zbcompile.pipeline(model, mesh=mesh, schedule="zb-v")
@@ -19,51 +19,65 @@ import zbcompile
 
 Model = TypeVar("Model", bound=nn.Module)
 Placements = dict[str, dict[str, str]]
-OF_EXPERTS = "_is_expert_parallel"  # every layer has it whose forward `use_experts_implementation` chooses
-EXCHANGED = "zbcompile_exchange"  # the experts of `divide_experts` among transformers' ways to run experts
+OF_EXPERTS = (  # every layer has it whose forward `use_experts_implementation` chooses
+    "_is_expert_parallel"
+)
+EXCHANGED = (  # the experts of `divide_experts` among transformers' ways to run experts
+    "zbcompile_exchange"
+)
 
 
-def apply_tensor_parallel_plan(model: Model, mesh: Any, plan: Mapping[str, str] | None = None) -> Model:
-    """Parallelise a transformers model over `mesh`, one dimension of a mesh, in place; returns the model.
+def apply_tensor_parallel_plan(
+    model: Model, mesh: Any, plan: Mapping[str, str] | None = None
+) -> Model:
+    """Parallelise a transformers model over `mesh`, one dimension of a mesh, in place; returns the
+    model.
 
     Its parameters become DTensors, of which each rank keeps its part, in the styles of
     `torch.distributed.tensor.parallel`. Tied parameters stay tied.
 
     Args:
         mesh: such as `mesh["tp"]`. Heads, of queries as of keys, must be divisible by its size.
-        plan: a style for each pattern of module names; default: the model's own (`model.tp_plan`, which transformers
+        plan: a style for each pattern of module names; default: the model's own (`model.tp_plan`,
+        which transformers
             puts together from `config.base_model_tp_plan`).
 
-    Raises ValueError for a model without a plan, and for styles that are not known here, such as those of experts.
+    Raises ValueError for a model without a plan, and for styles that are not known here, such as
+    those of experts.
     """
     from torch.distributed.tensor.parallel import parallelize_module
 
     wanted = dict(plan if plan is not None else getattr(model, "tp_plan", None) or {})
     if not wanted:
         raise ValueError(
-            f"{type(model).__name__} brings no tensor-parallel plan along (tp_plan is empty). Pass plan=, or "
-            "parallelise it with torch.distributed.tensor.parallel.parallelize_module."
+            f"{type(model).__name__} brings no tensor-parallel plan along (tp_plan is empty). Pass"
+            " plan=, or parallelise it with torch.distributed.tensor.parallel.parallelize_module."
         )
     styles = _styles()
     _require_known(wanted, styles)
     _require_divisible(model, mesh.size() if mesh is not None else 1, wanted)
     tied = _tied(model)
     chosen = {pattern: styles[style] for pattern, style in wanted.items()}
-    parallelize_module(model, mesh, {pattern: style for pattern, style in chosen.items() if style is not None})
+    parallelize_module(
+        model, mesh, {pattern: style for pattern, style in chosen.items() if style is not None}
+    )
     _tie(model, tied)
     return model
 
 
 def _require_known(plan: Mapping[str, str], styles: Mapping[str, Any]) -> None:
-    """Raise ValueError for styles that are not known; what lies below such a module belongs to it."""
+    """Raise ValueError for styles that are not known; what lies below such a module belongs
+    to it."""
     modules = tuple(f"{pattern}." for pattern, style in plan.items() if style not in styles)
-    refused = {p: style for p, style in plan.items() if style not in styles or p.startswith(modules)}
+    refused = {
+        p: style for p, style in plan.items() if style not in styles or p.startswith(modules)
+    }
     if refused:
         shown = ", ".join(f"{style!r} for {pattern}" for pattern, style in refused.items())
         raise ValueError(
-            f"the plan has {shown}; expected styles among {', '.join(sorted(styles))}. Pass plan= without these: such "
-            "modules stay whole, and every rank computes them. Or divide them by hand, with functional collectives and "
-            "placements=."
+            f"the plan has {shown}; expected styles among {', '.join(sorted(styles))}. Pass plan="
+            " without these: such modules stay whole, and every rank computes them. Or divide them"
+            " by hand, with functional collectives and placements=."
         )
 
 
@@ -75,13 +89,17 @@ def _require_divisible(model: nn.Module, ranks: int, plan: Mapping[str, str]) ->
     config = getattr(model, "config", None)
     for projection, name in HEADS.items():
         heads = getattr(config, name, None) or 0
-        if heads % ranks and any(p.endswith(projection) and style == "colwise" for p, style in plan.items()):
-            raise ValueError(f"{name} is {heads}, which is not divisible by the {ranks} ranks of the mesh.")
+        if heads % ranks and any(
+            p.endswith(projection) and style == "colwise" for p, style in plan.items()
+        ):
+            raise ValueError(
+                f"{name} is {heads}, which is not divisible by the {ranks} ranks of the mesh."
+            )
 
 
 def _styles() -> dict[str, Any]:
-    """The styles by their names in transformers. A replicated norm sees this rank's heads alone: to DTensor these are
-    rows of a sharded tensor, which sums the gradient."""
+    """The styles by their names in transformers. A replicated norm sees this rank's heads alone: to
+    DTensor these are rows of a sharded tensor, which sums the gradient."""
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
@@ -111,42 +129,49 @@ def _tie(model: nn.Module, tied: Mapping[str, str]) -> None:
     for name, first in tied.items():
         own, other = model.get_parameter(name), model.get_parameter(first)
         if getattr(own, "placements", None) != getattr(other, "placements", None):
-            raise ValueError(f"{name} and {first} are one parameter, and the plan shards them in different ways.")
+            raise ValueError(
+                f"{name} and {first} are one parameter, and the plan shards them in different ways."
+            )
         path, _, last = name.rpartition(".")
         setattr(model.get_submodule(path), last, other)
 
 
 def divide_experts(model: Model, mesh: Any, factor: float = 1.25) -> tuple[Model, Placements]:
-    """Divides the experts of a transformers mixture among the ranks of `mesh`, in place. Returns the model, and the
-    placements of the divided parameters for `zbcompile.pipeline(..., placements=)`.
+    """Divides the experts of a transformers mixture among the ranks of `mesh`, in place. Returns
+    the model, and the placements of the divided parameters for `zbcompile.pipeline(...,
+    placements=)`.
 
-    Each rank keeps its part of every layer's experts, computes them with `grouped_mm`, and exchanges tokens by an
-    `ExpertExchange`, the submodule `exchange` of each.
+    Each rank keeps its part of every layer's experts, computes them with `grouped_mm`, and
+    exchanges tokens by an `ExpertExchange`, the submodule `exchange` of each.
 
     Args:
-        mesh: the dimension of a mesh, such as `mesh["ep"]`. The number of experts must be a multiple of its size.
-        factor: that of `ExpertExchange`.
+        mesh: the dimension of a mesh, such as `mesh["ep"]`. The number of experts must be a
+        multiple of its size. factor: that of `ExpertExchange`.
 
     Raises ValueError for a model without experts that transformers knows how to group.
     """
     found = {name: module for name, module in model.named_modules() if hasattr(module, OF_EXPERTS)}
     if not found:
         raise ValueError(
-            f"{type(model).__name__} has no layer of experts that transformers runs by an implementation of its choice "
-            '(model.set_experts_implementation). Divide it by hand, with ExpertExchange and placements={name: {"ep": '
-            '"shard"}}.'
+            f"{type(model).__name__} has no layer of experts that transformers runs by an"
+            " implementation of its choice (model.set_experts_implementation). Divide it by hand,"
+            ' with ExpertExchange and placements={name: {"ep": "shard"}}.'
         )
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     ALL_EXPERTS_FUNCTIONS.register(EXCHANGED, exchanged_experts)
     divided = [
-        f"{path}.{name}" for path, module in found.items() if mesh.size() > 1 for name in _divide(module, mesh, factor)
+        f"{path}.{name}"
+        for path, module in found.items()
+        if mesh.size() > 1
+        for name in _divide(module, mesh, factor)
     ]
     return model, {name: {"ep": "shard"} for name in divided}
 
 
 def _divide(module: Any, mesh: Any, factor: float) -> list[str]:
-    """Keeps this rank's experts of one layer. Returns the names of the parameters that it divided."""
+    """Keeps this rank's experts of one layer. Returns the names of the parameters that it
+    divided."""
     count, rank, ranks = module.num_experts, mesh.get_local_rank(), mesh.size()
     divided = []
     for name, whole in list(module.named_parameters(recurse=False)):
@@ -160,28 +185,43 @@ def _divide(module: Any, mesh: Any, factor: float) -> list[str]:
     return divided
 
 
-def exchanged_experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """transformers' grouped experts on the ranks of a mesh: the same operations in the same order, with an exchange
-    before and behind the products. Tokens are sorted stably, so that those of an expert keep their order."""
+def exchanged_experts(
+    module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """transformers' grouped experts on the ranks of a mesh: the same operations in the same order,
+    with an exchange before and behind the products. Tokens are sorted stably, so that those of an
+    expert keep their order.
+    """
     count, width = top_k_index.shape[-1], hidden_states.shape[-1]
     chosen, order = top_k_index.flatten().sort(stable=True)
     rows, ends, route = module.exchange.dispatch(hidden_states[order // count], chosen)
     made = module.exchange.combine(_computed(module, rows, ends), route)
     weighted = made * top_k_weights.flatten()[order].unsqueeze(-1)
-    back = torch.empty_like(order).index_copy(0, order, torch.arange(order.shape[0], device=order.device))
+    back = torch.empty_like(order).index_copy(
+        0, order, torch.arange(order.shape[0], device=order.device)
+    )
     return weighted[back].view(-1, count, width).sum(1).to(hidden_states.dtype)
 
 
 def _computed(module: Any, rows: Tensor, ends: Tensor) -> Tensor:
-    """What the experts of this rank make of their rows, and zeros of padding, so that no sum over rows has it."""
-    numbers = torch.searchsorted(ends.long(), torch.arange(rows.shape[0], device=rows.device), right=True)
+    """What the experts of this rank make of their rows, and zeros of padding, so that no sum over
+    rows has it."""
+    numbers = torch.searchsorted(
+        ends.long(), torch.arange(rows.shape[0], device=rows.device), right=True
+    )
     padding = (numbers == module.num_experts).unsqueeze(-1)
     numbers = numbers.clamp(max=module.num_experts - 1)
 
     def product(name: str, rows: Tensor) -> Tensor:
-        weight = getattr(module, name) if module.is_transposed else getattr(module, name).transpose(-2, -1)
+        weight = (
+            getattr(module, name)
+            if module.is_transposed
+            else getattr(module, name).transpose(-2, -1)
+        )
         made = F.grouped_mm(rows.to(weight.dtype), weight, offs=ends)
-        return (made + getattr(module, f"{name}_bias")[numbers] if module.has_bias else made).masked_fill(padding, 0.0)
+        return (
+            made + getattr(module, f"{name}_bias")[numbers] if module.has_bias else made
+        ).masked_fill(padding, 0.0)
 
     inner = module._apply_gate(product("gate_up_proj", rows)) if module.has_gate else None
     made = product("down_proj", module.act_fn(product("up_proj", rows)) if inner is None else inner)

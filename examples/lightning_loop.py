@@ -20,7 +20,8 @@ WIDTH, BATCH, MICROBATCHES, LEARNING_RATE, CLIP = 16, 8, 4, 1e-2, 1.0
 
 
 class Pipelined(lightning.LightningModule):
-    """The pipeline is kept in a list: its parameters are not those of the module, for Lightning would move them."""
+    """The pipeline is kept in a list: its parameters are not those of the module, for Lightning
+    would move them."""
 
     def __init__(self, pipe: zbcompile.Pipeline) -> None:
         super().__init__()
@@ -47,19 +48,29 @@ class Pipelined(lightning.LightningModule):
 
 def model() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(4)), nn.Linear(WIDTH, 4))
+    return nn.Sequential(
+        *(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(4)), nn.Linear(WIDTH, 4)
+    )
 
 
 def loader(seed: int) -> "DataLoader[Any]":
     source = torch.Generator().manual_seed(seed)  # the same batches on every rank
-    inputs, target = torch.randn(48, WIDTH, generator=source), torch.randint(4, (48,), generator=source)
+    inputs, target = (
+        torch.randn(48, WIDTH, generator=source),
+        torch.randint(4, (48,), generator=source),
+    )
     return DataLoader(list(zip(inputs, target, strict=True)), batch_size=BATCH)  # type: ignore[arg-type]
 
 
 def train(ranks: int | None, epochs: int = 1) -> list[float]:
     """The loss of every step."""
     pipe = zbcompile.pipeline(
-        model(), schedule="zb-v", microbatches=MICROBATCHES, ranks=ranks, loss=cross_entropy, exact=True
+        model(),
+        schedule="zb-v",
+        microbatches=MICROBATCHES,
+        ranks=ranks,
+        loss=cross_entropy,
+        exact=True,
     )
     module, shows = Pipelined(pipe), os.environ.get("RANK", "0") == "0"
     trainer = lightning.Trainer(
@@ -73,14 +84,19 @@ def train(ranks: int | None, epochs: int = 1) -> list[float]:
     )
     trainer.fit(module, loader(0), loader(1))
     if shows:
-        print(f"losses {module.losses}, validation {trainer.callback_metrics['validation'].item():.4f}")
+        print(
+            f"losses {module.losses}, validation"
+            f" {trainer.callback_metrics['validation'].item():.4f}"
+        )
     pipe.close()
     return module.losses
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ranks", type=int, help="ranks in this process; under torchrun there is one per process")
+    parser.add_argument(
+        "--ranks", type=int, help="ranks in this process; under torchrun there is one per process"
+    )
     parser.add_argument("--epochs", type=int, default=1)
     given = parser.parse_args()
     train(given.ranks, given.epochs)

@@ -10,19 +10,24 @@ BYTES = 256
 
 
 class Attention(nn.Module):
-    """Causal attention with rotary positions. The number of heads follows from the width of what q, k and v give: under
-    tensor parallelism these are the heads of one rank."""
+    """Causal attention with rotary positions. The number of heads follows from the width of what q,
+    k and v give: under tensor parallelism these are the heads of one rank."""
 
     def __init__(self, width: int, heads: int, length: int) -> None:
         super().__init__()
         self.size = width // heads
         self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
-        angles = torch.arange(length)[:, None] / 10_000 ** (torch.arange(0, self.size, 2) / self.size)
+        angles = torch.arange(length)[:, None] / 10_000 ** (
+            torch.arange(0, self.size, 2) / self.size
+        )
         self.register_buffer("cos", angles.cos(), persistent=False)
         self.register_buffer("sin", angles.sin(), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (each(x).unflatten(-1, (-1, self.size)).transpose(1, 2) for each in (self.q, self.k, self.v))
+        q, k, v = (
+            each(x).unflatten(-1, (-1, self.size)).transpose(1, 2)
+            for each in (self.q, self.k, self.v)
+        )
         y = F.scaled_dot_product_attention(self.turned(q), self.turned(k), v, is_causal=True)
         return self.o(y.transpose(1, 2).flatten(2))
 
@@ -73,7 +78,8 @@ class Llama(nn.Module):
 
 
 def parallelised(model: Llama, mesh: Any) -> Llama:
-    """The model over `mesh`, one dimension, in place: columns and rows, and between them parts of the sequence."""
+    """The model over `mesh`, one dimension, in place: columns and rows, and between them parts of
+    the sequence."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
@@ -88,9 +94,14 @@ def parallelised(model: Llama, mesh: Any) -> Llama:
     columns, rows = ColwiseParallel(), RowwiseParallel(output_layouts=parts)
     plan: dict[str, Any] = {
         "embedding": RowwiseParallel(input_layouts=whole, output_layouts=parts),
-        **dict.fromkeys(("blocks.*.before_attention", "blocks.*.before_feed_forward", "norm"), SequenceParallel()),
+        **dict.fromkeys(
+            ("blocks.*.before_attention", "blocks.*.before_feed_forward", "norm"),
+            SequenceParallel(),
+        ),
         **dict.fromkeys(("blocks.*.attention", "blocks.*.feed_forward"), inside),
-        **dict.fromkeys((f"blocks.*.{name}" for name in ("attention.q", "attention.k", "attention.v")), columns),
+        **dict.fromkeys(
+            (f"blocks.*.{name}" for name in ("attention.q", "attention.k", "attention.v")), columns
+        ),
         **dict.fromkeys((f"blocks.*.feed_forward.{name}" for name in ("up", "gate")), columns),
         **dict.fromkeys(("blocks.*.attention.o", "blocks.*.feed_forward.down"), rows),
         "head": ColwiseParallel(input_layouts=parts, output_layouts=whole),

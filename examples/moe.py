@@ -1,8 +1,10 @@
-"""A model whose experts are on different ranks: a token is computed by the experts that choose it, wherever they are.
+"""A model whose experts are on different ranks: a token is computed by the experts that choose it,
+wherever they are.
 
-Each expert chooses the tokens that score highest for it, always equally many (Zhou et al. 2022, arXiv:2202.09368), so
-shapes are static and the exchange is an all-to-all of equal parts. It goes through the functional collectives of
-torch.distributed, so it becomes part of the compiled graphs, where it can hide behind computation.
+Each expert chooses the tokens that score highest for it, always equally many (Zhou et al. 2022,
+arXiv:2202.09368), so shapes are static and the exchange is an all-to-all of equal parts. It goes
+through the functional collectives of torch.distributed, so it becomes part of the compiled graphs,
+where it can hide behind computation.
 """
 
 import torch
@@ -29,7 +31,8 @@ class Experts(nn.Module):
         return self.combine(x, made, chosen, weights)
 
     def choose(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The tokens that go to each expert, [experts * capacity, width], with their indices and weights."""
+        """The tokens that go to each expert, [experts * capacity, width], with their indices and
+        weights."""
         scores = self.route(x).softmax(dim=-1)
         weights, chosen = scores.t().topk(x.shape[0] // self.count)
         return x[chosen.flatten()], chosen.flatten(), weights.flatten()

@@ -1,11 +1,13 @@
-"""Direct preference optimisation (arXiv 2305.18290) of the byte-level GPT against a frozen reference.
+"""Direct preference optimisation (arXiv 2305.18290) of the byte-level GPT against a frozen
+reference.
 
     python examples/preference.py                                               both pipelines, all ranks in one process
     torchrun --standalone --nproc-per-node 2 examples/preference.py             one process per rank
 
-It makes its data: after the same prompt of random letters, the preferred answer repeats them and the other one does
-not. The reference is a second pipeline in the same processes that only evaluates: it has no backward graphs. The
-margin is how much likelier than the reference the policy finds the preferred answer, compared with the other.
+It makes its data: after the same prompt of random letters, the preferred answer repeats them and
+the other one does not. The reference is a second pipeline in the same processes that only
+evaluates: it has no backward graphs. The margin is how much likelier than the reference the policy
+finds the preferred answer, compared with the other.
 """
 
 import argparse
@@ -22,11 +24,14 @@ from gpt import GPT
 
 PROMPT, ANSWER = 8, 8
 IGNORED = -100
-Pairs = tuple[Tensor, Tensor]  # tokens [pairs, 2, length], their labels: the preferred answer comes first
+Pairs = tuple[
+    Tensor, Tensor
+]  # tokens [pairs, 2, length], their labels: the preferred answer comes first
 
 
 class Preference(nn.Module):
-    """The policy with its loss: a batch is pairs of sequences, whose reference log-probabilities are given."""
+    """The policy with its loss: a batch is pairs of sequences, whose reference log-probabilities
+    are given."""
 
     def __init__(self, policy: nn.Module, beta: float) -> None:
         super().__init__()
@@ -44,9 +49,15 @@ class Preference(nn.Module):
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add = parser.add_argument
-    add("--schedule", default="zb-h1", help="a name from zbcompile.schedules.names() (default: %(default)s)")
+    add(
+        "--schedule",
+        default="zb-h1",
+        help="a name from zbcompile.schedules.names() (default: %(default)s)",
+    )
     add("--steps", type=int, default=30, help="optimizer steps (default: %(default)s)")
     add("--pairs", type=int, default=16, help="pairs in a batch (default: %(default)s)")
     add("--layers", type=int, default=2, help="transformer layers (default: %(default)s)")
@@ -82,12 +93,14 @@ def build(options: argparse.Namespace) -> tuple[zbcompile.Pipeline, zbcompile.Pi
     ranks = None if "RANK" in os.environ else 2
     policy = Preference(model, options.beta)
     return tuple(  # type: ignore[return-value]
-        zbcompile.pipeline(each, schedule=options.schedule, microbatches=4, ranks=ranks) for each in (policy, reference)
+        zbcompile.pipeline(each, schedule=options.schedule, microbatches=4, ranks=ranks)
+        for each in (policy, reference)
     )
 
 
 def run(options: argparse.Namespace) -> list[float]:
-    """Train; the mean margin before the first step, and after every one of a batch that is not trained on."""
+    """Train; the mean margin before the first step, and after every one of a batch that is not
+    trained on."""
     torch.set_num_threads(1)
     policy, reference = build(options)
     generator = torch.Generator().manual_seed(options.seed)
@@ -99,7 +112,10 @@ def run(options: argparse.Namespace) -> list[float]:
         loss = policy.step(tokens, labels, by_answer(reference, tokens, labels))
         margins.append(policy.eval(*held_out, known)["margin"].mean().item())
         if policy.is_first and step % 5 == 0:
-            print(f"step {step:3}  loss {loss.item():.4f}  margin of held-out pairs {margins[-1]:+.3f}")
+            print(
+                f"step {step:3}  loss {loss.item():.4f}  margin of held-out pairs"
+                f" {margins[-1]:+.3f}"
+            )
         optimizer = optimizer or torch.optim.AdamW(policy.parameters(), lr=options.lr)
         optimizer.step()
         optimizer.zero_grad()

@@ -1,4 +1,5 @@
-"""Record one step of a model, for `python -m zbcompile.inspect TARGET --measured FILE` to compare with the prediction.
+"""Record one step of a model, for `python -m zbcompile.inspect TARGET --measured FILE` to compare
+with the prediction.
 
     torchrun --standalone --nproc-per-node 4 examples/record_step.py examples/targets.py:gpt step.json
     python examples/record_step.py examples/targets.py:gpt step.json --ranks 2
@@ -21,12 +22,16 @@ WARM_UP = 3  # steps before the recorded one
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("target", metavar="TARGET", help="package.module:name or path/file.py:name")
     parser.add_argument("output", metavar="FILE", help="the record, JSON")
     parser.add_argument("--schedule", default="zb-v", help="default: %(default)s")
     parser.add_argument("--microbatches", type=int, default=8, help="default: %(default)s")
-    parser.add_argument("--ranks", type=int, default=2, help="ranks in this process, without torchrun (default: 2)")
+    parser.add_argument(
+        "--ranks", type=int, default=2, help="ranks in this process, without torchrun (default: 2)"
+    )
     return parser.parse_args()
 
 
@@ -50,7 +55,9 @@ def record(options: argparse.Namespace) -> None:
         loss=example.loss,
         ranks=None if "RANK" in os.environ else options.ranks,
     )
-    args, kwargs, target = repeated((example.args, example.kwargs, example.target), options.microbatches)
+    args, kwargs, target = repeated(
+        (example.args, example.kwargs, example.target), options.microbatches
+    )
     given = kwargs if example.loss is None else {**kwargs, "target": target}
     for step in range(WARM_UP + 1):
         pipe.record = step == WARM_UP
@@ -58,7 +65,8 @@ def record(options: argparse.Namespace) -> None:
     if pipe.is_first and pipe.last_step is not None:
         pipe.last_step.save(options.output)
         print(
-            f"{options.output}: a step of {1e3 * pipe.last_step.step_time:.1f} ms on {len(pipe.last_step.spans)} ranks"
+            f"{options.output}: a step of {1e3 * pipe.last_step.step_time:.1f} ms on"
+            f" {len(pipe.last_step.spans)} ranks"
         )
 
 

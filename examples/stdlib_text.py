@@ -24,10 +24,14 @@ def load(device: torch.device | str = "cpu") -> Text:
     """The library's files in the order of their names, every 20th held out for validation."""
     root = Path(sysconfig.get_path("stdlib"))
     names = sorted(
-        p.relative_to(root).as_posix() for p in root.rglob("*.py") if not SKIPPED & set(p.relative_to(root).parts)
+        p.relative_to(root).as_posix()
+        for p in root.rglob("*.py")
+        if not SKIPPED & set(p.relative_to(root).parts)
     )
     if len(names) < HELD_OUT:
-        raise FileNotFoundError(f"{root} has {len(names)} source files of the standard library, too few to train on")
+        raise FileNotFoundError(
+            f"{root} has {len(names)} source files of the standard library, too few to train on"
+        )
     held_out = [i % HELD_OUT == HELD_OUT - 1 for i in range(len(names))]
     return Text(
         _read(root / n for n, out in zip(names, held_out, strict=True) if not out).to(device),
@@ -36,12 +40,17 @@ def load(device: torch.device | str = "cpu") -> Text:
 
 
 def _read(files: Iterator[Path]) -> Tensor:
-    return torch.frombuffer(bytearray(b"".join(f.read_bytes() for f in files)), dtype=torch.uint8).long()
+    return torch.frombuffer(
+        bytearray(b"".join(f.read_bytes() for f in files)), dtype=torch.uint8
+    ).long()
 
 
-def random_batch(text: Tensor, batch: int, length: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """`batch` windows of `length` bytes at random places, and the byte that follows each: two `[batch, length]`
-    on the device of the text. The places are drawn on the CPU, alike for every device."""
+def random_batch(
+    text: Tensor, batch: int, length: int, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """`batch` windows of `length` bytes at random places, and the byte that follows each: two
+    `[batch, length]` on the device of the text. The places are drawn on the CPU, alike for every
+    device."""
     starts = torch.randint(len(text) - length, (batch,), generator=generator).to(text.device)
     windows = text[starts[:, None] + torch.arange(length + 1, device=text.device)]
     return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()

@@ -34,7 +34,9 @@ def measured_costs(records: Iterable[StepRecord], stages: int) -> Costs:
         return tuple(typical.get((op, stage), 0.0) for stage in range(stages))
 
     whole = tuple(0.0 if ("B", stage) in typical else bw for stage, bw in enumerate(of("BW")))
-    return Costs(forward=of("F"), backward=tuple(map(sum, zip(of("B"), whole, strict=True))), weight=of("W"))
+    return Costs(
+        forward=of("F"), backward=tuple(map(sum, zip(of("B"), whole, strict=True))), weight=of("W")
+    )
 
 
 def simulated(schedule: Schedule, costs: Costs) -> Times:
@@ -51,12 +53,16 @@ def observed(records: Sequence[StepRecord], ranks: int) -> Times:
 
 
 def report(schedule: Schedule, early: Sequence[StepRecord], late: Sequence[StepRecord]) -> str:
-    """The table, with lines that say where its numbers come from: predicted from early steps, measured in late ones."""
+    """The table, with lines that say where its numbers come from: predicted from early steps,
+    measured in late ones."""
     predicted = simulated(schedule, measured_costs(early, schedule.stages))
     if late[0].in_process:
         measured = simulated(schedule, measured_costs(late, schedule.stages))
         whole = _milliseconds(median(record.step_time for record in late))
-        source = f"one process ran all ranks in turn ({whole} a step); its action times, replayed through the simulator"
+        source = (
+            f"one process ran all ranks in turn ({whole} a step); its action times, replayed"
+            " through the simulator"
+        )
     else:
         measured = observed(late, schedule.ranks)
         source = "each rank's own clock"
@@ -71,10 +77,18 @@ def report(schedule: Schedule, early: Sequence[StepRecord], late: Sequence[StepR
         ]
         for rank in range(schedule.ranks)
     ]
-    title = f"{schedule.name}: ranks {schedule.ranks}, stages {schedule.stages}, microbatches {schedule.microbatches}"
-    picture = format_timeline(simulate(schedule, in_milliseconds(measured_costs(late, schedule.stages))), width=110)
+    title = (
+        f"{schedule.name}: ranks {schedule.ranks}, stages {schedule.stages}, microbatches"
+        f" {schedule.microbatches}"
+    )
+    picture = format_timeline(
+        simulate(schedule, in_milliseconds(measured_costs(late, schedule.stages))), width=110
+    )
     legend = f"predicted: the simulator, with the action times of early steps\nmeasured: {source}"
-    return f"{title}\n{grid(rows)}\n{legend}\n\nthe last steps' action times on the schedule, in ms:\n{picture}"
+    return (
+        f"{title}\n{grid(rows)}\n{legend}\n\nthe last steps' action times on the schedule, in"
+        f" ms:\n{picture}"
+    )
 
 
 def in_milliseconds(costs: Costs) -> Costs:
@@ -83,7 +97,9 @@ def in_milliseconds(costs: Costs) -> Costs:
     def scaled(times: Sequence[float]) -> tuple[float, ...]:
         return tuple(1e3 * time for time in times)
 
-    return Costs(forward=scaled(costs.forward), backward=scaled(costs.backward), weight=scaled(costs.weight))
+    return Costs(
+        forward=scaled(costs.forward), backward=scaled(costs.backward), weight=scaled(costs.weight)
+    )
 
 
 def _pass_of(action: str) -> tuple[str, int]:
@@ -93,7 +109,9 @@ def _pass_of(action: str) -> tuple[str, int]:
 
 
 def _busy(record: StepRecord, rank: int) -> float:
-    return sum(span.end - span.start for span in record.spans[rank] if _pass_of(span.action)[0] in COMPUTE)
+    return sum(
+        span.end - span.start for span in record.spans[rank] if _pass_of(span.action)[0] in COMPUTE
+    )
 
 
 def _milliseconds(seconds: float) -> str:

@@ -1,4 +1,5 @@
-"""Models to inspect: `python -m zbcompile.inspect examples/targets.py:gpt` (or :llama, :unet; :llama_70b --fake)."""
+"""Models to inspect: `python -m zbcompile.inspect examples/targets.py:gpt` (or :llama, :unet;
+:llama_70b --fake)."""
 
 from typing import Any
 
@@ -16,7 +17,10 @@ def gpt() -> zbcompile.Example:
     model = GPT(layers=4, width=64, length=32, dropout=0.1, tied=True)
     tokens = torch.randint(VOCABULARY, (2, 33))
     return zbcompile.Example(
-        model, (tokens[:, :-1].contiguous(),), loss=next_byte_loss, target=tokens[:, 1:].contiguous()
+        model,
+        (tokens[:, :-1].contiguous(),),
+        loss=next_byte_loss,
+        target=tokens[:, 1:].contiguous(),
     )
 
 
@@ -37,7 +41,8 @@ def llama() -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
 
 
 def llama_70b() -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
-    """Llama 3 70B with sequences of 8,192 tokens, in bfloat16. Only under `--fake`: its weights take 141 GB."""
+    """Llama 3 70B with sequences of 8,192 tokens, in bfloat16. Only under `--fake`: its weights
+    take 141 GB."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     config = LlamaConfig(

@@ -1,4 +1,5 @@
-"""Data for `python -m zbcompile.run`: batches of text, each a function of the seed and its number alone.
+"""Data for `python -m zbcompile.run`: batches of text, each a function of the seed and its number
+alone.
 
     python -m zbcompile.run program --data examples/text_batches.py:batches --init examples/text_batches.py:init ...
 
@@ -17,7 +18,9 @@ import stdlib_text
 BATCH, LENGTH = 8, 32  # samples per step, bytes per sample; the program was compiled for these
 
 
-def batches(start: int, seed: int, replica: int, replicas: int) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+def batches(
+    start: int, seed: int, replica: int, replicas: int
+) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
     """Endless batches, from number `start` on."""
     text = stdlib_text.load().train
     for step in count(start):

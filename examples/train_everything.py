@@ -1,9 +1,12 @@
-"""What a training run usually has, in one script: a model of the Hub's kind, autocast, accumulation, clipping, a rate
-schedule, metrics, evaluation before the first step, checkpoints, export and generation.
+"""What a training run usually has, in one script: a model of the Hub's kind, autocast,
+accumulation, clipping, a rate schedule, metrics, evaluation before the first step, checkpoints,
+export and generation.
 
     python examples/train_everything.py                                               two ranks in this process
     torchrun --standalone --nproc-per-node 4 examples/train_everything.py --steps 60  goes on where that one ended, each
-                                                                                      rank in a process of its own
+                                                                                      rank in a
+                                                                                      process of its
+                                                                                      own
 
 Needs transformers: `pip install 'zbcompile[huggingface]'`.
 """
@@ -23,7 +26,12 @@ import zbcompile
 
 CALLS = 2  # calls of `pipe.step` that add up to one update
 CONFIG = LlamaConfig(
-    vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4, use_cache=False
+    vocab_size=256,
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    use_cache=False,
 )
 
 
@@ -42,7 +50,9 @@ def train(options: argparse.Namespace) -> None:
     torch.manual_seed(0)  # every process builds the same model
     model = AutoModelForCausalLM.from_config(CONFIG)
     ranks = None if "RANK" in os.environ else 2  # under torchrun: a rank per process
-    pipe = zbcompile.pipeline(model, schedule="zb-h1", microbatches=4, ranks=ranks, loss=loss_and_metrics)
+    pipe = zbcompile.pipeline(
+        model, schedule="zb-h1", microbatches=4, ranks=ranks, loss=loss_and_metrics
+    )
     optimizer = pipe.optimizer(torch.optim.AdamW, lr=3e-3, weight_decay=0.01, clip=1.0)
     rate = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 200)
     say = print if os.environ.get("RANK", "0") == "0" else lambda *_: None  # one process speaks
@@ -67,9 +77,14 @@ def train(options: argparse.Namespace) -> None:
         optimizer.zero_grad()
         rate.step()
         if (update + 1) % 10 == 0:
-            say(f"update {update + 1}: loss {CALLS * loss.item():.3f}, accuracy {metrics['accuracy'].item():.3f}")
+            say(
+                f"update {update + 1}: loss {CALLS * loss.item():.3f}, accuracy"
+                f" {metrics['accuracy'].item():.3f}"
+            )
             extra = {"rate": rate.state_dict()}
-            zbcompile.save_checkpoint(options.folder / "checkpoints", pipe, optimizer, extra=extra, keep=2)
+            zbcompile.save_checkpoint(
+                options.folder / "checkpoints", pipe, optimizer, extra=extra, keep=2
+            )
 
     say(f"perplexity after update {options.steps}: {perplexity(pipe, text.validation):.1f}")
     zbcompile.save_weights(options.folder / "trained", pipe)  # what from_pretrained reads
@@ -81,9 +96,18 @@ def train(options: argparse.Namespace) -> None:
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=30, help="updates in all, resumed ones too (default: %(default)s)")
-    parser.add_argument("--folder", type=Path, default=Path("everything"), help="of checkpoints and weights")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=30,
+        help="updates in all, resumed ones too (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--folder", type=Path, default=Path("everything"), help="of checkpoints and weights"
+    )
     return parser.parse_args(arguments)
 
 

@@ -28,41 +28,86 @@ from step_report import report
 from zbcompile.program.step_record import StepRecord
 
 WARM_UP = 2  # steps before the first one that is timed
-RECORDED = 5  # steps timed early on, which the prediction is made from, and as many at the end, to hold it against
+# steps timed early on, which the prediction is made from, and as many at the end, to hold it
+# against
+RECORDED = 5
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add = parser.add_argument
-    add("--schedule", default="zb-v", help="a name from zbcompile.schedules.names() (default: %(default)s)")
-    add("--ranks", type=int, help="ranks in this process (default: 2); under torchrun its number of processes")
+    add(
+        "--schedule",
+        default="zb-v",
+        help="a name from zbcompile.schedules.names() (default: %(default)s)",
+    )
+    add(
+        "--ranks",
+        type=int,
+        help="ranks in this process (default: 2); under torchrun its number of processes",
+    )
     add("--microbatches", type=int, default=4, help="equal parts of a batch (default: %(default)s)")
     add("--layers", type=int, default=4, help="transformer layers (default: %(default)s)")
-    add("--width", type=int, default=128, help="width of the residual stream (default: %(default)s)")
+    add(
+        "--width", type=int, default=128, help="width of the residual stream (default: %(default)s)"
+    )
     add("--heads", type=int, default=4, help="attention heads (default: %(default)s)")
     add("--sequence-length", type=int, default=64, help="bytes per sample (default: %(default)s)")
     add("--steps", type=int, default=500, help="optimizer steps (default: %(default)s)")
     add("--batch", type=int, default=16, help="samples per step (default: %(default)s)")
-    add("--lr", type=float, default=4e-3, help="highest learning rate of AdamW (default: %(default)s)")
+    add(
+        "--lr",
+        type=float,
+        default=4e-3,
+        help="highest learning rate of AdamW (default: %(default)s)",
+    )
     add("--dropout", type=float, default=0.0, help="dropout probability (default: %(default)s)")
     add("--tied", action="store_true", help="one matrix as token embedding and as output head")
-    add("--seed", type=int, default=0, help="seed of weights, batches and dropout (default: %(default)s)")
     add(
-        "--replicas", type=int, default=1, help="replicas of the pipeline, each with batches of its own, under torchrun"
+        "--seed",
+        type=int,
+        default=0,
+        help="seed of weights, batches and dropout (default: %(default)s)",
+    )
+    add(
+        "--replicas",
+        type=int,
+        default=1,
+        help="replicas of the pipeline, each with batches of its own, under torchrun",
     )
     add("--zero", type=int, default=0, help="1: divide the optimizer among replicas")
     add("--clip", type=float, help="the norm to which gradients are clipped (default: no limit)")
-    add("--dtype", default="float32", choices=("float32", "bfloat16"), help="of the model (default: %(default)s)")
-    add("--backend", default="fx", choices=("fx", "inductor"), help="what runs the passes (default: %(default)s)")
+    add(
+        "--dtype",
+        default="float32",
+        choices=("float32", "bfloat16"),
+        help="of the model (default: %(default)s)",
+    )
+    add(
+        "--backend",
+        default="fx",
+        choices=("fx", "inductor"),
+        help="what runs the passes (default: %(default)s)",
+    )
     add("--cuda-graphs", action="store_true", help="every pass recorded as a CUDA graph")
     add_device(parser)
-    add("--verify", action="store_true", help="exact mode; compare the first step with eager gradient accumulation")
+    add(
+        "--verify",
+        action="store_true",
+        help="exact mode; compare the first step with eager gradient accumulation",
+    )
     options = parser.parse_args(arguments)
     for name in ("microbatches", "layers", "width", "heads", "sequence_length", "batch"):
         if getattr(options, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} is {getattr(options, name)}; expected at least 1")
+            parser.error(
+                f"--{name.replace('_', '-')} is {getattr(options, name)}; expected at least 1"
+            )
     if options.steps < WARM_UP + 2 * RECORDED:
-        parser.error(f"--steps is {options.steps}; the report needs at least {WARM_UP + 2 * RECORDED}")
+        parser.error(
+            f"--steps is {options.steps}; the report needs at least {WARM_UP + 2 * RECORDED}"
+        )
     if options.width % options.heads:
         parser.error(f"--width {options.width} is not divisible by --heads {options.heads}")
     if options.verify and options.replicas > 1:
@@ -75,7 +120,14 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def build(options: argparse.Namespace, device: torch.device) -> tuple[GPT, zbcompile.Pipeline]:
     """The same model on every rank, and its pipeline."""
     torch.manual_seed(options.seed)
-    model = GPT(options.layers, options.width, options.heads, options.sequence_length, options.dropout, options.tied)
+    model = GPT(
+        options.layers,
+        options.width,
+        options.heads,
+        options.sequence_length,
+        options.dropout,
+        options.tied,
+    )
     model.to(device, getattr(torch, options.dtype))
     ranks = options.ranks if "RANK" in os.environ else options.ranks or 2
     if options.replicas > 1:
@@ -98,12 +150,16 @@ def build(options: argparse.Namespace, device: torch.device) -> tuple[GPT, zbcom
 def mesh_of(replicas: int, device: torch.device) -> DeviceMesh:
     """All processes as replicas of a pipeline."""
     start_group(device)
-    return init_device_mesh(device.type, (replicas, dist.get_world_size() // replicas), mesh_dim_names=("dp", "pp"))
+    return init_device_mesh(
+        device.type, (replicas, dist.get_world_size() // replicas), mesh_dim_names=("dp", "pp")
+    )
 
 
 def batches(options: argparse.Namespace, text: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """An endless stream of batches, the same on every rank of a replica."""
-    replica = dist.get_rank() * options.replicas // dist.get_world_size() if options.replicas > 1 else 0
+    replica = (
+        dist.get_rank() * options.replicas // dist.get_world_size() if options.replicas > 1 else 0
+    )
     generator = torch.Generator().manual_seed(options.seed + replica)
     while True:
         yield stdlib_text.random_batch(text, options.batch, options.sequence_length, generator)
@@ -120,7 +176,8 @@ def validation_loss(pipe: zbcompile.Pipeline, text: Tensor, length: int) -> floa
 
 
 def warm_up_then_cosine(step: int, steps: int) -> float:
-    """The share of the highest learning rate: a tenth of the steps upwards, then down to a tenth of it."""
+    """The share of the highest learning rate: a tenth of the steps upwards, then down to a tenth of
+    it."""
     warm_up = max(1, steps // 10)
     if step < warm_up:
         return (step + 1) / warm_up
@@ -128,12 +185,19 @@ def warm_up_then_cosine(step: int, steps: int) -> float:
 
 
 def train(
-    pipe: zbcompile.Pipeline, options: argparse.Namespace, data: Iterator[tuple[Tensor, Tensor]], show: bool
+    pipe: zbcompile.Pipeline,
+    options: argparse.Namespace,
+    data: Iterator[tuple[Tensor, Tensor]],
+    show: bool,
 ) -> list[StepRecord]:
     """Train, and return the records of `RECORDED` early steps and of the last ones."""
     more = {"zero": options.zero, "clip": options.clip}
-    optimizer = pipe.optimizer(torch.optim.AdamW, lr=options.lr, betas=(0.9, 0.95), weight_decay=0.01, **more)
-    rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: warm_up_then_cosine(step, options.steps))
+    optimizer = pipe.optimizer(
+        torch.optim.AdamW, lr=options.lr, betas=(0.9, 0.95), weight_decay=0.01, **more
+    )
+    rate = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: warm_up_then_cosine(step, options.steps)
+    )
     records: list[StepRecord] = []
     begin = time.perf_counter()
     progress = tqdm(range(options.steps), unit="step", disable=not show, mininterval=0.5)
@@ -151,10 +215,15 @@ def train(
     return records
 
 
-def eager_step(model: nn.Module, inputs: Tensor, targets: Tensor, options: argparse.Namespace) -> Tensor:
-    """The oracle: gradient accumulation in eager mode, seeded as the pipeline seeds its microbatches."""
+def eager_step(
+    model: nn.Module, inputs: Tensor, targets: Tensor, options: argparse.Namespace
+) -> Tensor:
+    """The oracle: gradient accumulation in eager mode, seeded as the pipeline seeds its
+    microbatches."""
     total = torch.zeros((), device=inputs.device)
-    parts = zip(inputs.chunk(options.microbatches), targets.chunk(options.microbatches), strict=True)
+    parts = zip(
+        inputs.chunk(options.microbatches), targets.chunk(options.microbatches), strict=True
+    )
     for index, (part, target) in enumerate(parts):
         torch.manual_seed(zbcompile.microbatch_seed(0, index, options.seed))
         loss = next_byte_loss(model(part), target) / options.microbatches
@@ -164,20 +233,36 @@ def eager_step(model: nn.Module, inputs: Tensor, targets: Tensor, options: argpa
 
 
 def verify(
-    pipe: zbcompile.Pipeline, eager: nn.Module, batch: tuple[Tensor, Tensor], options: argparse.Namespace
+    pipe: zbcompile.Pipeline,
+    eager: nn.Module,
+    batch: tuple[Tensor, Tensor],
+    options: argparse.Namespace,
 ) -> str:
-    """Run one step both ways and say how many gradients agree in every bit. Leaves no gradients behind."""
+    """Run one step both ways and say how many gradients agree in every bit. Leaves no gradients
+    behind."""
     expected_loss = eager_step(eager, *batch, options)
     loss = pipe.step(batch[0], target=batch[1])
     expected = {name: parameter.grad for name, parameter in eager.named_parameters()}
-    equal = {name: _same(parameter.grad, expected[name]) for name, parameter in pipe.named_parameters()}
+    equal = {
+        name: _same(parameter.grad, expected[name]) for name, parameter in pipe.named_parameters()
+    }
     for parameter in pipe.parameters():
         parameter.grad = None
     equal = _on_all_ranks(equal)
-    verdict = "equal" if torch.equal(loss, expected_loss) else f"NOT equal: {loss.item()!r}, {expected_loss.item()!r}"
+    verdict = (
+        "equal"
+        if torch.equal(loss, expected_loss)
+        else f"NOT equal: {loss.item()!r}, {expected_loss.item()!r}"
+    )
     wrong = [name for name, same in equal.items() if not same]
-    found = f"loss bitwise {verdict}; {len(equal) - len(wrong)} of {len(expected)} gradients bitwise equal"
-    return f"first step against eager gradient accumulation: {found}{': not ' if wrong else ''}{', '.join(wrong)}"
+    found = (
+        f"loss bitwise {verdict}; {len(equal) - len(wrong)} of {len(expected)} gradients bitwise"
+        " equal"
+    )
+    return (
+        "first step against eager gradient accumulation:"
+        f" {found}{': not ' if wrong else ''}{', '.join(wrong)}"
+    )
 
 
 def _same(one: Tensor | None, other: Tensor | None) -> bool:
@@ -185,7 +270,8 @@ def _same(one: Tensor | None, other: Tensor | None) -> bool:
 
 
 def _on_all_ranks(equal: Mapping[str, bool]) -> dict[str, bool]:
-    """The results of all ranks; a parameter that several ranks hold must be equal on each of them."""
+    """The results of all ranks; a parameter that several ranks hold must be equal on each
+    of them."""
     if not dist.is_initialized():
         return dict(equal)
     parts: list[Mapping[str, bool]] = [{}] * dist.get_world_size()
@@ -195,7 +281,9 @@ def _on_all_ranks(equal: Mapping[str, bool]) -> dict[str, bool]:
 
 
 def run(options: argparse.Namespace) -> None:
-    torch.set_num_threads(1)  # as torchrun does: every rank one thread, and equal bits however the ranks are run
+    torch.set_num_threads(
+        1
+    )  # as torchrun does: every rank one thread, and equal bits however the ranks are run
     device = own_device(options.device)
     text = stdlib_text.load(device)
     model, pipe = build(options, device)
@@ -203,7 +291,10 @@ def run(options: argparse.Namespace) -> None:
     data = batches(options, text.train)
     first = next(data)
     say = print if os.environ.get("RANK", "0") == "0" else lambda *_: None
-    say(f"{len(text.train):,} bytes to train on, {sum(p.numel() for p in model.parameters()):,} parameters")
+    say(
+        f"{len(text.train):,} bytes to train on, {sum(p.numel() for p in model.parameters()):,}"
+        " parameters"
+    )
 
     begin = time.perf_counter()
     pipe.compile(first[0], target=first[1])
@@ -215,7 +306,10 @@ def run(options: argparse.Namespace) -> None:
     after = validation_loss(pipe, text.validation, options.sequence_length)
 
     say(f"\n{report(pipe.program.schedule, records[:RECORDED], records[RECORDED:])}")
-    say(f"\nvalidation loss: {before:.3f} before, {after:.3f} after {options.steps} steps (nats per byte)")
+    say(
+        f"\nvalidation loss: {before:.3f} before, {after:.3f} after {options.steps} steps (nats per"
+        " byte)"
+    )
 
 
 def main() -> None:

@@ -1,9 +1,10 @@
-"""Train a byte-level Llama on the source of the Python standard library, over three dimensions of a mesh: replicas, a
-pipeline, and tensor parallelism by PyTorch's own plans.
+"""Train a byte-level Llama on the source of the Python standard library, over three dimensions of a
+mesh: replicas, a pipeline, and tensor parallelism by PyTorch's own plans.
 
     torchrun --standalone --nproc-per-node 8 examples/train_llama.py --dp 2 --pp 2 --tp 2 --verify
 
-Each replica has a batch of its own. `--verify` compares loss and gradients of the first step with those of one process.
+Each replica has a batch of its own. `--verify` compares loss and gradients of the first step with
+those of one process.
 """
 
 import argparse
@@ -26,12 +27,18 @@ Batch = tuple[Tensor, Tensor]
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add = parser.add_argument
     add("--dp", type=int, default=2, help="replicas (default: %(default)s)")
     add("--pp", type=int, default=2, help="ranks of each pipeline (default: %(default)s)")
     add("--tp", type=int, default=2, help="ranks that share each matrix (default: %(default)s)")
-    add("--schedule", default="zb-v", help="a name from zbcompile.schedules.names() (default: %(default)s)")
+    add(
+        "--schedule",
+        default="zb-v",
+        help="a name from zbcompile.schedules.names() (default: %(default)s)",
+    )
     add("--microbatches", type=int, default=4, help="equal parts of a batch (default: %(default)s)")
     add("--layers", type=int, default=4, help="transformer layers (default: %(default)s)")
     add("--width", type=int, default=64, help="width of the residual stream (default: %(default)s)")
@@ -44,22 +51,30 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add_device(parser)
     add("--verify", action="store_true", help="compare the first step with one process")
     options = parser.parse_args(arguments)
-    processes = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    processes = (
+        dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    )
     ranks = options.dp * options.pp * options.tp
     if ranks != processes:
         parser.error(
-            f"--dp {options.dp} --pp {options.pp} --tp {options.tp} is for {ranks} processes, and there are "
-            f"{processes}: torchrun --standalone --nproc-per-node {ranks} examples/train_llama.py ..."
+            f"--dp {options.dp} --pp {options.pp} --tp {options.tp} is for {ranks} processes, and"
+            f" there are {processes}: torchrun --standalone --nproc-per-node {ranks}"
+            " examples/train_llama.py ..."
         )
     if options.heads % options.tp or options.width % options.heads:
-        parser.error(f"--heads {options.heads} must be divisible by --tp, and --width {options.width} by --heads")
+        parser.error(
+            f"--heads {options.heads} must be divisible by --tp, and --width {options.width} by"
+            " --heads"
+        )
     return options
 
 
 def whole_model(options: argparse.Namespace) -> Llama:
     """The same weights on every rank."""
     torch.manual_seed(options.seed)
-    return Llama(options.layers, options.width, options.heads, options.sequence_length).to(own_device(options.device))
+    return Llama(options.layers, options.width, options.heads, options.sequence_length).to(
+        own_device(options.device)
+    )
 
 
 def pipeline_of(options: argparse.Namespace, mesh: DeviceMesh) -> zbcompile.Pipeline:
@@ -67,7 +82,11 @@ def pipeline_of(options: argparse.Namespace, mesh: DeviceMesh) -> zbcompile.Pipe
     if options.tp > 1:
         model = parallelised(model, mesh["tp"])
     return zbcompile.pipeline(
-        model, mesh=mesh, schedule=options.schedule, microbatches=options.microbatches, loss=next_byte_loss
+        model,
+        mesh=mesh,
+        schedule=options.schedule,
+        microbatches=options.microbatches,
+        loss=next_byte_loss,
     )
 
 
@@ -79,15 +98,20 @@ class Batches:
         self.generator = torch.Generator().manual_seed(options.seed * 1_000 + replica)
 
     def next(self) -> Batch:
-        return stdlib_text.random_batch(self.text, self.options.batch, self.options.sequence_length, self.generator)
+        return stdlib_text.random_batch(
+            self.text, self.options.batch, self.options.sequence_length, self.generator
+        )
 
 
 def verify(pipe: zbcompile.Pipeline, options: argparse.Namespace, text: Tensor, own: Batch) -> str:
-    """A step of the pipeline against gradient accumulation over the batches of all replicas in this process."""
+    """A step of the pipeline against gradient accumulation over the batches of all replicas in this
+    process."""
     model, expected = whole_model(options), torch.zeros((), device=text.device)
     count = options.dp * options.microbatches
     for replica in range(options.dp):
-        parts = (each.chunk(options.microbatches) for each in Batches(options, text, replica).next())
+        parts = (
+            each.chunk(options.microbatches) for each in Batches(options, text, replica).next()
+        )
         for inputs, targets in zip(*parts, strict=True):
             loss = next_byte_loss(model(inputs), targets) / count
             loss.backward()
@@ -100,8 +124,8 @@ def verify(pipe: zbcompile.Pipeline, options: argparse.Namespace, text: Tensor, 
         parameter.grad = None
     dist.all_reduce(far, dist.ReduceOp.MAX)
     return (
-        f"first step against one process: loss differs by {far[1]:.1e} of it, gradients by at most {far[0]:.1e} of "
-        f"their largest entry ({len(one)} parameters)"
+        f"first step against one process: loss differs by {far[1]:.1e} of it, gradients by at most"
+        f" {far[0]:.1e} of their largest entry ({len(one)} parameters)"
     )
 
 
@@ -116,11 +140,15 @@ def validation_loss(pipe: zbcompile.Pipeline, text: Tensor, length: int) -> floa
     """Nats per byte over 256 windows of held-out files, the same at every call."""
     generator = torch.Generator().manual_seed(0)
     batches = [stdlib_text.random_batch(text, 64, length, generator) for _ in range(4)]
-    return sum(next_byte_loss(pipe.eval(inputs), targets).item() for inputs, targets in batches) / len(batches)
+    return sum(
+        next_byte_loss(pipe.eval(inputs), targets).item() for inputs, targets in batches
+    ) / len(batches)
 
 
 def train(pipe: zbcompile.Pipeline, options: argparse.Namespace, data: Batches, show: bool) -> None:
-    optimizer = torch.optim.AdamW(pipe.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=0.01)
+    optimizer = torch.optim.AdamW(
+        pipe.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=0.01
+    )
     begin = time.perf_counter()
     progress = tqdm(range(options.steps), unit="step", disable=not show, mininterval=0.5)
     for step in progress:
@@ -152,7 +180,10 @@ def run(options: argparse.Namespace) -> None:
     before = validation_loss(pipe, text.validation, options.sequence_length)
     train(pipe, options, data, show=pipe.is_first)
     after = validation_loss(pipe, text.validation, options.sequence_length)
-    say(f"validation loss: {before:.3f} before, {after:.3f} after {options.steps} steps (nats per byte)")
+    say(
+        f"validation loss: {before:.3f} before, {after:.3f} after {options.steps} steps (nats per"
+        " byte)"
+    )
     pipe.close()
 
 

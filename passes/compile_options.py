@@ -24,8 +24,9 @@ _UNITS |= {f"{letter}iB": 1024**power for power, letter in enumerate("KMGT", sta
 
 
 def read_bytes(given: Any) -> int:
-    """Bytes from a number or a text, rounded down. As everywhere outside of memory chips, kB, MB, GB and TB are powers
-    of 1000, and KiB, MiB, GiB and TiB those of 1024. Raises ValueError for anything else.
+    """Bytes from a number or a text, rounded down. As everywhere outside of memory chips, kB, MB,
+    GB and TB are powers of 1000, and KiB, MiB, GiB and TiB those of 1024. Raises ValueError for
+    anything else.
 
     >>> read_bytes("80GiB"), read_bytes("1.5 GB"), read_bytes("4096"), read_bytes(1.5e9)
     (85899345920, 1500000000, 4096, 1500000000)
@@ -66,12 +67,14 @@ class Choices:
         """Raise CompileError if a list does not have one entry per stage."""
         if isinstance(self.recompute, tuple) and len(self.recompute) != stages:
             raise CompileError(
-                f"recompute={list(self.recompute)} has {len(self.recompute)} entries, but the schedule has {stages} "
-                "stages. Give one entry for all stages, or one for each in the order of the model."
+                f"recompute={list(self.recompute)} has {len(self.recompute)} entries, but the"
+                f" schedule has {stages} stages. Give one entry for all stages, or one for each in"
+                " the order of the model."
             )
 
     def dtype_of_sum(self, parameter: torch.dtype) -> torch.dtype:
-        """In which dtype the gradients of a parameter of dtype `parameter` are summed over the microbatches."""
+        """In which dtype the gradients of a parameter of dtype `parameter` are summed over the
+        microbatches."""
         if self.accumulate_dtype is not None:
             return torch.promote_types(parameter, self.accumulate_dtype)
         return torch.float32 if parameter in HALF and not self.exact else parameter

@@ -2,7 +2,8 @@
 
 
 class PipelineError(RuntimeError):
-    """A pipeline used or run in a way that cannot work: what, where, received, expected, what to do."""
+    """A pipeline used or run in a way that cannot work: what, where, received, expected, what to
+    do."""
 
 
 class CompileError(PipelineError):
@@ -18,4 +19,5 @@ class PartitionError(CompileError):
 
 
 class VerificationError(CompileError):
-    """A pass made a graph that breaks a rule which later passes rely on: a bug of the compiler, not of the model."""
+    """A pass made a graph that breaks a rule which later passes rely on: a bug of the compiler, not
+    of the model."""

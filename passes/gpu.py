@@ -1,5 +1,5 @@
-"""The accelerator's vocabulary: all that this library asks of torch.cuda. Another kind of accelerator is another such
-file.
+"""The accelerator's vocabulary: all that this library asks of torch.cuda. Another kind of
+accelerator is another such file.
 
 `torch.accelerator` has no generators, no graphs, and no counters of memory that 2.11 to 2.15 share.
 """
@@ -11,7 +11,8 @@ import torch
 
 KIND = "cuda"
 BACKEND = "nccl"  # of torch.distributed, which moves its tensors
-# Stands for an accelerator that is not there: torch traces on it as on the CPU, whose own tensors say "cpu".
+# Stands for an accelerator that is not there: torch traces on it as on the CPU, whose own tensors
+# say "cpu".
 ABSENT = torch.device("cpu", 0)
 
 Stream = torch.cuda.Stream
@@ -78,18 +79,23 @@ def new_stream(device: torch.device) -> Any:
 
 
 def on_stream(stream: Any) -> contextlib.AbstractContextManager[Any]:
-    return torch.cpu.stream(stream) if isinstance(stream, torch.cpu.Stream) else torch.cuda.stream(stream)
+    return (
+        torch.cpu.stream(stream)
+        if isinstance(stream, torch.cpu.Stream)
+        else torch.cuda.stream(stream)
+    )
 
 
 def seed(device: torch.device, value: int) -> None:
-    """Seed the default generator of this device alone; torch.manual_seed seeds every one that it sees."""
+    """Seed the default generator of this device alone; torch.manual_seed seeds every one that it
+    sees."""
     index = torch.cuda.current_device() if device.index is None else device.index
     torch.cuda.default_generators[index].manual_seed(value)
 
 
 def generator_state(device: torch.device) -> torch.Tensor:
-    """The state of the default generator of any device, on the host, which does not wait: of a GPU, two words of 8
-    bytes, its seed and its offset."""
+    """The state of the default generator of any device, on the host, which does not wait: of a GPU,
+    two words of 8 bytes, its seed and its offset."""
     return torch.cuda.get_rng_state(device) if is_gpu(device) else torch.get_rng_state()
 
 
@@ -114,8 +120,10 @@ def graph_pool() -> Any:
 
 @contextlib.contextmanager
 def recorded(graph: Graph, pool: Any) -> Any:
-    """Inside, what this thread gives to the current device becomes `graph`; others, such as the process group's, may
-    talk to the device meanwhile. The allocator's cache is not emptied, as `torch.cuda.graph` would for each graph."""
+    """Inside, what this thread gives to the current device becomes `graph`; others, such as the
+    process group's, may talk to the device meanwhile. The allocator's cache is not emptied, as
+    `torch.cuda.graph` would for each graph.
+    """
     aside = torch.cuda.Stream()
     aside.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(aside):

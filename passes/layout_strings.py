@@ -1,7 +1,8 @@
 """Megatron-LM's pipeline layout strings, such as `Et*3|(tt|)*29,m|L`: what each stage holds.
 
-`E` is the embedding, `t` a layer, `m` multi-token prediction, `L` the output layer with the loss; `|` ends a stage,
-`*N` repeats the letter or the group in parentheses before it, commas only separate.
+`E` is the embedding, `t` a layer, `m` multi-token prediction, `L` the output layer with the loss;
+`|` ends a stage, `*N` repeats the letter or the group in parentheses before it, commas only
+separate.
 """
 
 import re
@@ -25,12 +26,15 @@ def stages_of_layout(text: str) -> tuple[str, ...]:
             raise ValueError("expected a layout of at most 100,000 letters")
         flat = flat[: match.start()] + part * count + flat[match.end() :]
     if not re.fullmatch(r"[|]*E?[t|]*[m|]*L", flat):
-        raise ValueError("expected E, then t for each layer, m, and L once at the end, with | between stages")
+        raise ValueError(
+            "expected E, then t for each layer, m, and L once at the end, with | between stages"
+        )
     return tuple(flat.split("|"))
 
 
 def cuts_of_layout(text: str) -> tuple[str, ...]:
-    """The cuts of a layout as names that `edges_named` knows: what comes first behind each, such as layer 2 of 8.
+    """The cuts of a layout as names that `edges_named` knows: what comes first behind each, such as
+    layer 2 of 8.
 
     >>> cuts_of_layout("Et|t||tL")
     ('layout:t1/3', 'layout:t2/3', 'layout:t2/3')

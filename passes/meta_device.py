@@ -12,7 +12,8 @@ def is_on_meta(model: nn.Module) -> bool:
 
 
 def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """An unfilled tensor or parameter on `device`, otherwise like `tensor`, with the attributes that it was given."""
+    """An unfilled tensor or parameter on `device`, otherwise like `tensor`, with the attributes
+    that it was given."""
     new = like(tensor, device=device)
     made = nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
     vars(made).update(vars(tensor))

@@ -1,7 +1,8 @@
 """Module state: the plain Python values that forward and loss read besides their inputs.
 
-They are part of the key of a compiled program: a step compares them with those at capture. Values of other objects are
-read once, as with torch.export. Values that forward itself changes leave the key.
+They are part of the key of a compiled program: a step compares them with those at capture. Values
+of other objects are read once, as with torch.export. Values that forward itself changes leave the
+key.
 """
 
 import argparse
@@ -19,20 +20,39 @@ import torch
 from torch import nn
 
 from zbcompile.passes.graph.source_location import is_users_name
-from zbcompile.passes.torch_private import buffer_table, forward_hook_tables, storage_key, written_so_far
+from zbcompile.passes.torch_private import (
+    buffer_table,
+    forward_hook_tables,
+    storage_key,
+    written_so_far,
+)
 
 MAX_ITEMS = 64  # of a container that are compared; of a longer one also the number of items
 MAX_DEPTH = 3  # of containers in containers
-PLAIN = (bool, int, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
+PLAIN = (
+    bool,
+    int,
+    str,
+    bytes,
+    type(None),
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+    torch.Size,
+)
 _IMMUTABLE = (*PLAIN, float, complex, types.FunctionType, types.BuiltinFunctionType, type, Enum)
-_TABLES = frozenset(vars(nn.Module()))  # of parameters, submodules and hooks; `training` is in the key of a program
+_TABLES = frozenset(
+    vars(nn.Module())
+)  # of parameters, submodules and hooks; `training` is in the key of a program
 _ABSENT = object()
 Reader = Callable[[Any], Any]
 Value = tuple[str, Reader, Any]  # path, a function that returns the value, and its argument
 
 
 class StateEntry(NamedTuple):
-    """One value: `read(key)` returns it, `token` is equal for equal values. `mutable`: it may change in place."""
+    """One value: `read(key)` returns it, `token` is equal for equal values. `mutable`: it may
+    change in place."""
 
     read: Callable[[Any], Any]
     key: Any
@@ -42,13 +62,15 @@ class StateEntry(NamedTuple):
 
 
 class RegisteredBuffer(NamedTuple):
-    """A buffer of a loss module: a step reads its present value, so only which tensor it is counts."""
+    """A buffer of a loss module: a step reads its present value, so only which tensor it is
+    counts."""
 
     tensor: torch.Tensor | None
 
 
 class ModuleState:
-    """The state of a model and its loss, by paths such as `model.dropout.p`; `without` are the paths left out."""
+    """The state of a model and its loss, by paths such as `model.dropout.p`; `without` are the
+    paths left out."""
 
     def __init__(self, model: nn.Module, loss: Any = None, without: Set[str] = frozenset()) -> None:
         self.entries: dict[str, StateEntry] = {}
@@ -67,7 +89,8 @@ class ModuleState:
         return True
 
     def change(self) -> str:
-        """Returns the first value that differs, as `model.dropout.p: 0.1 -> 0.5`; "" if there is none."""
+        """Returns the first value that differs, as `model.dropout.p: 0.1 -> 0.5`; "" if there is
+        none."""
         for path, entry in self.entries.items():
             now = entry.read(entry.key)
             if _token(now) != entry.token:
@@ -82,7 +105,8 @@ class ModuleState:
 
 
 class AttributeSnapshot:
-    """The attributes of all modules, the items of the containers that these or functions hold, and hooks."""
+    """The attributes of all modules, the items of the containers that these or functions hold, and
+    hooks."""
 
     def __init__(self, model: nn.Module, loss: Any = None) -> None:
         self._attributes: list[tuple[str, dict[str, Any], dict[str, Any]]] = []
@@ -92,31 +116,46 @@ class AttributeSnapshot:
             own = vars(module)
             before = {name: own[name] for name in (*_names(module), "training") if name in own}
             self._attributes.append((path, own, before))
-            self._hooks += [(f"the hooks of {path}", table, dict(table)) for table in forward_hook_tables(module)]
+            self._hooks += [
+                (f"the hooks of {path}", table, dict(table))
+                for table in forward_hook_tables(module)
+            ]
             self.values |= {f"{path}.{name}": value for name, value in before.items()}
-        found = {id(value): (path, value) for path, value in self.values.items() if type(value) in (list, dict, set)}
+        found = {
+            id(value): (path, value)
+            for path, value in self.values.items()
+            if type(value) in (list, dict, set)
+        }
         self._containers = [(path, value, value.copy()) for path, value in found.values()]
 
     def installed_hooks(self) -> bool:
-        """Returns whether forward has installed hooks on modules without any. These, and what it set beside them, such
-        as a flag that says so, are then the state to which `restore` returns, but for tensors and containers."""
+        """Returns whether forward has installed hooks on modules without any. These, and what it
+        set beside them, such as a flag that says so, are then the state to which `restore` returns,
+        but for tensors and containers.
+        """
         changed = [hooks for _, table, hooks in self._hooks if list(table) != list(hooks)]
         if not changed or any(changed):
             return False
         self._hooks = [(path, table, dict(table)) for path, table, _ in self._hooks]
         for _, own, before in self._attributes:
             for name, value in own.items():
-                is_flag = not isinstance(value, torch.Tensor | nn.Module | list | tuple | dict | set | deque)
+                is_flag = not isinstance(
+                    value, torch.Tensor | nn.Module | list | tuple | dict | set | deque
+                )
                 if is_flag and name not in _TABLES and (name[0] != "_" or name in before):
                     before[name] = value
         return True
 
     def restore(self) -> list[tuple[str, bool]]:
-        """Undoes what was changed since. Returns the paths, and whether a tensor or hooks are passed on to the next
-        forward."""
+        """Undoes what was changed since. Returns the paths, and whether a tensor or hooks are
+        passed on to the next forward."""
         changed: list[tuple[str, bool]] = []
         for path, own, before in self._attributes:
-            for name in [each for each in own if each not in before and each not in _TABLES and each[0] != "_"]:
+            for name in [
+                each
+                for each in own
+                if each not in before and each not in _TABLES and each[0] != "_"
+            ]:
                 changed.append((f"{path}.{name}", False))
                 del own[name]
             for name, value in before.items():
@@ -141,32 +180,50 @@ class AttributeSnapshot:
 def _names(module: nn.Module) -> Iterator[str]:
     """Yields the attributes of a module, but for torch's own private ones."""
     is_users_class = is_users_name(type(module).__module__)
-    return (name for name in vars(module) if name not in _TABLES and (is_users_class or name[0] != "_"))
+    return (
+        name for name in vars(module) if name not in _TABLES and (is_users_class or name[0] != "_")
+    )
 
 
 def functions_of(model: nn.Module, loss: Any = None) -> list[types.FunctionType]:
-    """Returns the user's functions: forwards of modules, functions that modules hold, and those of the loss, with what
-    decorators wrap."""
+    """Returns the user's functions: forwards of modules, functions that modules hold, and those of
+    the loss, with what decorators wrap."""
     found: dict[int, types.FunctionType] = {}
     for _, module in _modules(model, loss):
         for each in (getattr(type(module), "forward", None), *vars(module).values()):
             if isinstance(each, types.FunctionType):
                 found[id(each)] = each
     while loss is not None and not isinstance(loss, types.FunctionType | nn.Module):
-        inner = getattr(loss, "func", None) or getattr(loss, "__func__", None) or vars(type(loss)).get("__call__")
-        loss = inner if isinstance(inner, types.FunctionType | types.MethodType | functools.partial) else None
+        inner = (
+            getattr(loss, "func", None)
+            or getattr(loss, "__func__", None)
+            or vars(type(loss)).get("__call__")
+        )
+        loss = (
+            inner
+            if isinstance(inner, types.FunctionType | types.MethodType | functools.partial)
+            else None
+        )
     if isinstance(loss, types.FunctionType):
         found[id(loss)] = loss
     for each in list(found.values()):
-        while isinstance(each := getattr(each, "__wrapped__", None), types.FunctionType) and id(each) not in found:
+        while (
+            isinstance(each := getattr(each, "__wrapped__", None), types.FunctionType)
+            and id(each) not in found
+        ):
             found[id(each)] = each
     return [each for each in found.values() if is_users_name(each.__module__)]
 
 
 def globals_in(code: types.CodeType) -> frozenset[str]:
-    """Returns the globals that code reads, with the functions inside of it; `co_names` has attributes as well."""
+    """Returns the globals that code reads, with the functions inside of it; `co_names` has
+    attributes as well."""
     inner = (globals_in(each) for each in code.co_consts if isinstance(each, types.CodeType))
-    read = (each.argval for each in dis.get_instructions(code) if each.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
+    read = (
+        each.argval
+        for each in dis.get_instructions(code)
+        if each.opname in ("LOAD_GLOBAL", "LOAD_NAME")
+    )
     return frozenset(read).union(*inner)
 
 
@@ -207,7 +264,9 @@ def _modules(model: nn.Module | None, loss: Any) -> Iterator[tuple[str, nn.Modul
 
 def _is_config(name: str, value: Any) -> bool:
     """Returns whether the values inside of an object count."""
-    is_namespace = is_dataclass(value) or isinstance(value, types.SimpleNamespace | argparse.Namespace)
+    is_namespace = is_dataclass(value) or isinstance(
+        value, types.SimpleNamespace | argparse.Namespace
+    )
     is_other = isinstance(value, type | types.ModuleType | nn.Module)
     return (name == "config" or is_namespace) and not is_other and hasattr(value, "__dict__")
 
@@ -221,7 +280,9 @@ def _of_loss(path: str, loss: Any) -> Iterator[Value]:
         yield from _of_loss(path, loss.func)
     elif isinstance(loss, types.MethodType):
         yield from _of_loss(path, loss.__self__)
-    elif not isinstance(loss, nn.Module | types.FunctionType | type) and is_users_name(type(loss).__module__):
+    elif not isinstance(loss, nn.Module | types.FunctionType | type) and is_users_name(
+        type(loss).__module__
+    ):
         yield from _of_object(path, loss)
         for name, value in getattr(loss, "__dict__", {}).items():
             if _is_config(name, value):
@@ -234,7 +295,8 @@ def _of_object(path: str, value: Any) -> Iterator[Value]:
 
 
 def _of_function(function_name: str, function: types.FunctionType) -> Iterator[Value]:
-    """Yields what a function names directly: globals, variables of its closure, defaults; of a namespace its values."""
+    """Yields what a function names directly: globals, variables of its closure, defaults; of a
+    namespace its values."""
     for name in sorted(globals_in(function.__code__) & function.__globals__.keys()):
         path, value = f"{function.__globals__.get('__name__')}.{name}", function.__globals__[name]
         yield path, _reader(function.__globals__, name), name
@@ -306,5 +368,7 @@ def _text(value: Any) -> str:
     if value is _ABSENT:
         return "nothing"
     plain = isinstance(value, (*PLAIN, float, complex, list, tuple, dict, set))
-    shown = getattr(value, "__qualname__", "") or (repr(value) if plain else f"a {type(value).__name__}")
+    shown = getattr(value, "__qualname__", "") or (
+        repr(value) if plain else f"a {type(value).__name__}"
+    )
     return shown if len(shown) <= 60 else f"{shown[:57]}..."

@@ -9,12 +9,14 @@ from zbcompile.passes.errors import CompileError
 
 _KINDS = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
 NAMED: Mapping[str, Mapping[str, Any]] = {
-    tag: {name: each for name, each in vars(torch).items() if isinstance(each, kind)} for tag, kind in _KINDS.items()
+    tag: {name: each for name, each in vars(torch).items() if isinstance(each, kind)}
+    for tag, kind in _KINDS.items()
 }
 
 
 def named(tag: str, name: Any) -> Any:
-    """A dtype, layout or memory format of torch; `tag` is a key of NAMED. Raises CompileError for any other name.
+    """A dtype, layout or memory format of torch; `tag` is a key of NAMED. Raises CompileError for
+    any other name.
 
     >>> named("layout", "strided")
     torch.strided
@@ -35,7 +37,8 @@ def dtype_named(name: str) -> torch.dtype:
 
 
 def name_in_torch(value: Any) -> tuple[str, str] | None:
-    """The tag and the name under which `named` finds a dtype, layout or memory format; None for anything else."""
+    """The tag and the name under which `named` finds a dtype, layout or memory format; None for
+    anything else."""
     tag = next((tag for tag, kind in _KINDS.items() if isinstance(value, kind)), None)
     return None if tag is None else (tag, str(value).removeprefix("torch."))
 

@@ -1,11 +1,14 @@
-"""Pipeline schedules as plain data: generate, check, lower, simulate, draw. Imports neither torch nor sympy.
+"""Pipeline schedules as plain data: generate, check, lower, simulate, draw. Imports neither torch
+nor sympy.
 
 >>> from zbcompile import schedules
 >>> print(*schedules.build("zb-h1", ranks=2, microbatches=2).orders[0])
 F0.0 F0.1 B0.0 W0.0 B0.1 W0.1
 """
 
-if __name__ != "zbcompile.schedules":  # a folder called "schedules" on sys.path must never be mistaken for this package
+if (
+    __name__ != "zbcompile.schedules"
+):  # a folder called "schedules" on sys.path must never be mistaken for this package
     raise ImportError(f"import this package as 'zbcompile.schedules', not as {__name__!r}")
 
 from typing import TYPE_CHECKING, Any
@@ -43,13 +46,27 @@ from zbcompile.schedules.ir.schedule import (
 from zbcompile.schedules.lowering.lower import lower as lower
 from zbcompile.schedules.lowering.updates import with_updates as with_updates
 from zbcompile.schedules.searching.by_name import build as build
-from zbcompile.schedules.searching.order_search import SearchResult as SearchResult, bound as bound, search as search
-from zbcompile.schedules.simulation.critical_path import CriticalStep as CriticalStep, critical_path as critical_path
+from zbcompile.schedules.searching.order_search import (
+    SearchResult as SearchResult,
+    bound as bound,
+    search as search,
+)
+from zbcompile.schedules.simulation.critical_path import (
+    CriticalStep as CriticalStep,
+    critical_path as critical_path,
+)
 from zbcompile.schedules.simulation.idle_causes import Idle as Idle
-from zbcompile.schedules.simulation.timeline import Span as Span, Timeline as Timeline, simulate as simulate
+from zbcompile.schedules.simulation.timeline import (
+    Span as Span,
+    Timeline as Timeline,
+    simulate as simulate,
+)
 from zbcompile.schedules.visualization.chrome_trace import to_chrome_trace as to_chrome_trace
 from zbcompile.schedules.visualization.svg import to_svg as to_svg
-from zbcompile.schedules.visualization.text import format_timeline as format_timeline, summary as summary
+from zbcompile.schedules.visualization.text import (
+    format_timeline as format_timeline,
+    summary as summary,
+)
 from zbcompile.schedules.visualization.write import (
     to_html as to_html,
     write_comparison as write_comparison,
@@ -57,7 +74,10 @@ from zbcompile.schedules.visualization.write import (
 )
 
 if TYPE_CHECKING:
-    from zbcompile.schedules.simulation.closed_forms import ClosedForm as ClosedForm, closed_form as closed_form
+    from zbcompile.schedules.simulation.closed_forms import (
+        ClosedForm as ClosedForm,
+        closed_form as closed_form,
+    )
 
 
 def __getattr__(name: str) -> Any:
@@ -73,7 +93,16 @@ def __dir__() -> list[str]:
     return __all__
 
 
-_SUBMODULES = {"checking", "execution", "generators", "ir", "lowering", "searching", "simulation", "visualization"}
+_SUBMODULES = {
+    "checking",
+    "execution",
+    "generators",
+    "ir",
+    "lowering",
+    "searching",
+    "simulation",
+    "visualization",
+}
 _PRIVATE = {"TYPE_CHECKING", "Any", "Picturable", "errors", *_SUBMODULES}
 __all__ = sorted(  # pyright: ignore[reportUnsupportedDunderAll]
     {"ClosedForm", "closed_form", *(name for name in globals() if name[0] != "_")} - _PRIVATE

@@ -2,4 +2,5 @@
 
 
 class ScheduleError(ValueError):
-    """A schedule that cannot be built, or that breaks one of its rules: what, where, received, expected, what to do."""
+    """A schedule that cannot be built, or that breaks one of its rules: what, where, received,
+    expected, what to do."""

@@ -21,11 +21,12 @@ if TYPE_CHECKING:
 
 GOLDEN = Path(__file__).parent / "golden"
 
-# Graphs, and what imports make, are many small objects, most of which live on: collections are made rarer.
+# Graphs, and what imports make, are many small objects, most of which live on: collections are made
+# rarer.
 gc.set_threshold(50_000, 20, 20)
 
-# A generated case may take as long as it does: a busy machine is no failure. Every run generates the same ones; others,
-# and five times as many, with `--hypothesis-profile new-cases`.
+# A generated case may take as long as it does: a busy machine is no failure. Every run generates
+# the same ones; others, and five times as many, with `--hypothesis-profile new-cases`.
 UNHURRIED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("zbcompile", UNHURRIED, derandomize=True, database=None)
 settings.register_profile("new-cases", UNHURRIED, max_examples=500)
@@ -33,17 +34,28 @@ settings.load_profile("zbcompile")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--update-golden", action="store_true", help="write the files in tests/golden anew")
-    parser.addoption("--every-case", action="store_true", help="also the cases beyond the samples of `mostly_slow`")
-    parser.addoption("--cpu-times", metavar="FILE", help="append the CPU seconds of every test to a CSV file")
+    parser.addoption(
+        "--update-golden", action="store_true", help="write the files in tests/golden anew"
+    )
+    parser.addoption(
+        "--every-case",
+        action="store_true",
+        help="also the cases beyond the samples of `mostly_slow`",
+    )
+    parser.addoption(
+        "--cpu-times", metavar="FILE", help="append the CPU seconds of every test to a CSV file"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--cpu-times"):
         times = importlib.import_module("tests.support.cpu_times")
-        config.pluginmanager.register(times.CpuTimes(Path(config.getoption("--cpu-times")).absolute()))
+        config.pluginmanager.register(
+            times.CpuTimes(Path(config.getoption("--cpu-times")).absolute())
+        )
     if config.pluginmanager.hasplugin("xdist"):
-        config.option.loadscopereorder = False  # xdist would begin with the groups of most tests, however short
+        # xdist would begin with the groups of most tests, however short
+        config.option.loadscopereorder = False
     if "PYTEST_XDIST_WORKER" not in os.environ:
         folder = tempfile.TemporaryDirectory()
         os.environ["ZBCOMPILE_CACHE"] = folder.name  # not the user's, which other runs have filled
@@ -53,7 +65,9 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)  # before pytest and xdist read the marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     _mark_slow_cases(items)
-    if not config.getoption("--every-case") and not any("::" in argument for argument in config.args):
+    if not config.getoption("--every-case") and not any(
+        "::" in argument for argument in config.args
+    ):
         _leave_out_cases(config, items)
     if config.pluginmanager.hasplugin("xdist"):
         _group_for_workers(items)
@@ -83,12 +97,14 @@ def _leave_out_cases(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 
 def _group_for_workers(items: list[pytest.Item]) -> None:
-    """With `-n N --dist loadgroup`: one worker per file, for its fixtures, one for all that start ranks, and one for
-    those that wait. They begin, beside files that use several cores; then come the files with the most slow tests: what
-    is left at the end is short."""
+    """With `-n N --dist loadgroup`: one worker per file, for its fixtures, one for all that start
+    ranks, and one for those that wait. They begin, beside files that use several cores; then come
+    the files with the most slow tests: what is left at the end is short."""
     groups: dict[pytest.Item, str] = {}
     for item in items:
-        with_ranks = "pool" in getattr(item, "fixturenames", ()) or item.get_closest_marker("beside_ranks")
+        with_ranks = "pool" in getattr(item, "fixturenames", ()) or item.get_closest_marker(
+            "beside_ranks"
+        )
         groups[item] = "ranks" if with_ranks else item.path.name
         if item.get_closest_marker("waits"):
             groups[item] = "waits"
@@ -100,8 +116,10 @@ def _group_for_workers(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What is imported by now stays to the end: a garbage collection need not walk through it again and again. torch
-    writes graphs down for whoever listens to its trace, as pytest does with every logger that does not propagate."""
+    """What is imported by now stays to the end: a garbage collection need not walk through it again
+    and again. torch writes graphs down for whoever listens to its trace, as pytest does with every
+    logger that does not propagate.
+    """
     logging.getLogger("torch.__trace").propagate = True
     gc.collect()
     gc.freeze()
@@ -109,14 +127,15 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionfinish() -> None:
-    """At the end pytest collects garbage to report finalizers that fail: seconds, with millions of objects, and nothing
-    here needs it."""
+    """At the end pytest collects garbage to report finalizers that fail: seconds, with millions of
+    objects, and nothing here needs it."""
     gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> Iterator[None]:
-    """Sums and norms change their bits with the number of threads. Tests that do without torch go on doing so."""
+    """Sums and norms change their bits with the number of threads. Tests that do without torch go
+    on doing so."""
     torch = sys.modules.get("torch")
     if torch is None:
         yield
@@ -129,21 +148,24 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def pool() -> "Iterator[Pool]":
-    """Worker processes for the whole session; see `tests/support/pool.py`. Here, as pytest 9.1 does not find a fixture
-    of a folder whose files are named before and behind one of another folder."""
+    """Worker processes for the whole session; see `tests/support/pool.py`. Here, as pytest 9.1 does
+    not find a fixture of a folder whose files are named before and behind one of another folder."""
     with importlib.import_module("tests.support.pool").open_pool() as started:
         yield started
 
 
 @pytest.fixture(scope="session")
 def small_program(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Path]:
-    """The model of `tests/support/checkpointing.py` compiled for a schedule and a number of ranks, once."""
+    """The model of `tests/support/checkpointing.py` compiled for a schedule and a number of ranks,
+    once."""
     root = tmp_path_factory.mktemp("programs")
 
     def make(schedule: str, ranks: int) -> Path:
         directory = root / f"{schedule}-{ranks}"
         if not directory.exists():
-            importlib.import_module("tests.support.checkpointing").save_program(directory, schedule, ranks)
+            importlib.import_module("tests.support.checkpointing").save_program(
+                directory, schedule, ranks
+            )
         return directory
 
     return make
@@ -151,7 +173,8 @@ def small_program(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, in
 
 @pytest.fixture
 def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
-    """`golden(name, text)` fails, showing the difference, unless `text` is what tests/golden/`name` holds."""
+    """`golden(name, text)` fails, showing the difference, unless `text` is what tests/golden/`name`
+    holds."""
 
     def compare(name: str, text: str) -> None:
         path = GOLDEN / name
@@ -163,6 +186,8 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
             expected.splitlines(), text.splitlines(), f"golden/{name}", "now", lineterm=""
         )
         if expected != text:
-            pytest.fail("\n".join([*difference, "if this is meant: pytest --update-golden"]), pytrace=False)
+            pytest.fail(
+                "\n".join([*difference, "if this is meant: pytest --update-golden"]), pytrace=False
+            )
 
     return compare

@@ -17,7 +17,9 @@ ROOT = Path(__file__).parent.parent
 DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 FOLDERS = ("schedules", "passes", "zbcompile")
 
-PATH = re.compile(r"(?<![\w/.-])(?:schedules|passes|zbcompile|tests|examples|docs)/[\w/.-]*\w(?:/(?!\w))?")
+PATH = re.compile(
+    r"(?<![\w/.-])(?:schedules|passes|zbcompile|tests|examples|docs)/[\w/.-]*\w(?:/(?!\w))?"
+)
 FILE = re.compile(r"`(\w+\.py)`")
 LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
 MODULE = re.compile(r"-m ((?:zbcompile|tests)(?:\.\w+)*)")
@@ -34,7 +36,11 @@ def document(request: pytest.FixtureRequest) -> Path:
 def test_paths_exist(document: Path) -> None:
     text = document.read_text(encoding="utf-8")
     missing = {path for path in PATH.findall(text) if not (ROOT / path).exists()}
-    known = {file.name for folder in (*FOLDERS, "tests", "examples") for file in (ROOT / folder).rglob("*.py")}
+    known = {
+        file.name
+        for folder in (*FOLDERS, "tests", "examples")
+        for file in (ROOT / folder).rglob("*.py")
+    }
     missing |= set(FILE.findall(text)) - known
     assert not missing
 
@@ -45,7 +51,9 @@ def test_links_lead_somewhere(document: Path) -> None:
 
 
 def test_modules_exist(document: Path) -> None:
-    modules = {name.replace(".", "/") for name in MODULE.findall(document.read_text(encoding="utf-8"))}
+    modules = {
+        name.replace(".", "/") for name in MODULE.findall(document.read_text(encoding="utf-8"))
+    }
     assert not {name for name in modules if not _runs(name)}
 
 
@@ -55,7 +63,9 @@ def _runs(name: str) -> bool:
 
 def test_names_exist(document: Path) -> None:
     text = document.read_text(encoding="utf-8")
-    names = {name[1:] for name in NAME.findall(text)} | {f"schedules.{name}" for name in OF_SCHEDULES.findall(text)}
+    names = {name[1:] for name in NAME.findall(text)} | {
+        f"schedules.{name}" for name in OF_SCHEDULES.findall(text)
+    }
     assert not {name for name in names if not _exists(name)}
 
 
@@ -68,9 +78,9 @@ def _exists(name: str) -> bool:
             return False
     first, _, rest = name.partition(".")
     if first == "integrations":
-        return rest in ("", "__all__") or f'"{rest}"' in (ROOT / "zbcompile" / first / "__init__.py").read_text(
-            encoding="utf-8"
-        )
+        return rest in ("", "__all__") or f'"{rest}"' in (
+            ROOT / "zbcompile" / first / "__init__.py"
+        ).read_text(encoding="utf-8")
     file = ROOT / "zbcompile" / name.replace(".", "/")
     return name.split(".")[0] in dir(zbcompile) or file.with_suffix(".py").is_file()
 
@@ -80,7 +90,9 @@ def test_rooms_are_described_in_the_order_of_their_imports(top: str) -> None:
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     described = re.findall(rf"^\| `{top}/(\w+)/` \|", text, re.MULTILINE)
     others = {"passes", "schedules"}  # links to the folders beside zbcompile/
-    assert described == [room for room in ORDER[top] if room not in others and (ROOT / top / room).is_dir()]
+    assert described == [
+        room for room in ORDER[top] if room not in others and (ROOT / top / room).is_dir()
+    ]
 
 
 def test_every_page_is_linked() -> None:
@@ -93,16 +105,23 @@ TEST = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
 
 def test_tests_exist(document: Path) -> None:
     named = TEST.findall(document.read_text(encoding="utf-8"))
-    assert not [each for each in named if f"\ndef {each[1]}(" not in (ROOT / each[0]).read_text(encoding="utf-8")]
+    assert not [
+        each
+        for each in named
+        if f"\ndef {each[1]}(" not in (ROOT / each[0]).read_text(encoding="utf-8")
+    ]
     assert named or document.name != "faq.md"
 
 
-QUESTIONS = re.split(r"^## ", (ROOT / "docs" / "faq.md").read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
+QUESTIONS = re.split(
+    r"^## ", (ROOT / "docs" / "faq.md").read_text(encoding="utf-8"), flags=re.MULTILINE
+)[1:]
 
 
 @pytest.mark.parametrize("text", QUESTIONS, ids=lambda text: text.partition("\n")[0])
 def test_every_question_has_a_page_and_a_test(text: str) -> None:
-    """And a thread that asks it; `test_tests_exist` and `test_links_lead_somewhere` look them up."""
+    """And a thread that asks it; `test_tests_exist` and `test_links_lead_somewhere` look
+    them up."""
     assert TEST.search(text)
     assert LINK.search(text)
     assert "\nAsked in [" in text
@@ -118,4 +137,9 @@ def test_the_scripts_of_faults_run_from_the_root() -> None:
     scripts = sorted(set(re.findall(r"-m (tests\.[\w.]+)", (ROOT / "docs/faults.md").read_text())))
     assert "tests.support.soak" in scripts
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    subprocess.run([sys.executable, "-c", f"import {', '.join(scripts)}"], cwd=ROOT, env=environment, check=True)
+    subprocess.run(
+        [sys.executable, "-c", f"import {', '.join(scripts)}"],
+        cwd=ROOT,
+        env=environment,
+        check=True,
+    )

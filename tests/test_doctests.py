@@ -1,4 +1,5 @@
-"""The examples in the docstrings of the graph passes and the runtime run; tests/schedules has its own."""
+"""The examples in the docstrings of the graph passes and the runtime run; tests/schedules has its
+own."""
 
 import doctest
 from importlib import import_module

@@ -1,4 +1,5 @@
-"""The package can be imported from a wheel, an sdist, an editable install and a bare checkout, and cheaply."""
+"""The package can be imported from a wheel, an sdist, an editable install and a bare checkout, and
+cheaply."""
 
 import ast
 import os
@@ -17,7 +18,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-IMPORTS = "import zbcompile, zbcompile.passes, zbcompile.schedules; print(zbcompile.schedules.__file__)"
+IMPORTS = (
+    "import zbcompile, zbcompile.passes, zbcompile.schedules; print(zbcompile.schedules.__file__)"
+)
 FILES = ("LICENSE", "MANIFEST.in", "README.md", "pyproject.toml")
 FOLDERS = (".ci", ".github", "docs", "examples", "passes", "schedules", "tests", "zbcompile")
 
@@ -25,14 +28,18 @@ FOLDERS = (".ci", ".github", "docs", "examples", "passes", "schedules", "tests",
 def run(command: list[str], folder: Path, **environment: str) -> str:
     """Run without what this process has on its path, and return what was printed."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "PIP_"))}
-    done = subprocess.run(command, cwd=folder, env=clean | environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        command, cwd=folder, env=clean | environment, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     return done.stdout.strip()
 
 
 def python(code: str, folder: Path, path: Path) -> str:
     """Run `code` where `path` comes before anything that is installed."""
-    return run([sys.executable, "-c", code], folder, PYTHONPATH=str(path), PYTHONDONTWRITEBYTECODE="1")
+    return run(
+        [sys.executable, "-c", code], folder, PYTHONPATH=str(path), PYTHONDONTWRITEBYTECODE="1"
+    )
 
 
 def pip(folder: Path, *arguments: str) -> None:
@@ -46,14 +53,24 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in FILES:
         shutil.copy(ROOT / name, folder / name)
     for name in FOLDERS:
-        shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            ROOT / name, folder / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__")
+        )
     return folder
 
 
 @pytest.fixture(scope="module")
 def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
-    pip(source, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder), str(source))
+    pip(
+        source,
+        "wheel",
+        "--no-deps",
+        "--no-build-isolation",
+        "--wheel-dir",
+        str(folder),
+        str(source),
+    )
     return next(folder.glob("zbcompile-*.whl"))
 
 
@@ -76,9 +93,13 @@ def metadata(wheel: Path) -> Message:
 def test_wheel(wheel: Path, tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path)
-    assert {path.name for path in tmp_path.iterdir() if path.suffix != ".dist-info"} == {"zbcompile"}
+    assert {path.name for path in tmp_path.iterdir() if path.suffix != ".dist-info"} == {
+        "zbcompile"
+    }
     assert (tmp_path / "zbcompile" / "py.typed").exists()
-    shown = run([sys.executable, "-S", "-m", "zbcompile.inspect", "--help"], tmp_path)  # without what is installed
+    shown = run(
+        [sys.executable, "-S", "-m", "zbcompile.inspect", "--help"], tmp_path
+    )  # without what is installed
     assert shown.startswith("usage: python -m zbcompile.inspect")
     isolated = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); {IMPORTS}"
     assert run([sys.executable, "-I", "-c", isolated], tmp_path.parent).startswith(str(tmp_path))
@@ -89,17 +110,23 @@ def test_wheel_has_every_module(room: str, wheel: Path) -> None:
     folder = Path("zbcompile") if room == "zbcompile" else Path("zbcompile", room)
     with zipfile.ZipFile(wheel) as archive:
         packed = set(archive.namelist())
-    assert packed >= {(folder / file.relative_to(ROOT / room)).as_posix() for file in modules_of(room)}
+    assert packed >= {
+        (folder / file.relative_to(ROOT / room)).as_posix() for file in modules_of(room)
+    }
 
 
 def test_metadata(metadata: Message) -> None:
     assert metadata["Name"] == "zbcompile"
     assert metadata["Requires-Python"] == ">=3.11"
     assert metadata["License-Expression"] == "Apache-2.0"
-    assert "torch>=2.11" in metadata.get_all("Requires-Dist", [])  # no upper bound: installing never replaces torch
+    assert "torch>=2.11" in metadata.get_all(
+        "Requires-Dist", []
+    )  # no upper bound: installing never replaces torch
     required = [re.split(r"[<>=!~;\[ ]", line)[0] for line in metadata.get_all("Requires-Dist", [])]
     assert {"torch", "sympy", "filelock", "tqdm"} <= set(required)
-    assert "functorch" not in required  # it is the module inside torch; the package replaces it by an old one
+    assert (
+        "functorch" not in required
+    )  # it is the module inside torch; the package replaces it by an old one
 
 
 @pytest.mark.slow
@@ -108,7 +135,15 @@ def test_sdist_builds_the_same_wheel(sdist: Path, wheel: Path, tmp_path: Path) -
         archive.extractall(tmp_path, filter="data")
     unpacked = next(tmp_path.iterdir())
     assert {path.name for path in unpacked.iterdir()} >= {*FILES, *FOLDERS}
-    pip(tmp_path, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(tmp_path), str(unpacked))
+    pip(
+        tmp_path,
+        "wheel",
+        "--no-deps",
+        "--no-build-isolation",
+        "--wheel-dir",
+        str(tmp_path),
+        str(unpacked),
+    )
     with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as ours, zipfile.ZipFile(wheel) as theirs:
         assert sorted(ours.namelist()) == sorted(theirs.namelist())
 
@@ -128,7 +163,9 @@ def test_editable(mode: str, source: Path, tmp_path: Path) -> None:
 
 
 def test_bare_checkout(source: Path, tmp_path: Path) -> None:
-    assert python(IMPORTS, tmp_path, source) == str(source / "zbcompile" / "schedules" / "__init__.py")
+    assert python(IMPORTS, tmp_path, source) == str(
+        source / "zbcompile" / "schedules" / "__init__.py"
+    )
 
 
 @pytest.mark.parametrize("room", ["schedules", "passes"])
@@ -157,35 +194,48 @@ def test_import_is_light(module: str, tmp_path: Path) -> None:
 
 def test_import_is_quick(tmp_path: Path) -> None:
     """0.02 s where this was written; sympy alone takes 0.45 s."""
-    assert statistics.median(import_seconds("zbcompile.schedules", tmp_path) for _ in range(3)) < 0.3
+    assert (
+        statistics.median(import_seconds("zbcompile.schedules", tmp_path) for _ in range(3)) < 0.3
+    )
 
 
 def import_seconds(module: str, folder: Path) -> float:
     """CPU seconds of the import itself, without the start of Python."""
-    code = f"import time; before = time.process_time(); import {module}; print(time.process_time() - before)"
+    code = (
+        f"import time; before = time.process_time(); import {module}; print(time.process_time() -"
+        " before)"
+    )
     return float(python(code, folder, ROOT))
 
 
 def test_schedules_never_import_torch(tmp_path: Path) -> None:
     """Not even when they are used."""
     code = (
-        "import sys, zbcompile.schedules as s\n"
-        "s.check(s.build('zb-v', ranks=2, microbatches=4)); s.simulate(s.build('1f1b', ranks=2, microbatches=4))\n"
-        "print('torch' in sys.modules)"
+        "import sys, zbcompile.schedules as s\ns.check(s.build('zb-v', ranks=2, microbatches=4));"
+        " s.simulate(s.build('1f1b', ranks=2, microbatches=4))\nprint('torch' in sys.modules)"
     )
     assert python(code, tmp_path, ROOT) == "False"
 
 
-@pytest.mark.parametrize(("room", "banned"), [("schedules", "torch"), ("passes", "torch.distributed")])
+@pytest.mark.parametrize(
+    ("room", "banned"), [("schedules", "torch"), ("passes", "torch.distributed")]
+)
 def test_rooms_never_import(room: str, banned: str) -> None:
     for file in modules_of(room):
         for name in imported(file):
-            assert not f"{name}.".startswith(f"{banned}."), f"{file.relative_to(ROOT)} imports {name}"
+            assert not f"{name}.".startswith(f"{banned}."), (
+                f"{file.relative_to(ROOT)} imports {name}"
+            )
 
 
 def modules_of(room: str) -> list[Path]:
-    """The modules of one of the three top-level folders, its sub-folders included; zbcompile/ without the two links."""
-    linked = {ROOT / "zbcompile" / "passes", ROOT / "zbcompile" / "schedules"} if room == "zbcompile" else set()
+    """The modules of one of the three top-level folders, its sub-folders included; zbcompile/
+    without the two links."""
+    linked = (
+        {ROOT / "zbcompile" / "passes", ROOT / "zbcompile" / "schedules"}
+        if room == "zbcompile"
+        else set()
+    )
     found = [file for file in (ROOT / room).rglob("*.py") if not linked & set(file.parents)]
     assert len(found) > 30, f"{room}/ holds {len(found)} modules: is it the right folder?"
     return found
@@ -200,7 +250,8 @@ def imported(file: Path) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-# What torch does not document although no underscore says so: regions of an exported graph, keys of `node.meta`.
+# What torch does not document although no underscore says so: regions of an exported graph, keys of
+# `node.meta`.
 UNDOCUMENTED = {"wrap_with_autocast", "wrap_with_set_grad_enabled", "fake_mode"}
 UNDOCUMENTED |= {"custom", "from_node", "nn_module_stack", "stack_trace"}
 
@@ -208,12 +259,15 @@ UNDOCUMENTED |= {"custom", "from_node", "nn_module_stack", "stack_trace"}
 @pytest.mark.slow
 @pytest.mark.parametrize("room", ["passes", "zbcompile"])
 def test_private_names_stand_in_one_file(room: str) -> None:
-    """A newer torch is then supported by mending `torch_private.py`, of which the passes have two parts."""
+    """A newer torch is then supported by mending `torch_private.py`, of which the passes have two
+    parts."""
     for file in modules_of(room):
         if file.name not in ("torch_private.py", "torch_private_export.py"):
             tree = ast.parse(file.read_text(encoding="utf-8"))
             foreign = private_attributes(tree) - defined_here(tree) - inherited(tree)
-            foreign |= {name for name in imported(file) if name.startswith("torch.") and "._" in name}
+            foreign |= {
+                name for name in imported(file) if name.startswith("torch.") and "._" in name
+            }
             foreign |= UNDOCUMENTED & (attributes(tree) | strings(tree))
             assert not foreign, f"{file.relative_to(ROOT)} uses {sorted(foreign)}"
 
@@ -223,12 +277,21 @@ def attributes(tree: ast.AST) -> set[str]:
 
 
 def strings(tree: ast.AST) -> set[str]:
-    return {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    return {
+        node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
 
 
 def private_attributes(tree: ast.AST) -> set[str]:
     names = attributes(tree)
-    public = {"_replace", "_asdict", "_fields", "_getframe"}  # of named tuples and of sys, documented by Python
+    public = {
+        "_replace",
+        "_asdict",
+        "_fields",
+        "_getframe",
+    }  # of named tuples and of sys, documented by Python
     return {name for name in names if name.startswith("_") and not name.startswith("__")} - public
 
 
@@ -244,7 +307,11 @@ def inherited(tree: ast.Module) -> set[str]:
     names: set[str] = set()
     for node in tree.body:
         file = ROOT / f"{(getattr(node, 'module', None) or '').replace('.', '/')}.py"
-        if isinstance(node, ast.ImportFrom) and file.is_file() and bases & {alias.name for alias in node.names}:
+        if (
+            isinstance(node, ast.ImportFrom)
+            and file.is_file()
+            and bases & {alias.name for alias in node.names}
+        ):
             base = ast.parse(file.read_text(encoding="utf-8"))
             names |= defined_here(base) | inherited(base)
     return names

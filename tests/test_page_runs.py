@@ -1,4 +1,5 @@
-"""The script that runs what README and docs/ show: it reads all of it, runs a page, and tells what fails."""
+"""The script that runs what README and docs/ show: it reads all of it, runs a page, and tells what
+fails."""
 
 import sys
 from pathlib import Path
@@ -14,7 +15,9 @@ def test_every_page_is_read() -> None:
     assert len(commands) > 100
     assert len(snippets) > 60
     for reason in page_runs.NOT_RUN:
-        assert any(reason in f"{command.shell}$" for command in commands), f"no command has {reason}"
+        assert any(reason in f"{command.shell}$" for command in commands), (
+            f"no command has {reason}"
+        )
     run = [command.shell for command in commands if not command.left_out]
     assert "python first.py" in run
     assert "torchrun --standalone --nproc-per-node 2 train.py" in run
@@ -23,7 +26,11 @@ def test_every_page_is_read() -> None:
 
 
 def test_what_a_page_says_of_installing_is_left_out() -> None:
-    left = [command.text for command in page_runs.read("README.md")[0] if command.left_out == page_runs.NETWORK]
+    left = [
+        command.text
+        for command in page_runs.read("README.md")[0]
+        if command.left_out == page_runs.NETWORK
+    ]
     assert any(command.startswith("pip install torch ") for command in left)
 
 
@@ -50,7 +57,9 @@ Call `python -c pass`, or `pip install 'zbcompile[huggingface]'`.
 """
 
 
-def test_what_fails_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_fails_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "page.md").write_text(PAGE)
     monkeypatch.setattr(page_runs, "ROOT", tmp_path)
     runner = page_runs.Runner(Path(sys.executable), wheel=True, limit=60, taste=60)
@@ -61,7 +70,9 @@ def test_what_fails_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap
         "page.md:15: python -c 'raise SystemExit(3)'",
     ]
     assert "a snippet that is wrong" in capfd.readouterr().out
-    runner = page_runs.Runner(Path(sys.executable), wheel=True, limit=60, taste=60, only=r"python shown\.py")
+    runner = page_runs.Runner(
+        Path(sys.executable), wheel=True, limit=60, taste=60, only=r"python shown\.py"
+    )
     runner.page("page.md")
     assert (runner.ran, runner.failures) == (1, [])
 

@@ -1,4 +1,5 @@
-"""The rooms: where modules may stand, what they may be called, and in which one direction they import each other.
+"""The rooms: where modules may stand, what they may be called, and in which one direction they
+import each other.
 
 Type-only and lazy imports count: an arrow that a reader has to follow is an arrow.
 """
@@ -13,7 +14,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PACKAGE = {"zbcompile": "zbcompile", "passes": "zbcompile.passes", "schedules": "zbcompile.schedules"}
+PACKAGE = {
+    "zbcompile": "zbcompile",
+    "passes": "zbcompile.passes",
+    "schedules": "zbcompile.schedules",
+}
 
 # Each room imports from those before it, never from those after it.
 ORDER = {
@@ -22,7 +27,16 @@ ORDER = {
         *("simulation", "searching", "visualization", "__init__", "__main__"),
     ),
     "passes": (
-        *("__init__", "errors", "torch_names", "layout_strings", "gpu", "torch_private", "graph", "meta_device"),
+        *(
+            "__init__",
+            "errors",
+            "torch_names",
+            "layout_strings",
+            "gpu",
+            "torch_private",
+            "graph",
+            "meta_device",
+        ),
         *("machine", "compile_options", "module_state", "partition", "stage", "exported"),
     ),
     "zbcompile": (
@@ -51,14 +65,33 @@ ORDER = {
             "optimizer",
             "prediction",
         ),
-        *("profiling", "program_cache", "planning", "torch_pipelining", "api", "persistence", "integrations", "cli"),
+        *(
+            "profiling",
+            "program_cache",
+            "planning",
+            "torch_pipelining",
+            "api",
+            "persistence",
+            "integrations",
+            "cli",
+        ),
         "inspection",
         *("compile", "run", "inspect", "__main__"),
     ),
 }
-OTHERS = {"schedules": set(), "passes": set(), "zbcompile": {"passes", "schedules"}}  # which folders each may import
+OTHERS = {
+    "schedules": set(),
+    "passes": set(),
+    "zbcompile": {"passes", "schedules"},
+}  # which folders each may import
 FOR_ALL = {  # import nothing of the library but each other
-    *("zbcompile.version", "zbcompile.untrusted_text", "zbcompile.progress", "zbcompile.amounts", "zbcompile.tables"),
+    *(
+        "zbcompile.version",
+        "zbcompile.untrusted_text",
+        "zbcompile.progress",
+        "zbcompile.amounts",
+        "zbcompile.tables",
+    ),
     "zbcompile.field_check",
 }
 MANY = {"__init__", "__main__", "errors", "torch_private"}  # names that several rooms have
@@ -79,7 +112,8 @@ MODULES = modules()
 
 
 def statements(block: ast.AST) -> Iterator[ast.AST]:
-    """All statements of a module, those inside functions and branches too; not the expressions in them."""
+    """All statements of a module, those inside functions and branches too; not the expressions in
+    them."""
     yield block
     for field in ("body", "orelse", "finalbody", "handlers", "cases"):
         for each in getattr(block, field, ()):
@@ -87,11 +121,15 @@ def statements(block: ast.AST) -> Iterator[ast.AST]:
 
 
 def imports(name: str) -> Iterator[str]:
-    """The modules that a module names in an import anywhere, calls of `import_module` included; public names count as
-    the modules that define them."""
+    """The modules that a module names in an import anywhere, calls of `import_module` included;
+    public names count as the modules that define them."""
     tree = ast.parse(MODULES[name][1].read_text(encoding="utf-8"))
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and node.args and ast.unparse(node.func).endswith("import_module"):
+        if (
+            isinstance(node, ast.Call)
+            and node.args
+            and ast.unparse(node.func).endswith("import_module")
+        ):
             named = ast.unparse(node.args[0]).strip("'")
             yield from [named] * (named in MODULES)
     for node in statements(tree):
@@ -105,7 +143,8 @@ def imports(name: str) -> Iterator[str]:
 
 @cache
 def public_names() -> dict[str, str]:
-    """`package.name` -> the module that defines it, for the lazy names of the packages' `__init__` files."""
+    """`package.name` -> the module that defines it, for the lazy names of the packages' `__init__`
+    files."""
     found: dict[str, str] = {}
     for package in PACKAGE.values():
         for node in statements(ast.parse(MODULES[package][1].read_text(encoding="utf-8"))):
@@ -116,7 +155,11 @@ def public_names() -> dict[str, str]:
 
 @cache
 def arrows() -> dict[str, set[str]]:
-    return {name: set(imports(name)) - {name} for name in MODULES if MODULES[name][1].name != "__init__.py"}
+    return {
+        name: set(imports(name)) - {name}
+        for name in MODULES
+        if MODULES[name][1].name != "__init__.py"
+    }
 
 
 def room(name: str) -> str:
@@ -136,7 +179,9 @@ def test_no_import_circle() -> None:
     try:
         tuple(TopologicalSorter(arrows()).static_order())
     except CycleError as error:
-        pytest.fail(f"modules import each other in a circle: {' <- '.join(error.args[1])}", pytrace=False)
+        pytest.fail(
+            f"modules import each other in a circle: {' <- '.join(error.args[1])}", pytrace=False
+        )
 
 
 def test_rooms_import_in_one_direction() -> None:
@@ -156,7 +201,8 @@ def test_rooms_import_in_one_direction() -> None:
 
 
 def unreplaced() -> list[str]:
-    """The modules without `passes/exported`, whose names are those of the modules that it replaces."""
+    """The modules without `passes/exported`, whose names are those of the modules that it
+    replaces."""
     return [name for name in MODULES if not name.startswith("zbcompile.passes.exported.")]
 
 
@@ -177,10 +223,15 @@ def test_no_two_modules_have_one_name() -> None:
 
 
 def test_no_module_has_the_name_of_a_public_function() -> None:
-    """A module `zbcompile.schedules.check` would hide the function of that name once it is imported."""
+    """A module `zbcompile.schedules.check` would hide the function of that name once it is
+    imported."""
     for package in PACKAGE.values():
-        public = {name.rpartition(".")[2] for name in public_names() if name.rpartition(".")[0] == package}
-        modules = {name.rpartition(".")[2] for name in MODULES if name.rpartition(".")[0] == package}
+        public = {
+            name.rpartition(".")[2] for name in public_names() if name.rpartition(".")[0] == package
+        }
+        modules = {
+            name.rpartition(".")[2] for name in MODULES if name.rpartition(".")[0] == package
+        }
         assert not public & modules - {"passes", "schedules"}
 
 
@@ -197,6 +248,8 @@ def test_one_file_names_the_accelerator() -> None:
     found = set()
     for name, (_, file) in MODULES.items():
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Attribute) and (ast.unparse(node) in named or node.attr in named):
+            if isinstance(node, ast.Attribute) and (
+                ast.unparse(node) in named or node.attr in named
+            ):
                 found.add(name)
     assert found == {"zbcompile.passes.gpu"}

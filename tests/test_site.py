@@ -1,4 +1,5 @@
-"""The site builds without a warning, shows no Markdown that was left as text, and its tutorials run."""
+"""The site builds without a warning, shows no Markdown that was left as text, and its tutorials
+run."""
 
 import os
 import re
@@ -17,8 +18,16 @@ from zbcompile.schedules import names
 pytestmark = pytest.mark.several_processes
 
 ROOT = Path(__file__).parent.parent
-WHOLE = (ROOT / "docs" / "index.md", *sorted((ROOT / "docs" / "tutorials").glob("*.md")))  # all their Python runs
-IN_PART = tuple(path for path in sorted((ROOT / "docs").glob("*.md")) if "{run" in path.read_text(encoding="utf-8"))
+# all their Python runs
+WHOLE = (
+    ROOT / "docs" / "index.md",
+    *sorted((ROOT / "docs" / "tutorials").glob("*.md")),
+)
+IN_PART = tuple(
+    path
+    for path in sorted((ROOT / "docs").glob("*.md"))
+    if "{run" in path.read_text(encoding="utf-8")
+)
 PAGES = dict.fromkeys((*WHOLE, *IN_PART))
 
 
@@ -38,14 +47,18 @@ def test_pages_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     for language, mark, text in FENCE.findall(page.read_text(encoding="utf-8")):
         if file := re.search(r"file=(\S+)", mark):
             (tmp_path / file[1]).write_text(text, encoding="utf-8")
-            install(tmp_path / "bin", "\n".join(re.findall(r"^(?:import|from) .*$", text, re.MULTILINE)))
+            install(
+                tmp_path / "bin", "\n".join(re.findall(r"^(?:import|from) .*$", text, re.MULTILINE))
+            )
         if language == "python" and ("run" in mark or (page in WHOLE and not file)):
             exec(compile(text, page.name, "exec"), names)
             ran += 1
         elif language == "bash" and "run" in mark:
             path = f"{tmp_path / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}"
             environment = {"PATH": path, "PORT": str(free_port())}
-            subprocess.run(["bash", "-euc", text], check=True, timeout=240, env={**os.environ, **environment})
+            subprocess.run(
+                ["bash", "-euc", text], check=True, timeout=240, env={**os.environ, **environment}
+            )
             ran += 1
     assert ran
 
@@ -80,7 +93,9 @@ def broken_links(site: Path) -> set[str]:
     """What pages link to or show, and the site does not have."""
     broken = set()
     for path in site.rglob("*.html"):
-        for link in re.findall(r'(?:href|src)="([^"#?:]+)(?:[#?][^"]*)?"', path.read_text(encoding="utf-8")):
+        for link in re.findall(
+            r'(?:href|src)="([^"#?:]+)(?:[#?][^"]*)?"', path.read_text(encoding="utf-8")
+        ):
             target = site / link[1:] if link.startswith("/") else path.parent / link
             if not target.exists():
                 broken.add(link)
@@ -88,13 +103,17 @@ def broken_links(site: Path) -> set[str]:
 
 
 def assert_pages_are_rendered(site: Path) -> None:
-    """No page shows Markdown as text or a quote (an example that was taken for one), and code has colours."""
+    """No page shows Markdown as text or a quote (an example that was taken for one), and code has
+    colours."""
     for path in sorted(site.rglob("*.html")):
         page = PageText(path.read_text(encoding="utf-8"))
         assert not AS_TEXT.findall(page.prose), path.name
         assert "blockquote" not in page.tags, path.name
     ids = set(re.findall(r'<a id="([^"]+)">', (site / "glossary.html").read_text(encoding="utf-8")))
-    linked = re.findall(r'class="word"[^>]* href="glossary.html#([^"]+)"', (site / "training.html").read_text("utf-8"))
+    linked = re.findall(
+        r'class="word"[^>]* href="glossary.html#([^"]+)"',
+        (site / "training.html").read_text("utf-8"),
+    )
     assert {"microbatch", "replica"} <= set(linked) <= ids
     assert len(linked) == len(set(linked))
     assert '<span class="kn">import</span>' in (site / "index.html").read_text(encoding="utf-8")
@@ -104,16 +123,24 @@ def assert_pages_are_rendered(site: Path) -> None:
 
 @pytest.mark.slow
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
-    pytest.importorskip("mkdocstrings_handlers.python", reason="the site needs pip install -e '.[dev]'")
+    pytest.importorskip(
+        "mkdocstrings_handlers.python", reason="the site needs pip install -e '.[dev]'"
+    )
     command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(tmp_path)]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": str(ROOT)}
-    built = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    built = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
     assert (built.returncode, built.stdout + built.stderr) == (0, "")
     pages = (tmp_path / "reference.html").read_text(encoding="utf-8")
     assert 'id="zbcompile.pipeline"' in pages
     for name in names():
         page = (tmp_path / "schedules" / f"{name}.html").read_text(encoding="utf-8")
-        assert all(part in page for part in (f'src="{name}.svg"', 'id="closed-form"', "When to use it"))
+        assert all(
+            part in page for part in (f'src="{name}.svg"', 'id="closed-form"', "When to use it")
+        )
     assert_pages_are_rendered(tmp_path)
     assert not broken_links(tmp_path)
-    assert not re.search(r'<(?:script|link|img)[^>]*(?:src|href)="https?:', pages), "a page fetches from elsewhere"
+    assert not re.search(r'<(?:script|link|img)[^>]*(?:src|href)="https?:', pages), (
+        "a page fetches from elsewhere"
+    )

@@ -28,12 +28,20 @@ if TYPE_CHECKING:
     )
     from zbcompile.persistence.checkpoint_directory import latest_checkpoint as latest_checkpoint
     from zbcompile.persistence.loaded_pipeline import load as load
-    from zbcompile.persistence.safetensors_weights import load_weights as load_weights, save_weights as save_weights
+    from zbcompile.persistence.safetensors_weights import (
+        load_weights as load_weights,
+        save_weights as save_weights,
+    )
     from zbcompile.schedules.errors import ScheduleError as ScheduleError
 
 _HOME = {
     "persistence.checkpoint_directory": ("latest_checkpoint",),
-    "persistence.checkpoint": ("Checkpoint", "load_checkpoint", "save_checkpoint", "verify_checkpoint"),
+    "persistence.checkpoint": (
+        "Checkpoint",
+        "load_checkpoint",
+        "save_checkpoint",
+        "verify_checkpoint",
+    ),
     "batches.example": ("Example",),
     "inspection.explain_model": ("Explanation", "explain"),
     "api.pipeline_function": ("pipeline",),
@@ -52,7 +60,8 @@ __all__ = ["__version__", *sorted(_MODULE_OF)]  # pyright: ignore[reportUnsuppor
 
 
 def __getattr__(name: str) -> object:
-    """Import a public name on first use: `import zbcompile` alone imports neither torch nor sympy."""
+    """Import a public name on first use: `import zbcompile` alone imports neither torch nor
+    sympy."""
     if name in _MODULE_OF:
         value = getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
     elif name in ("schedules", "passes"):

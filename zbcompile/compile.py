@@ -1,4 +1,5 @@
-"""`python -m zbcompile.compile TARGET --output DIR`: compile ahead of time, for `zbcompile.load`."""
+"""`python -m zbcompile.compile TARGET --output DIR`: compile ahead of time, for
+`zbcompile.load`."""
 
 from zbcompile.cli.command_table import main_of, run_and_exit
 

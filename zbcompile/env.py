@@ -47,16 +47,21 @@ class Folder:
 CACHE = Folder("ZBCOMPILE_CACHE", "the folder of compiled graphs (default: zbcompile in ~/.cache)")
 DEBUG_NAN = Switch(
     "ZBCOMPILE_DEBUG_NAN",
-    "stop at the first operation that produces a NaN or infinity, and name its stage, pass, microbatch and line (slow)",
+    "stop at the first operation that produces a NaN or infinity, and name its stage, pass,"
+    " microbatch and line (slow)",
 )
-DUMP = Folder("ZBCOMPILE_DUMP", "write the graphs of every pass of the compiler into files of this folder")
+DUMP = Folder(
+    "ZBCOMPILE_DUMP", "write the graphs of every pass of the compiler into files of this folder"
+)
 ORDERED = Switch(
     "ZBCOMPILE_ORDERED",
-    "send messages over gloo as NCCL does: one connection per direction of two ranks, matched by order alone",
+    "send messages over gloo as NCCL does: one connection per direction of two ranks, matched by"
+    " order alone",
 )
 TORCH_LOGS = Switch(
     "ZBCOMPILE_TORCH_LOGS",
-    "show what torch logs while it traces a model, as --debug does: whole graphs and tracebacks if that fails",
+    "show what torch logs while it traces a model, as --debug does: whole graphs and tracebacks if"
+    " that fails",
 )
 OF_MESSAGES = (ORDERED,)  # these change what ranks send, or when: all ranks set them alike
 VARIABLES = (CACHE, DEBUG_NAN, DUMP, ORDERED, TORCH_LOGS)

@@ -9,10 +9,11 @@ from zbcompile.passes.errors import (
 
 
 class FaultError(PipelineError):
-    """Something broke on one rank, and every rank ended for it: `rank`, `where` (the action) and `cause`.
+    """Something broke on one rank, and every rank ended for it: `rank`, `where` (the action) and
+    `cause`.
 
-    The message is the same on all ranks. `rank` is None if no rank is to blame, but the store of the process group or a
-    connection. What is left behind is described in docs/faults.md.
+    The message is the same on all ranks. `rank` is None if no rank is to blame, but the store of
+    the process group or a connection. What is left behind is described in docs/faults.md.
     """
 
     def __init__(self, rank: int | None, where: str, cause: str) -> None:

@@ -1,5 +1,7 @@
-"""What the fields of a record may hold, for records that files bring: all are checked when one is made, and the error
-names the field, what was received and what was expected. Imports nothing of the library, so all rooms may import it."""
+"""What the fields of a record may hold, for records that files bring: all are checked when one is
+made, and the error names the field, what was received and what was expected. Imports nothing of the
+library, so all rooms may import it.
+"""
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -35,15 +37,20 @@ def _wrong(where: str, value: Any, field: Field) -> Iterator[str]:
         yield f"{where}={short(value)}; expected {field.expected}."
     elif field.each is not None and value is not None:
         table = isinstance(value, Mapping)
-        if field.each.each is None and all(map(field.each.holds, value.values() if table else value)):
+        if field.each.each is None and all(
+            map(field.each.holds, value.values() if table else value)
+        ):
             return
         for name, item in value.items() if table else enumerate(value):
             place = f"[{name}]" if not table else f".{name}" if name != "" else '.""'
             yield from _wrong(f"{where}{place}", item, field.each)
 
 
-def wrong_names(known: Collection[str], required: Collection[str], given: Collection[Any]) -> str | None:
-    """Which names of `given` are unknown, and which required ones are missing; None if all is well."""
+def wrong_names(
+    known: Collection[str], required: Collection[str], given: Collection[Any]
+) -> str | None:
+    """Which names of `given` are unknown, and which required ones are missing; None if all
+    is well."""
     unknown = ", ".join(sorted(map(str, set(given) - set(known))))
     missing = ", ".join(sorted(set(required) - set(given)))
     what = [f"unknown {unknown:.200}"] * bool(unknown) + [f"missing {missing}"] * bool(missing)

@@ -1,4 +1,5 @@
-"""`python -m zbcompile.inspect TARGET`: what zbcompile would compile a model to, without running it."""
+"""`python -m zbcompile.inspect TARGET`: what zbcompile would compile a model to, without running
+it."""
 
 from zbcompile.cli.command_table import main_of, run_and_exit
 

@@ -1,5 +1,5 @@
-"""JSON that a person can read and compare: the outer levels one entry a line, what is inside them on that line; and
-dataclasses from it, with every field of its type."""
+"""JSON that a person can read and compare: the outer levels one entry a line, what is inside them
+on that line; and dataclasses from it, with every field of its type."""
 
 import json
 from collections.abc import Mapping
@@ -37,8 +37,8 @@ def _broken(value: Any, depth: int) -> str:
 
 
 def from_plain(kind: type[T], data: Mapping[str, Any]) -> T:
-    """A dataclass of numbers, texts, tuples of these and other such dataclasses, from what `asdict` made of it, through
-    JSON.
+    """A dataclass of numbers, texts, tuples of these and other such dataclasses, from what `asdict`
+    made of it, through JSON.
 
     Raises TypeError for a name that it lacks, and for a value that is not of the type of its field.
     """

@@ -1,5 +1,5 @@
-"""The options of `zbcompile.pipeline`: one frozen dataclass that checks every value, and the sentences that the
-removed options answer with."""
+"""The options of `zbcompile.pipeline`: one frozen dataclass that checks every value, and the
+sentences that the removed options answer with."""
 
 import difflib
 import operator
@@ -35,7 +35,9 @@ from zbcompile.schedules.generators.registry import find
 from zbcompile.schedules.ir.files import ENDS_OF_SCHEDULES
 
 BACKENDS = ("fx", "inductor")
-SIZES = 'bytes: a number, or a text such as "80GiB" or "24 GB" (B, kB, MB, GB, TB, KiB, MiB, GiB, TiB)'
+SIZES = (
+    'bytes: a number, or a text such as "80GiB" or "24 GB" (B, kB, MB, GB, TB, KiB, MiB, GiB, TiB)'
+)
 
 REMOVED = {
     "boundary_bytes": "cuts are balanced by FLOPs; name them with balance= to send fewer bytes",
@@ -43,7 +45,9 @@ REMOVED = {
     "compare_batches": "the ranks compare their batches without being asked",
     "max_ctas": "set NCCL_MAX_CTAS in the environment",
     "max_receives": "receives are posted as the schedule orders them",
-    "mesh_names": "call the dimensions of mesh= pp, dp, tp, cp and ep; flatten others into these first",
+    "mesh_names": (
+        "call the dimensions of mesh= pp, dp, tp, cp and ep; flatten others into these first"
+    ),
     "relay": "values that skip stages always pass through the stages between",
     "reshard_after_forward": "zero takes 0 or 1, which keeps parameters whole",
     "search_seconds": "the search is deterministic and takes no time limit",
@@ -67,8 +71,8 @@ class StepOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineOptions:
-    """All options of a pipeline; `zbcompile.pipeline` describes them. Raises PipelineError for a value that an option
-    cannot have."""
+    """All options of a pipeline; `zbcompile.pipeline` describes them. Raises PipelineError for a
+    value that an option cannot have."""
 
     schedule: str | Schedule = "zb-v"
     microbatches: int | None = None
@@ -104,14 +108,16 @@ class PipelineOptions:
             object.__setattr__(self, name, checked(name, getattr(self, name)))
         if self.exact and self.backend == "inductor":
             raise PipelineError(
-                'backend="inductor" fuses and reorders arithmetic, so its gradients are not bitwise those of eager; '
-                'exact=True cannot use it. Use exact=False (equal within 2e-6 in fp32), or backend="fx".'
+                'backend="inductor" fuses and reorders arithmetic, so its gradients are not bitwise'
+                " those of eager; exact=True cannot use it. Use exact=False (equal within 2e-6 in"
+                ' fp32), or backend="fx".'
             )
 
     @property
     def choices(self) -> Choices:
-        """The options that change the graphs. Without `vocab=` the output layer is sharded only if the search of
-        `schedule="auto"` decides so; passes are paired only where graphs run as they are."""
+        """The options that change the graphs. Without `vocab=` the output layer is sharded only if
+        the search of `schedule="auto"` decides so; passes are paired only where graphs run as they
+        are."""
         found = Choices(**{each.name: getattr(self, each.name) for each in fields(Choices)})
         found = replace(found, vocab=self.vocab or ("auto" if is_searched(self) else "off"))
         return found if backend_name(self.backend) == "fx" else replace(found, pairs="given")
@@ -151,7 +157,10 @@ def require_known(names: Iterable[str]) -> None:
     for name in names:
         if name not in OPTIONS:
             near = difflib.get_close_matches(name, OPTIONS, n=1)
-            raise TypeError(f"zbcompile.pipeline has no option {name}={f'; did you mean {near[0]}=?' if near else ''}")
+            raise TypeError(
+                "zbcompile.pipeline has no option"
+                f" {name}={f'; did you mean {near[0]}=?' if near else ''}"
+            )
 
 
 def checked(name: str, value: Any) -> Any:
@@ -284,36 +293,55 @@ _READERS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "exact": _SWITCH,
     "recompute": (
         _read_recompute,
-        '"off", "hints", "selective", "full", a share of what is kept otherwise such as '
-        f"0.5, for each microbatch and stage {SIZES}; or a list of these with an entry for each stage",
+        (
+            '"off", "hints", "selective", "full", a share of what is kept otherwise such as 0.5,'
+            f" for each microbatch and stage {SIZES}; or a list of these with an entry for each"
+            " stage"
+        ),
     ),
     "memory": (_positive_bytes, f"a positive number of {SIZES}"),
-    "optimizer_state": (_accept(lambda value: is_real(value) and value >= 0), "bytes per byte of parameter"),
+    "optimizer_state": (
+        _accept(lambda value: is_real(value) and value >= 0),
+        "bytes per byte of parameter",
+    ),
     "vocab": (_one_of("off", "auto", 1, 2), '"off", "auto", 1 or 2 (barriers)'),
     "balance": (
         _read_balance,
-        '"flops", a list with the names of all cuts, such as "blocks.2", '
-        'or a pipeline layout of Megatron-LM, such as "Ett|tt|ttL"',
+        (
+            '"flops", a list with the names of all cuts, such as "blocks.2", '
+            'or a pipeline layout of Megatron-LM, such as "Ett|tt|ttL"'
+        ),
     ),
-    "hardware": (read_hardware, f"{', '.join(hardware_names())}, a FILE.toml, or a zbcompile.Hardware"),
+    "hardware": (
+        read_hardware,
+        f"{', '.join(hardware_names())}, a FILE.toml, or a zbcompile.Hardware",
+    ),
     "backend": (
         _accept(lambda value: value in BACKENDS if isinstance(value, str) else callable(value)),
         '"fx", "inductor", or a function of a graph and its example inputs',
     ),
     "cuda_graphs": _SWITCH,
-    "split": (_read_split, 'a mapping of inputs to False, True or the dimension to cut, such as {"mask": False}'),
+    "split": (
+        _read_split,
+        'a mapping of inputs to False, True or the dimension to cut, such as {"mask": False}',
+    ),
     "static_inputs": (_read_names, 'a list of names of inputs, such as "image_grid_thw"'),
     "placements": (
         read_placements,
-        'a mapping of name patterns to "replicate", "partial" or "shard" along "tp", "cp" or "ep", such as '
-        '{"*norm*": {"tp": "partial"}}',
+        (
+            'a mapping of name patterns to "replicate", "partial" or "shard" along "tp", "cp" or'
+            ' "ep", such as {"*norm*": {"tp": "partial"}}'
+        ),
     ),
     "accumulate_dtype": (_read_dtype, "a floating-point dtype, such as torch.float32"),
     "pairs": (_one_of("auto", "given"), '"auto" or "given"'),
     "seed": (_whole, "a whole number"),
     "operators": (_read_names, 'a list of names of operators, such as "mylibrary::scale"'),
     "init": (_accept(callable), "a function init(name, tensor)"),
-    "timeout": (_accept(lambda value: is_real(value) and value > 0), "a positive number of seconds"),
+    "timeout": (
+        _accept(lambda value: is_real(value) and value > 0),
+        "a positive number of seconds",
+    ),
     "max_shapes": (_count, "a positive whole number of programs to keep"),
     "debug_nan": _SWITCH,
     "example": (_read_example, "(args, kwargs) of one batch"),

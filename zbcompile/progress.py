@@ -18,9 +18,10 @@ def silent(text: str) -> None:
 
 
 class Progress:
-    """A context that reports what is done in it, if it takes long: a line with the seconds so far after `first`
-    seconds, and one whenever nothing was written for ten. The text of the last call says what is done now; with "" it
-    is silent. On a terminal every call writes its line at once. Under torchrun the first rank speaks.
+    """A context that reports what is done in it, if it takes long: a line with the seconds so far
+    after `first` seconds, and one whenever nothing was written for ten. The text of the last call
+    says what is done now; with "" it is silent. On a terminal every call writes its line at once.
+    Under torchrun the first rank speaks.
     """
 
     def __init__(self, text: str, first: float = FIRST) -> None:
@@ -40,7 +41,12 @@ class Progress:
             self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         self._ended.set()
         if self._speaks:
             self._thread.join()

@@ -1,4 +1,5 @@
-"""`python -m zbcompile.run DIR --data FILE.py:batches`, also under torchrun: train a program with a data function."""
+"""`python -m zbcompile.run DIR --data FILE.py:batches`, also under torchrun: train a program with a
+data function."""
 
 from zbcompile.cli.command_table import main_of, run_and_exit
 

@@ -28,7 +28,9 @@ def write_whole(path: Path, content: bytes) -> None:
 
 def cannot_write(path: Path, error: OSError) -> PipelineError:
     """The error for a file that cannot be written, such as on a full disk."""
-    return PipelineError(f"{path} cannot be written: {error.strerror}. Nothing that was complete before has changed.")
+    return PipelineError(
+        f"{path} cannot be written: {error.strerror}. Nothing that was complete before has changed."
+    )
 
 
 def sync(path: Path) -> None:
@@ -45,7 +47,9 @@ def read_bytes(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise PipelineError(f"{path} cannot be read ({error.strerror}). Copy all of the directory again.") from None
+        raise PipelineError(
+            f"{path} cannot be read ({error.strerror}). Copy all of the directory again."
+        ) from None
 
 
 def sha256_of(path: Path) -> str:
@@ -54,4 +58,6 @@ def sha256_of(path: Path) -> str:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
-        raise PipelineError(f"{path} cannot be read ({error.strerror}). Copy all of the directory again.") from None
+        raise PipelineError(
+            f"{path} cannot be read ({error.strerror}). Copy all of the directory again."
+        ) from None

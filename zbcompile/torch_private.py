@@ -1,4 +1,5 @@
-"""Every private PyTorch name that the runtime uses, as `passes/torch_private.py` has those of the passes."""
+"""Every private PyTorch name that the runtime uses, as `passes/torch_private.py` has those of the
+passes."""
 
 import contextlib
 import copy
@@ -28,32 +29,44 @@ def warn_of_untried(version: str) -> None:
     """Say once that zbcompile has not been tried with this release of torch."""
     if ".".join(version.split(".")[:2]) not in TRIED:
         tried = f"zbcompile has been tried with torch {', '.join(TRIED)}, not with {version}"
-        text = f"{tried}: compare a first step with eager mode, as examples/train_gpt.py --verify does."
+        text = (
+            f"{tried}: compare a first step with eager mode, as examples/train_gpt.py --verify"
+            " does."
+        )
         warnings.warn(text, stacklevel=4)
 
 
 def exchanged(rows: torch.Tensor, group: Any) -> torch.Tensor:
-    """Part i of `rows` on rank i of a group (its name), part i of the result from there; gradients go the same way back
-    (the functional collectives, of which a trace makes operations, have no public name)."""
+    """Part i of `rows` on rank i of a group (its name), part i of the result from there; gradients
+    go the same way back (the functional collectives, of which a trace makes operations, have no
+    public name)."""
     from torch.distributed import _functional_collectives as collectives
 
-    along = collectives.all_to_all_single_autograd if rows.requires_grad else collectives.all_to_all_single
+    along = (
+        collectives.all_to_all_single_autograd
+        if rows.requires_grad
+        else collectives.all_to_all_single
+    )
     return along(rows, None, None, group)
 
 
 def without_overrides() -> contextlib.AbstractContextManager[None]:
-    """Inside, functions of torch ignore `__torch_function__` of tensors (no public context for it)."""
+    """Inside, functions of torch ignore `__torch_function__` of tensors (no public context
+    for it)."""
     return torch._C.DisableTorchFunctionSubclass()  # type: ignore[no-any-return]
 
 
 def profiler_is_on() -> bool:
-    """Whether a profiler records in this thread; `record_function` costs microseconds even without one."""
+    """Whether a profiler records in this thread; `record_function` costs microseconds even without
+    one."""
     return torch.autograd._profiler_enabled()
 
 
 def fingerprint(model: torch.nn.Module) -> list[Any]:
-    """What a compiled step takes for granted of a model, as values to compare: its modules, their modes and hooks, its
-    tensors, their kinds and hooks. One walk without names, as it is done in every step (a module's own tables)."""
+    """What a compiled step takes for granted of a model, as values to compare: its modules, their
+    modes and hooks, its tensors, their kinds and hooks. One walk without names, as it is done in
+    every step (a module's own tables).
+    """
     found: list[Any] = []
     modules, seen = [model], {id(model)}
     while modules:
@@ -62,7 +75,13 @@ def fingerprint(model: torch.nn.Module) -> list[Any]:
         with without_overrides():
             for tensor in (*module._parameters.values(), *module._buffers.values()):
                 if tensor is not None:
-                    found += (id(tensor), tensor.requires_grad, tensor.dtype, tensor.shape, tensor.device)
+                    found += (
+                        id(tensor),
+                        tensor.requires_grad,
+                        tensor.dtype,
+                        tensor.shape,
+                        tensor.device,
+                    )
                     found.append(bool(tensor_hooks(tensor)))
         for child in module._modules.values():
             if child is not None and id(child) not in seen:
@@ -73,10 +92,14 @@ def fingerprint(model: torch.nn.Module) -> list[Any]:
 
 def wrapper_like(cls: Any, like: torch.Tensor) -> Any:
     """A tensor of a subclass without memory of its own."""
-    return torch.Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=like.device)  # type: ignore
+    return torch.Tensor._make_wrapper_subclass(
+        cls, like.shape, dtype=like.dtype, device=like.device
+    )  # type: ignore
 
 
-def replace_tensors(module: torch.nn.Module, parameter: Callable[[Any], Any], buffer: Callable[[Any], Any]) -> None:
+def replace_tensors(
+    module: torch.nn.Module, parameter: Callable[[Any], Any], buffer: Callable[[Any], Any]
+) -> None:
     """Put others in the place of a module's own tensors (setattr would register anew)."""
     tables: list[tuple[dict[str, Any], Callable[[Any], Any]]]
     tables = [(module._parameters, parameter), (module._buffers, buffer)]
@@ -85,9 +108,10 @@ def replace_tensors(module: torch.nn.Module, parameter: Callable[[Any], Any], bu
 
 
 def before_clipping(check: Callable[[Sequence[torch.Tensor]], None]) -> None:
-    """Let torch's clip_grad_norm_ call `check` with the parameters before it scales their gradients; once per `check`
-    (it finds the function that scales by this name, also where somebody has imported it long ago; who takes
-    `clip_grads_with_norm_` from torch.nn.utils brings a norm of his own and is not asked)."""
+    """Let torch's clip_grad_norm_ call `check` with the parameters before it scales their
+    gradients; once per `check` (it finds the function that scales by this name, also where somebody
+    has imported it long ago; who takes `clip_grads_with_norm_` from torch.nn.utils brings a norm of
+    his own and is not asked)."""
     scale = clip_grad._clip_grads_with_norm_
     if getattr(scale, "check", None) is check:
         return
@@ -103,21 +127,27 @@ def before_clipping(check: Callable[[Sequence[torch.Tensor]], None]) -> None:
 
 def groups_of_process() -> dict[str, tuple[int, ...]]:
     """The ranks of each process group that this process is in, by name."""
-    groups = [group for group in dist.distributed_c10d._world.pg_map if isinstance(group, dist.ProcessGroup)]
+    groups = [
+        group
+        for group in dist.distributed_c10d._world.pg_map
+        if isinstance(group, dist.ProcessGroup)
+    ]
     return {str(group.group_name): tuple(dist.get_process_group_ranks(group)) for group in groups}
 
 
 def group_between(stage: Any, source: int, destination: int) -> dist.ProcessGroup | None:
-    """The group in which a PipelineStage sends from one stage to another: there may be one for each direction
-    (torch.distributed.config.pipeline_per_edge_p2p)."""
+    """The group in which a PipelineStage sends from one stage to another: there may be one for each
+    direction (torch.distributed.config.pipeline_per_edge_p2p)."""
     if Change.CHANNELS.is_here():
         return stage._get_p2p_group(source, destination)  # type: ignore[no-any-return]
     return stage.group  # type: ignore[no-any-return]
 
 
 def gloo_timeout(group: dist.ProcessGroup) -> timedelta | None:
-    """How long a receive over gloo waits: as long as the group was given when it was made, also if its timeout was
-    changed since. None if the group does not say (no public name; TORCH_DISTRIBUTED_DEBUG wraps groups)."""
+    """How long a receive over gloo waits: as long as the group was given when it was made, also if
+    its timeout was changed since. None if the group does not say (no public name;
+    TORCH_DISTRIBUTED_DEBUG wraps groups).
+    """
     options = getattr(group._get_backend(torch.device("cpu")), "options", None)
     return getattr(options, "_timeout", None)
 
@@ -128,30 +158,35 @@ def root_of(mesh: Any) -> Any:
 
 
 def step_without_hooks(optimizer: torch.optim.Optimizer) -> None:
-    """`optimizer.step()` without the hooks that torch runs around the step of every class (it marks the function in
-    which it has wrapped the class's own)."""
+    """`optimizer.step()` without the hooks that torch runs around the step of every class (it marks
+    the function in which it has wrapped the class's own)."""
     step = type(optimizer).step
     (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer)  # type: ignore[attr-defined]
 
 
 def attributes_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What an optimizer keeps in itself, torch's entries and flags aside, and in its state by names."""
+    """What an optimizer keeps in itself, torch's entries and flags aside, and in its state by
+    names."""
     torchs = {"_warned_capturable_if_run_uncaptured", "_need_device_dtype_check_for_fused"}
     state = dict[Any, Any](optimizer.state)
-    own = {name: value for name, value in vars(optimizer).items() if name not in {"state", "param_groups", *torchs}}
+    own = {
+        name: value
+        for name, value in vars(optimizer).items()
+        if name not in {"state", "param_groups", *torchs}
+    }
     return own | {f"state[{key!r}]": each for key, each in state.items() if isinstance(key, str)}
 
 
 def gloo_link(store: dist.Store, rank: int, timeout: timedelta, size: int = 2) -> Any:
-    """A gloo group that is not registered with torch.distributed. The class is public, its constructor not documented
-    (torch.distributed._dist2 makes groups so)."""
+    """A gloo group that is not registered with torch.distributed. The class is public, its
+    constructor not documented (torch.distributed._dist2 makes groups so)."""
     return dist.ProcessGroupGloo(store, rank, size, timeout)
 
 
 def nccl_link(store: dist.Store, rank: int, timeout: timedelta, ranks: tuple[int, int]) -> Any:
-    """A NCCL group of two, on a stream that goes before those of passes. As it is not bound to a device it is not split
-    from another communicator, which would take all ranks (as `gloo_link`). Dumps of torch's flight recorder name it by
-    its `ranks`, source and destination."""
+    """A NCCL group of two, on a stream that goes before those of passes. As it is not bound to a
+    device it is not split from another communicator, which would take all ranks (as `gloo_link`).
+    Dumps of torch's flight recorder name it by its `ranks`, source and destination."""
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options._timeout = timeout
     options.group_name = f"zbcompile {ranks[0]}>{ranks[1]}"  # type: ignore[assignment]  # a NewType of str
@@ -160,15 +195,15 @@ def nccl_link(store: dist.Store, rank: int, timeout: timedelta, ranks: tuple[int
 
 
 def is_bound(group: dist.ProcessGroup | None) -> bool:
-    """Whether `init_process_group` was given a device_id: new groups are then split from this one by all of its
-    ranks."""
+    """Whether `init_process_group` was given a device_id: new groups are then split from this one
+    by all of its ranks."""
     return getattr(group, "bound_device_id", None) is not None
 
 
 @contextlib.contextmanager
 def no_graphs_printed() -> Iterator[None]:
-    """Inside, torch prints no graph to stderr if an export, or code that it generated, fails (by `print`, which these
-    modules are given one of their own for)."""
+    """Inside, torch prints no graph to stderr if an export, or code that it generated, fails (by
+    `print`, which these modules are given one of their own for)."""
     from torch.export import _trace
 
     places: list[Any] = [_trace, torch.fx.graph_module]
@@ -181,8 +216,9 @@ def no_graphs_printed() -> Iterator[None]:
             del module.print
 
 
-# What inductor is told besides the user's own torch._inductor.config: eager's random numbers (its own generator draws
-# others), no CUDA graphs (zbcompile captures its own) and no cache of its own (CompileCache is one).
+# What inductor is told besides the user's own torch._inductor.config: eager's random numbers (its
+# own generator draws others), no CUDA graphs (zbcompile captures its own) and no cache of its own
+# (CompileCache is one).
 INDUCTOR = {
     "fallback_random": True,
     "triton.cudagraphs": False,
@@ -193,12 +229,13 @@ INDUCTOR = {
 
 
 def inductor_compile(module: torch.fx.GraphModule, inputs: Sequence[torch.Tensor]) -> bytes:
-    """Compile a graph of ATen operations, given as fake tensors, to bytes that `inductor_load` runs; its libraries are
-    in the folder of `inductor_files_in`.
+    """Compile a graph of ATen operations, given as fake tensors, to bytes that `inductor_load`
+    runs; its libraries are in the folder of `inductor_files_in`.
 
-    torch.compile and torch._inductor.compile would make additions into an input functional and copy the sums back, and
-    their callables keep inputs alive until they return. So the graph goes to the function below them, which leaves
-    operations in place and frees inputs as they are used (`compile_fx_inner` and what it returns).
+    torch.compile and torch._inductor.compile would make additions into an input functional and copy
+    the sums back, and their callables keep inputs alive until they return. So the graph goes to the
+    function below them, which leaves operations in place and frees inputs as they are used
+    (`compile_fx_inner` and what it returns).
     """
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
@@ -218,8 +255,9 @@ def inductor_compile(module: torch.fx.GraphModule, inputs: Sequence[torch.Tensor
 
 
 def _keep_in_place_operations() -> None:
-    """Let inductor call these as they are (it has a rule for every operation, or a fallback that must be registered;
-    the one that it registers itself is refused where the environment variable CI is set)."""
+    """Let inductor call these as they are (it has a rule for every operation, or a fallback that
+    must be registered; the one that it registers itself is refused where the environment variable
+    CI is set)."""
     from torch._inductor.lowering import lowerings, make_fallback
 
     aten = torch.ops.aten
@@ -229,8 +267,8 @@ def _keep_in_place_operations() -> None:
 
 
 def inductor_load(content: bytes) -> Callable[[list[Any]], Sequence[torch.Tensor]]:
-    """What `inductor_compile` made, as a function of one list, which it empties (what inductor's own cache does on a
-    hit). Runs code from the folder of `inductor_files_in`."""
+    """What `inductor_compile` made, as a function of one list, which it empties (what inductor's
+    own cache does on a hit). Runs code from the folder of `inductor_files_in`."""
     from torch._inductor.output_code import CompiledFxGraphConstants
     from torch._inductor.utils import BoxedBool
 
@@ -244,9 +282,10 @@ def inductor_load(content: bytes) -> Callable[[list[Any]], Sequence[torch.Tensor
 
 @contextlib.contextmanager
 def _no_headers() -> Iterator[None]:
-    """Inductor prepares torch's headers before it sees that a library is there already. To switch that off in its
-    config would change the names of the libraries, which hash the compiler's command: all would be compiled again
-    (`_precompile_header` returns what is included first, if anything)."""
+    """Inductor prepares torch's headers before it sees that a library is there already. To switch
+    that off in its config would change the names of the libraries, which hash the compiler's
+    command: all would be compiled again (`_precompile_header` returns what is included first, if
+    anything)."""
     from torch._inductor import codecache
 
     prepare = codecache._precompile_header
@@ -264,8 +303,8 @@ def takes_a_list(function: Callable[..., Any]) -> bool:
 
 @contextlib.contextmanager
 def inductor_files_in(folder: Path) -> Iterator[None]:
-    """Let inductor read and write in `folder` alone (the environment variable for it is public, that it must forget
-    what it loaded from elsewhere is not)."""
+    """Let inductor read and write in `folder` alone (the environment variable for it is public,
+    that it must forget what it loaded from elsewhere is not)."""
     from torch._inductor.runtime.cache_dir_utils import temporary_cache_dir
 
     with temporary_cache_dir(str(folder)):
@@ -273,14 +312,19 @@ def inductor_files_in(folder: Path) -> Iterator[None]:
 
 
 def inductor_settings() -> str:
-    """Everything besides the graph that enters the compiled code: torch's release, inductor's options and the switches
-    of torch that it reads (the options have no public list)."""
+    """Everything besides the graph that enters the compiled code: torch's release, inductor's
+    options and the switches of torch that it reads (the options have no public list)."""
     from torch._inductor import config
 
     with config.patch(INDUCTOR):
         options = sorted(config.save_config_portable().items())
     switches = [
-        *(torch.__version__, torch.version.git_version, torch.get_num_threads(), torch.get_float32_matmul_precision()),
+        *(
+            torch.__version__,
+            torch.version.git_version,
+            torch.get_num_threads(),
+            torch.get_float32_matmul_precision(),
+        ),
         *(torch.are_deterministic_algorithms_enabled(), torch.backends.cuda.matmul.allow_tf32),
     ]
     return hashlib.sha256(repr([options, switches]).encode()).hexdigest()
@@ -295,9 +339,9 @@ def cpp_compiler() -> tuple[str, str]:
 
 
 def vector_instructions(known: str | None) -> str:
-    """The vector instructions that inductor compiles for. To find them it compiles and loads a library, which takes
-    seconds; `known`, what an earlier run found on such a machine, is believed where the processor has them
-    (`vec_isa_ok` skips the trial)."""
+    """The vector instructions that inductor compiles for. To find them it compiles and loads a
+    library, which takes seconds; `known`, what an earlier run found on such a machine, is believed
+    where the processor has them (`vec_isa_ok` skips the trial)."""
     from torch._inductor import config, cpu_vec_isa
 
     if known is not None:
@@ -309,8 +353,8 @@ def vector_instructions(known: str | None) -> str:
 
 
 def with_offset(local: torch.Tensor, offset: tuple[int, ...]) -> torch.Tensor:
-    """A local part that knows where it belongs in the whole, for a DTensor of unequal parts (what torchrec and
-    torch.distributed.checkpoint use; importing it takes a while)."""
+    """A local part that knows where it belongs in the whole, for a DTensor of unequal parts (what
+    torchrec and torch.distributed.checkpoint use; importing it takes a while)."""
     from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 
     return LocalShardsWrapper([local], [offset])

@@ -1,7 +1,7 @@
 """Text and JSON files, read with one error that names the file.
 
-Every function is given the error family of its caller. This module imports nothing of the library, so all rooms may
-import it.
+Every function is given the error family of its caller. This module imports nothing of the library,
+so all rooms may import it.
 """
 
 import json
@@ -12,11 +12,14 @@ Family = type[Exception]
 
 
 def read_text(path: str | Path, family: Family) -> str:
-    """Returns the text of a UTF-8 file. Raises `family` if it is not UTF-8, and OSError if it cannot be opened."""
+    """Returns the text of a UTF-8 file. Raises `family` if it is not UTF-8, and OSError if it
+    cannot be opened."""
     try:
         return Path(path).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise family(f"{path} is not UTF-8 text: byte {error.start} is {error.object[error.start]:#04x}.") from None
+        raise family(
+            f"{path} is not UTF-8 text: byte {error.start} is {error.object[error.start]:#04x}."
+        ) from None
     except ValueError as error:  # a name with a null byte, or that the file system cannot encode
         raise family(f"{str(path)!r} is no name of a file: {error}.") from None
 
@@ -27,8 +30,8 @@ def read_json(path: str | Path, family: Family) -> Any:
 
 
 def parse_json(text: str, family: Family, where: str = "") -> Any:
-    """Returns the value of a JSON text. Raises `family`, with `where` before the problem, for text that is not JSON, as
-    NaN and Infinity are not.
+    """Returns the value of a JSON text. Raises `family`, with `where` before the problem, for text
+    that is not JSON, as NaN and Infinity are not.
 
     >>> parse_json('{"a": [1, 2]}', ValueError)
     {'a': [1, 2]}
@@ -46,7 +49,8 @@ def _refuse(name: str) -> NoReturn:
 
 
 def on_a_line(text: Any) -> str:
-    """Returns a text for messages without line breaks and control characters. Raises ValueError for anything else."""
+    """Returns a text for messages without line breaks and control characters. Raises ValueError for
+    anything else."""
     if not isinstance(text, str):
         raise ValueError(f"{text!r:.80} stands where a text is expected")
     return "".join(each if each.isprintable() else " " for each in text)

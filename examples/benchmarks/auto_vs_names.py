@@ -2,12 +2,12 @@
 
     torchrun --standalone --nproc-per-node 2 examples/benchmarks/auto_vs_names.py
 
-GPT of 4 layers, width 256, sequence 128 and 8,192 words, a batch of 8 rows; one thread per rank. In every round each
-contender takes one step, in a new random order. Names have 8 microbatches, with the output layer whole and, except for
-those that cannot, sharded (`vocab=1`); "auto" chooses both by the predicted step.
-"ratio" is the median over the rounds of a contender's time relative to that of "auto" in the same round, with the
-middle half of these ratios: what the prediction misses is below 1. About 5 minutes on two cores that do
-nothing else.
+GPT of 4 layers, width 256, sequence 128 and 8,192 words, a batch of 8 rows; one thread per rank. In
+every round each contender takes one step, in a new random order. Names have 8 microbatches, with
+the output layer whole and, except for those that cannot, sharded (`vocab=1`); "auto" chooses both
+by the predicted step. "ratio" is the median over the rounds of a contender's time relative to that
+of "auto" in the same round, with the middle half of these ratios: what the prediction misses is
+below 1. About 5 minutes on two cores that do nothing else.
 """
 
 import argparse
@@ -45,10 +45,14 @@ def contenders(model: GPT, options: argparse.Namespace) -> dict[str, zbcompile.P
     asked: list[tuple[str, dict[str, Any]]] = [("auto", {"microbatches": ROWS})]
     given = options.names.split(",") if options.names else [n for n in names() if n != "auto"]
     fitting = [name for name in given if admits(name, dist.get_world_size(), ROWS)]
-    asked += [(name, {"microbatches": ROWS, "vocab": vocab}) for name in fitting for vocab in ("off", 1)]
+    asked += [
+        (name, {"microbatches": ROWS, "vocab": vocab}) for name in fitting for vocab in ("off", 1)
+    ]
     found = {}
     for name, keywords in asked:
-        pipe = zbcompile.pipeline(copy.deepcopy(model), schedule=name, loss=loss, balance=options.balance, **keywords)  # type: ignore[call-overload]
+        pipe = zbcompile.pipeline(
+            copy.deepcopy(model), schedule=name, loss=loss, balance=options.balance, **keywords
+        )  # type: ignore[call-overload]
         shown = name if name == "auto" else f"{name}, vocab={keywords['vocab']}"
         try:
             pipe.compile(inputs, target=targets)
@@ -61,7 +65,9 @@ def contenders(model: GPT, options: argparse.Namespace) -> dict[str, zbcompile.P
 
 
 def batch() -> tuple[Tensor, Tensor]:
-    inputs, targets = torch.randint(WORDS, (2, ROWS, LENGTH), generator=torch.Generator().manual_seed(0)).unbind()
+    inputs, targets = torch.randint(
+        WORDS, (2, ROWS, LENGTH), generator=torch.Generator().manual_seed(0)
+    ).unbind()
     return inputs, targets
 
 
@@ -78,10 +84,16 @@ def measured(pipe: zbcompile.Pipeline) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=15, help="paired rounds (default: %(default)s)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=15, help="paired rounds (default: %(default)s)"
+    )
     parser.add_argument("--names", help="default: all that admit this many microbatches")
-    parser.add_argument("--balance", default="flops", help="of all contenders (default: %(default)s)")
+    parser.add_argument(
+        "--balance", default="flops", help="of all contenders (default: %(default)s)"
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

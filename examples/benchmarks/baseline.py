@@ -5,13 +5,17 @@
 
 A measurement holds, for the checkout of the script or for the one that `--checkout` names:
 
-* bits: how forty tiny architectures of transformers differ from eager after a step under zb-v with exact=True;
-* compile: CPU seconds and peak memory of compiling a GPT, a Llama and a Mixtral, and of `inspect --fake` of a 70B
-  Llama; the bytes that one microbatch keeps for B and for W, summed over the stages of each;
-* step: seconds of a step relative to the fastest of torch's schedules, and CPU seconds relative to eager (vs_torch.py).
+* bits: how forty tiny architectures of transformers differ from eager after a step under zb-v with
+  exact=True;
+* compile: CPU seconds and peak memory of compiling a GPT, a Llama and a Mixtral, and of `inspect
+  --fake` of a 70B Llama; the bytes that one microbatch keeps for B and for W, summed over the
+  stages of each;
+* step: seconds of a step relative to the fastest of torch's schedules, and CPU seconds relative to
+  eager (vs_torch.py).
 
-CPU seconds also stand relative to those of an export by torch alone, which a slow or busy machine affects alike. The
-clock's ratios need as many idle cores as ranks; `load` says how busy the machine was.
+CPU seconds also stand relative to those of an export by torch alone, which a slow or busy machine
+affects alike. The clock's ratios need as many idle cores as ranks; `load` says how busy the machine
+was.
 """
 
 import argparse
@@ -82,7 +86,9 @@ def gpt() -> zbcompile.Example:
 
     tokens = torch.randint(256, (2, 129))
     model = GPT(layers=8, width=256, heads=8, length=128)
-    return zbcompile.Example(model, (tokens[:, :-1],), loss=next_byte_loss, target=tokens[:, 1:].contiguous())
+    return zbcompile.Example(
+        model, (tokens[:, :-1],), loss=next_byte_loss, target=tokens[:, 1:].contiguous()
+    )
 
 
 def llama() -> zbcompile.Example:
@@ -96,7 +102,9 @@ def mixtral() -> zbcompile.Example:
     """A Mixtral of transformers with eight layers of four experts."""
     from transformers import MixtralConfig, MixtralForCausalLM
 
-    model = MixtralForCausalLM(MixtralConfig(**_sizes(), num_key_value_heads=2, num_local_experts=4))
+    model = MixtralForCausalLM(
+        MixtralConfig(**_sizes(), num_key_value_heads=2, num_local_experts=4)
+    )
     model.set_experts_implementation("batched_mm")
     return _causal(model)
 
@@ -125,7 +133,10 @@ def run(checkout: Path, *arguments: str, environment: dict[str, str] | None = No
     command = [sys.executable, *arguments]
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(
-            command, cwd=checkout, stdout=output, env={**os.environ, "PYTHONPATH": paths, **(environment or {})}
+            command,
+            cwd=checkout,
+            stdout=output,
+            env={**os.environ, "PYTHONPATH": paths, **(environment or {})},
         )
         _, status, used = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
@@ -148,7 +159,8 @@ def measure_bits(checkout: Path) -> dict[str, Any]:
 
 
 def measure_compile(checkout: Path) -> dict[str, Any]:
-    """CPU seconds, also relative to an export by torch alone, peak memory, and bytes kept for B and W, by model."""
+    """CPU seconds, also relative to an export by torch alone, peak memory, and bytes kept for B and
+    W, by model."""
     found: dict[str, Any] = {}
     for name in MODELS:
         alone = run(checkout, "-c", TORCH_ALONE).seconds
@@ -171,7 +183,9 @@ def measure_step(checkout: Path, rounds: int) -> dict[str, Any]:
     """The last three columns of vs_torch.py for two ranks, by contender."""
     launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     script = str(checkout / "examples" / "benchmarks" / "vs_torch.py")
-    text = run(checkout, *launch, script, "--rounds", str(rounds), environment={"OMP_NUM_THREADS": "1"}).text
+    text = run(
+        checkout, *launch, script, "--rounds", str(rounds), environment={"OMP_NUM_THREADS": "1"}
+    ).text
     rows = re.findall(r"^(\S.*?) {2,}([\d.]+) +([\d.]+) +([\d.]+) +([\d.]+)$", text, re.MULTILINE)
     heads = ("CPU s / eager's", "time / torch's fastest", "peak MB held")
     return {name: dict(zip(heads, map(float, values), strict=True)) for name, _, *values in rows}
@@ -179,7 +193,9 @@ def measure_step(checkout: Path, rounds: int) -> dict[str, Any]:
 
 def measure(checkout: Path, parts: list[str], rounds: int) -> dict[str, Any]:
     """Everything that `parts` name, with the commit and the machine."""
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=checkout, capture_output=True, text=True).stdout.strip()
+    commit = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=checkout, capture_output=True, text=True
+    ).stdout.strip()
     found: dict[str, Any] = {
         "commit": commit,
         "torch": torch.__version__,
@@ -200,7 +216,11 @@ def flat(value: Any, path: str = "") -> dict[str, Any]:
     """The numbers and texts of a measurement by their path."""
     if not isinstance(value, dict):
         return {path: value}
-    return {name: each for key, inner in value.items() for name, each in flat(inner, f"{path}{key}, ").items()}
+    return {
+        name: each
+        for key, inner in value.items()
+        for name, each in flat(inner, f"{path}{key}, ").items()
+    }
 
 
 def comparison(before: dict[str, Any], after: dict[str, Any]) -> str:
@@ -216,12 +236,26 @@ def comparison(before: dict[str, Any], after: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=Path("baseline.json"), help="(default: %(default)s)")
-    parser.add_argument("--checkout", type=Path, default=ROOT, help="what to measure (default: this checkout)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--output", type=Path, default=Path("baseline.json"), help="(default: %(default)s)"
+    )
+    parser.add_argument(
+        "--checkout", type=Path, default=ROOT, help="what to measure (default: this checkout)"
+    )
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="(default: all)")
-    parser.add_argument("--rounds", type=int, default=25, help="of vs_torch.py (default: %(default)s)")
-    parser.add_argument("--compare", nargs=2, type=Path, metavar="FILE", help="print two measurements, and run nothing")
+    parser.add_argument(
+        "--rounds", type=int, default=25, help="of vs_torch.py (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--compare",
+        nargs=2,
+        type=Path,
+        metavar="FILE",
+        help="print two measurements, and run nothing",
+    )
     options = parser.parse_args()
     if options.compare:
         print(comparison(*(json.loads(file.read_text()) for file in options.compare)))

@@ -1,11 +1,13 @@
-"""Bytes and seconds of a checkpoint, in addition to those of torch.distributed.checkpoint with its own files.
+"""Bytes and seconds of a checkpoint, in addition to those of torch.distributed.checkpoint with its
+own files.
 
     python examples/benchmarks/checkpoint_cost.py --mebibytes 64 --rounds 5
 
-A stack of linear layers with Adam: the tensors are three times `--mebibytes`. Both save and load in turn, into a folder
-of --folder; the least of all rounds counts, by the clock on the wall and as the CPU time of the process. What is
-written is in the system's cache, so reading it costs no disk. The script calls what `zbcompile` any revision has: with
-`PYTHONPATH` set to another checkout it measures that one.
+A stack of linear layers with Adam: the tensors are three times `--mebibytes`. Both save and load in
+turn, into a folder of --folder; the least of all rounds counts, by the clock on the wall and as the
+CPU time of the process. What is written is in the system's cache, so reading it costs no disk. The
+script calls what `zbcompile` any revision has: with `PYTHONPATH` set to another checkout it
+measures that one.
 """
 
 import argparse
@@ -48,7 +50,9 @@ def load_with_dcp(folder: Path, model: nn.Module, optimizer: torch.optim.Optimiz
     weights, moments = get_state_dict(model, optimizer)
     state: dict[str, Any] = {"model": weights, "optimizer": moments}
     dcp.load(state, checkpoint_id=folder, no_dist=True)
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    set_state_dict(
+        model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+    )
 
 
 WAYS: dict[str, tuple[Callable[..., object], Callable[..., object]]] = {
@@ -78,19 +82,30 @@ def size_of(folder: Path) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mebibytes", type=int, default=64, help="of parameters (default: %(default)s)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--mebibytes", type=int, default=64, help="of parameters (default: %(default)s)"
+    )
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--folder", type=Path, help="where to write (default: the system's temporary folder)")
+    parser.add_argument(
+        "--folder", type=Path, help="where to write (default: the system's temporary folder)"
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
     case, empty = trained(options.mebibytes), trained(options.mebibytes)
     held = 3 * sum(parameter.nbytes for parameter in case[0].parameters())
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        rounds = [{way: one_round(way, Path(folder) / way, case, empty) for way in WAYS} for _ in range(options.rounds)]
+        rounds = [
+            {way: one_round(way, Path(folder) / way, case, empty) for way in WAYS}
+            for _ in range(options.rounds)
+        ]
         sizes = {way: size_of(Path(folder) / way) for way in WAYS}
-    print(f"{held / 2**20:.0f} MiB of tensors, zbcompile in {Path(zbcompile.__file__).parent.parent}")
+    print(
+        f"{held / 2**20:.0f} MiB of tensors, zbcompile in {Path(zbcompile.__file__).parent.parent}"
+    )
     rows = [
         (
             way,
@@ -100,7 +115,13 @@ def main() -> None:
         )
         for way in WAYS
     ]
-    print(tabulate(rows, ("", "bytes", "more than tensors", "save s", "CPU s", "load s", "CPU s"), floatfmt=".3f"))
+    print(
+        tabulate(
+            rows,
+            ("", "bytes", "more than tensors", "save s", "CPU s", "load s", "CPU s"),
+            floatfmt=".3f",
+        )
+    )
 
 
 if __name__ == "__main__":

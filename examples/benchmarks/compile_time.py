@@ -1,4 +1,5 @@
-"""CPU seconds from a model to its program, by depth: export, cuts, stages. One core; the program is for 8 ranks.
+"""CPU seconds from a model to its program, by depth: export, cuts, stages. One core; the program is
+for 8 ranks.
 
     OMP_NUM_THREADS=1 python examples/benchmarks/compile_time.py
 
@@ -41,7 +42,9 @@ def timed(make: Callable[[], Result]) -> tuple[float, Result]:
 def example(layers: int) -> zbcompile.Example:
     tokens = torch.randint(256, (2, 129))
     model = GPT(layers=layers, width=256, heads=8, length=128)
-    return zbcompile.Example(model, (tokens[:, :-1],), loss=next_byte_loss, target=tokens[:, 1:].contiguous())
+    return zbcompile.Example(
+        model, (tokens[:, :-1],), loss=next_byte_loss, target=tokens[:, 1:].contiguous()
+    )
 
 
 def measure(layers: int, schedule_name: str, ranks: int) -> list[float]:
@@ -51,21 +54,29 @@ def measure(layers: int, schedule_name: str, ranks: int) -> list[float]:
     export, exported = timed(lambda: export_step(given.model, microbatch, given.loss))
     ranks_of = [schedule.placement.rank(stage) for stage in range(schedule.stages)]
     cuts, _ = timed(lambda: balanced_cuts(exported.step, forward_line(exported.step), ranks_of))
-    whole, program = timed(lambda: compile_program(given.model, microbatch, exported, schedule, choices))
+    whole, program = timed(
+        lambda: compile_program(given.model, microbatch, exported, schedule, choices)
+    )
     total, distinct = export + whole, len({stage.original for stage in program.stages})
     return [layers, total, total / layers, export, cuts, whole - cuts, distinct]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", default="12,24,48", help="separated by commas (default: %(default)s)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--layers", default="12,24,48", help="separated by commas (default: %(default)s)"
+    )
     parser.add_argument("--schedule", default="zb-h1", help="(default: %(default)s)")
     parser.add_argument("--ranks", type=int, default=8, help="(default: %(default)s)")
     options = parser.parse_args()
     torch.set_num_threads(1)
     measure(2, "1f1b", 1)  # imports, and torch's own caches
     depths = [int(layers) for layers in options.layers.split(",")]
-    rows = [measure(layers, options.schedule, options.ranks) for layers in tqdm(depths, unit="model")]
+    rows = [
+        measure(layers, options.schedule, options.ranks) for layers in tqdm(depths, unit="model")
+    ]
     print(tabulate(rows, HEADERS, floatfmt=".2f"))
 
 

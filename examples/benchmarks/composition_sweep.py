@@ -4,10 +4,11 @@
     torchrun --standalone --nproc-per-node 8 examples/benchmarks/composition_sweep.py       some at dp2 x pp2 x tp2
     torchrun --standalone --nproc-per-node 4 examples/benchmarks/composition_sweep.py --tp  some at pp2 x tp2
 
-A Llama in fp32, with tp by torch's plans with sequence parallelism; each replica has a batch of its own. Printed are
-the largest differences of the loss and of a gradient, relative to the largest entry of that gradient, over all ranks.
-With --tp: columns and rows (exact=True, whose bits must be those of eager DTensor), then sequence parallelism, then
-loss_parallel; in none of them a collective of a weight gradient, or one that could be done once per step.
+A Llama in fp32, with tp by torch's plans with sequence parallelism; each replica has a batch of its
+own. Printed are the largest differences of the loss and of a gradient, relative to the largest
+entry of that gradient, over all ranks. With --tp: columns and rows (exact=True, whose bits must be
+those of eager DTensor), then sequence parallelism, then loss_parallel; in none of them a collective
+of a weight gradient, or one that could be done once per step.
 """
 
 import argparse
@@ -21,14 +22,20 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh  # noqa: E402
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-import zbcompile  # noqa: E402
-from tests.support.dtensor_models import LENGTH, VOCABULARY, Llama, loss_of, parallelised  # noqa: E402
-from tests.zbcompile.runtime.test_dtensor import trained  # noqa: E402
+import zbcompile
+from tests.support.dtensor_models import (
+    LENGTH,
+    VOCABULARY,
+    Llama,
+    loss_of,
+    parallelised,
+)
+from tests.zbcompile.runtime.test_dtensor import trained
 
 BOUND = 2e-6
 LAYERS, REPLICAS, MICROBATCHES = 2, 2, 8
@@ -38,7 +45,9 @@ WITH_TP = ("1f1b", "zb-h1", "zb-v", "dualpipe-v", "interleaved-zb")
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--schedules", nargs="+", help="default: all; with tp " + ", ".join(WITH_TP))
+    parser.add_argument(
+        "--schedules", nargs="+", help="default: all; with tp " + ", ".join(WITH_TP)
+    )
     parser.add_argument("--tp", action="store_true", help="pp2 x tp2, with four processes")
     return parser.parse_args()
 
@@ -64,7 +73,9 @@ def difference(schedule: str, mesh: DeviceMesh, expected: Tensor, one: nn.Module
     """Of the loss and of the gradient that is furthest away, on this rank."""
     parallel = "tp" in (mesh.mesh_dim_names or ())
     model = parallelised(mesh["tp"], "sequence", LAYERS) if parallel else Llama(LAYERS)
-    pipe = zbcompile.pipeline(model, mesh=mesh, schedule=schedule, microbatches=MICROBATCHES, loss=loss_of)
+    pipe = zbcompile.pipeline(
+        model, mesh=mesh, schedule=schedule, microbatches=MICROBATCHES, loss=loss_of
+    )
     x, y = (each.chunk(REPLICAS)[mesh["dp"].get_local_rank()] for each in batches())
     loss = pipe.step(x, target=y)
     ones, far = dict(one.named_parameters()), 0.0
@@ -81,15 +92,20 @@ def beside_tp(say: Callable[..., None], schedules: Sequence[str]) -> list[bool]:
     results = []
     for kind, schedule in product(KINDS, schedules):
         found = trained(kind, schedule, kind == "plain", disturbed=False)
-        far = torch.tensor([found["loss"], found["far"], len(found["needless"]), len(found["unequal"])])
+        far = torch.tensor(
+            [found["loss"], found["far"], len(found["needless"]), len(found["unequal"])]
+        )
         dist.all_reduce(far, dist.ReduceOp.MAX)
         loss, gradients, needless, unequal = far.tolist()
         bits = f"  bits of {unequal:.0f} gradients differ" if kind == "plain" else ""
         say(
-            f"{kind:9} {schedule:15} loss {loss:.1e}  gradients {gradients:.1e}  needless {needless:.0f}{bits}",
+            f"{kind:9} {schedule:15} loss {loss:.1e}  gradients {gradients:.1e}  needless"
+            f" {needless:.0f}{bits}",
             flush=True,
         )
-        results.append(max(loss, gradients) <= BOUND / 2 and not needless and not (kind == "plain" and unequal))
+        results.append(
+            max(loss, gradients) <= BOUND / 2 and not needless and not (kind == "plain" and unequal)
+        )
     return results
 
 
@@ -98,7 +114,9 @@ def main() -> int:
     dist.init_process_group("gloo")
     options = arguments()
     if options.tp:
-        results = beside_tp(print if dist.get_rank() == 0 else lambda *_, **__: None, options.schedules or WITH_TP)
+        results = beside_tp(
+            print if dist.get_rank() == 0 else lambda *_, **__: None, options.schedules or WITH_TP
+        )
         dist.destroy_process_group()
         return 0 if all(results) else 1
     names = ("dp", "pp", "tp") if dist.get_world_size() == 8 else ("dp", "pp")
@@ -113,8 +131,15 @@ def main() -> int:
         dist.all_reduce(found, dist.ReduceOp.MAX)
         results.append(bool((found <= BOUND).all()))
         took = time.perf_counter() - start
-        say(f"{took:6.1f} s  {schedule:24} loss {found[0].item():.1e}  gradients {found[1].item():.1e}", flush=True)
-    say(f"{sum(results)} of {len(results)} schedules within {BOUND:g} of one process at {' x '.join(names)}, 2 each")
+        say(
+            f"{took:6.1f} s  {schedule:24} loss {found[0].item():.1e}  gradients"
+            f" {found[1].item():.1e}",
+            flush=True,
+        )
+    say(
+        f"{sum(results)} of {len(results)} schedules within {BOUND:g} of one process at"
+        f" {' x '.join(names)}, 2 each"
+    )
     dist.destroy_process_group()
     return 0 if all(results) else 1
 

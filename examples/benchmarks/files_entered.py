@@ -1,4 +1,5 @@
-"""How many of this package's files one compile, one warm step, one evaluation and one load enter, in one process.
+"""How many of this package's files one compile, one warm step, one evaluation and one load enter,
+in one process.
 
     python examples/benchmarks/files_entered.py [--list]
 
@@ -43,7 +44,9 @@ def files_of(call: Callable[[], Any]) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--list", action="store_true", help="print the files, too")
     request = parser.parse_args()
     torch.manual_seed(0)

@@ -1,12 +1,13 @@
-"""Evaluation of every model that the tests train, against the unsplit model, and 200 steps in turn with evaluations:
+"""Evaluation of every model that the tests train, against the unsplit model, and 200 steps in turn
+with evaluations:
 
     python examples/benchmarks/forward_sweep.py [--problems llama bert ...] [--ranks 2 4] [--microbatches 1 3 8]
 
-Linear and V placements, in one process, on a copy in which nothing trains: only forwards are compiled. Says whether
-every tensor of the output is bitwise equal to eager's, or by how much it differs: rows of a microbatch are computed
-with fewer others, so a product of matrices may round differently. Beside it stands what is alive at most while a second
-evaluation runs, parameters and inputs apart, and what is predicted: one microbatch in its largest stage, and messages
-and outputs.
+Linear and V placements, in one process, on a copy in which nothing trains: only forwards are
+compiled. Says whether every tensor of the output is bitwise equal to eager's, or by how much it
+differs: rows of a microbatch are computed with fewer others, so a product of matrices may round
+differently. Beside it stands what is alive at most while a second evaluation runs, parameters and
+inputs apart, and what is predicted: one microbatch in its largest stage, and messages and outputs.
 """
 
 import argparse
@@ -20,13 +21,13 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 
-import torch  # noqa: E402
+import torch
 
-import zbcompile  # noqa: E402
-from gpt import GPT, next_byte_loss  # noqa: E402
-from tests.support.live_storages import Alive, forward_bytes  # noqa: E402
-from tests.support.zoo import ZOO  # noqa: E402
-from zbcompile.torch_private import pytree  # noqa: E402
+import zbcompile
+from gpt import GPT, next_byte_loss
+from tests.support.live_storages import Alive, forward_bytes
+from tests.support.zoo import ZOO
+from zbcompile.torch_private import pytree
 
 PLACEMENTS = ("1f1b", "zb-v")
 
@@ -61,7 +62,10 @@ def difference(problem: str, schedule: str, ranks: int, microbatches: int) -> st
     pairs = list(zip(ours, theirs, strict=True))
     if all(map(torch.equal, ours, theirs)):
         return f"bitwise equal{memory}"
-    return f"differs by {max((a.float() - b.float()).abs().max().item() for a, b in pairs):.1e}{memory}"
+    return (
+        "differs by"
+        f" {max((a.float() - b.float()).abs().max().item() for a, b in pairs):.1e}{memory}"
+    )
 
 
 def tensors(output: Any) -> list[torch.Tensor]:
@@ -72,7 +76,9 @@ def alternate(times: int) -> str:
     """Python's memory after a tenth of the alternations, and at their end."""
     torch.manual_seed(0)
     tokens = torch.randint(256, (8, 16))
-    pipe = zbcompile.pipeline(GPT(2, 32, length=16), schedule="zb-v", microbatches=4, ranks=2, loss=next_byte_loss)
+    pipe = zbcompile.pipeline(
+        GPT(2, 32, length=16), schedule="zb-v", microbatches=4, ranks=2, loss=next_byte_loss
+    )
     tracemalloc.start()
     held = []
     for i in range(times):
@@ -92,7 +98,10 @@ def main() -> int:
             found = difference(problem, *rest)
         except Exception as error:
             found, failed = f"{type(error).__name__}: {str(error)[:200]}", failed + 1
-        print(f"{time.perf_counter() - start:6.1f} s  {problem} {' '.join(map(str, rest))}: {found}", flush=True)
+        print(
+            f"{time.perf_counter() - start:6.1f} s  {problem} {' '.join(map(str, rest))}: {found}",
+            flush=True,
+        )
     print(alternate(chosen.alternations))
     return int(failed > 0)
 

@@ -1,4 +1,5 @@
-"""Does the host wait for the GPU within a step, and within the optimizer's? By optimizer, from the second step on.
+"""Does the host wait for the GPU within a step, and within the optimizer's? By optimizer, from the
+second step on.
 
 python examples/benchmarks/host_waits.py
 """
@@ -63,8 +64,12 @@ def row(name: str, clip: float | None, small: bool) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--small", action="store_true", help="a small model, and two of the optimizers")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--small", action="store_true", help="a small model, and two of the optimizers"
+    )
     options = parser.parse_args()
     names = ["SGD", "AdamW"] if options.small else list(OPTIMIZERS)
     rows = [row(name, clip, options.small) for name in names for clip in (None, 1.0)]

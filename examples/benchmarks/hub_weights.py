@@ -1,7 +1,7 @@
 """Peak memory of each rank that loads a folder of the Hub into a pipeline without memory.
 
-python examples/benchmarks/hub_weights.py --write FOLDER         # a Llama of --layers layers, in many files
-torchrun --standalone --nproc-per-node 2 examples/benchmarks/hub_weights.py FOLDER
+python examples/benchmarks/hub_weights.py --write FOLDER         # a Llama of --layers layers, in
+many files torchrun --standalone --nproc-per-node 2 examples/benchmarks/hub_weights.py FOLDER
 """
 
 import argparse
@@ -17,7 +17,9 @@ MIB = 2**20
 
 
 def write(folder: str, layers: int) -> None:
-    config = LlamaConfig(vocab_size=512, hidden_size=1024, intermediate_size=2816, num_hidden_layers=layers)
+    config = LlamaConfig(
+        vocab_size=512, hidden_size=1024, intermediate_size=2816, num_hidden_layers=layers
+    )
     config.num_attention_heads = config.num_key_value_heads = 16
     LlamaForCausalLM(config).save_pretrained(folder, max_shard_size="32MB")
 
@@ -42,15 +44,18 @@ def load(folder: str) -> None:
     own = sum(parameter.nbytes for parameter in pipe.parameters()) / MIB
     files = sum(file.stat().st_size for file in Path(folder).glob("*.safetensors")) / MIB
     print(
-        f"rank {pipe.ranks.rank}: files {files:.0f} MiB, own parameters {own:.0f} MiB; loading adds "
-        f"{status('RssAnon') - memory:.0f} MiB of memory, at most {status('VmHWM') - before:.0f} MiB with mapped files",
+        f"rank {pipe.ranks.rank}: files {files:.0f} MiB, own parameters {own:.0f} MiB; loading adds"
+        f" {status('RssAnon') - memory:.0f} MiB of memory, at most {status('VmHWM') - before:.0f}"
+        " MiB with mapped files",
         flush=True,
     )
     pipe.close()
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder")
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--layers", type=int, default=8)

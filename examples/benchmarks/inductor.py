@@ -1,15 +1,17 @@
-"""backend="inductor": a step beside our fx backend and alongside torch's compiled 1F1B; and what compiling costs.
+"""backend="inductor": a step beside our fx backend and alongside torch's compiled 1F1B; and what
+compiling costs.
 
     torchrun --standalone --nproc-per-node 2 examples/benchmarks/inductor.py
     python examples/benchmarks/inductor.py --start [--layers 24 --ranks 8 --width 64]
 
-The first takes steps of the same training as vs_torch.py in interleaved rounds, one thread per rank, and prints medians
-over the rounds of seconds per step, of each contender's seconds relative to the fx backend under the same schedule, and
-relative to torch's Schedule1F1B over modules compiled by torch.compile, which torch's zero-bubble schedules refuse.
+The first takes steps of the same training as vs_torch.py in interleaved rounds, one thread per
+rank, and prints medians over the rounds of seconds per step, of each contender's seconds relative
+to the fx backend under the same schedule, and relative to torch's Schedule1F1B over modules
+compiled by torch.compile, which torch's zero-bubble schedules refuse.
 
-The second compiles a GPT into as many stages as ranks (zb-h1) with an empty cache, then starts the first, a middle and
-the last rank in fresh processes from the saved program: seconds from the directory until graphs can be called, imports
-not counted.
+The second compiles a GPT into as many stages as ranks (zb-h1) with an empty cache, then starts the
+first, a middle and the last rank in fresh processes from the saved program: seconds from the
+directory until graphs can be called, imports not counted.
 """
 
 import argparse
@@ -49,7 +51,9 @@ def contenders(layers: int, device: torch.device) -> dict[str, Contender]:
         for name in SCHEDULES
         for backend in ("fx", "inductor")
     }
-    return found | {TORCH: torchs("Schedule1F1B", copy.deepcopy(model), inputs, targets, compiled=True)}
+    return found | {
+        TORCH: torchs("Schedule1F1B", copy.deepcopy(model), inputs, targets, compiled=True)
+    }
 
 
 def compare(layers: int, rounds: int, device: torch.device) -> None:
@@ -97,12 +101,16 @@ def start(layers: int, ranks: int, width: int) -> None:
             loss=next_byte_loss,
             balance=[f"blocks.{i * layers // ranks}" for i in range(1, ranks)],  # equal stages
         )
-        seconds = timed(lambda: pipe.compile(tokens[:, :-1].contiguous(), target=tokens[:, 1:].contiguous()))
+        seconds = timed(
+            lambda: pipe.compile(tokens[:, :-1].contiguous(), target=tokens[:, 1:].contiguous())
+        )
         print(f"{layers} layers in {ranks} stages: from the model to its program {seconds:.1f} s")
         pipe.program.save(f"{folder}/program")
         begin = time.perf_counter()
         done = compile_passes(pipe.program, range(ranks), make_backend("inductor", CPU)).compilation
-        print(f"empty cache: {time.perf_counter() - begin:.1f} s in one process; {done}", flush=True)
+        print(
+            f"empty cache: {time.perf_counter() - begin:.1f} s in one process; {done}", flush=True
+        )
         for rank in (0, ranks // 2, ranks - 1):
             command = [sys.executable, __file__, "--rank", str(rank), "--ranks", str(ranks)]
             subprocess.run([*command, "--program", f"{folder}/program"], check=True)
@@ -116,7 +124,12 @@ def timed(work: Callable[[], object]) -> float:
 
 def start_rank(folder: Path, rank: int) -> None:
     """One rank's start from a program directory, imports not counted."""
-    for name in ("_inductor.codecache", "_inductor.output_code", "_inductor.async_compile", "utils.cpp_extension"):
+    for name in (
+        "_inductor.codecache",
+        "_inductor.output_code",
+        "_inductor.async_compile",
+        "utils.cpp_extension",
+    ):
         importlib.import_module(f"torch.{name}")
     begin, cpu = time.perf_counter(), time.process_time()
     program = read_program(folder, read_manifest(folder), (rank,), CPU)
@@ -126,8 +139,12 @@ def start_rank(folder: Path, rank: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=9, help="paired rounds (default: %(default)s)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=9, help="paired rounds (default: %(default)s)"
+    )
     parser.add_argument("--start", action="store_true", help="measure compiling instead of steps")
     parser.add_argument("--layers", type=int, help=f"(default: {LAYERS} for steps, 24 for --start)")
     parser.add_argument("--ranks", type=int, default=8, help="of --start (default: %(default)s)")

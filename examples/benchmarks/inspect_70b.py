@@ -1,4 +1,5 @@
-"""Is a 70B Llama on 8 ranks x 2 chunks described in two CPU minutes and 4 GB, without a GPU and without weights?
+"""Is a 70B Llama on 8 ranks x 2 chunks described in two CPU minutes and 4 GB, without a GPU and
+without weights?
 
 python examples/benchmarks/inspect_70b.py
 """
@@ -9,7 +10,16 @@ import sys
 import time
 
 SECONDS, GIGABYTES = 120, 4
-COMMAND = ["-m", "zbcompile.inspect", "examples/targets.py:llama_70b", "--fake", "--ranks", "8", "--schedule", "zb-v"]
+COMMAND = [
+    "-m",
+    "zbcompile.inspect",
+    "examples/targets.py:llama_70b",
+    "--fake",
+    "--ranks",
+    "8",
+    "--schedule",
+    "zb-v",
+]
 
 
 def main() -> int:

@@ -1,16 +1,18 @@
-"""What an action costs besides its graph: CPU microseconds of the host, without the operations that it runs.
+"""What an action costs besides its graph: CPU microseconds of the host, without the operations that
+it runs.
 
     python examples/benchmarks/loop_overhead.py                                              # in one process
     torchrun --standalone --nproc-per-node 2 examples/benchmarks/loop_overhead.py            # over messages
     python examples/benchmarks/loop_overhead.py --device cuda [--cuda-graphs]                # the host of a GPU
 
-The stages are tiny, so a step is almost all overhead; the time inside the graphs is subtracted. Steps with few and
-with many microbatches are compared: the difference is what one more action costs (sends and receives are actions too),
-the rest is what a step costs beside its actions (checking the batch and the model, sharing the loss). The look at the
-Python values that forward has read is shown alone, and as a share of the small step with its graphs. Over messages, a
-bare exchange through torch.distributed is measured as well (two ranks that send each other tensors as large as ours,
-nothing else), and our cost without it. Time is CPU time of the calling thread.
-Target: below 40 microseconds per action.
+The stages are tiny, so a step is almost all overhead; the time inside the graphs is subtracted.
+Steps with few and with many microbatches are compared: the difference is what one more action costs
+(sends and receives are actions too), the rest is what a step costs beside its actions (checking the
+batch and the model, sharing the loss). The look at the Python values that forward has read is shown
+alone, and as a share of the small step with its graphs. Over messages, a bare exchange through
+torch.distributed is measured as well (two ranks that send each other tensors as large as ours,
+nothing else), and our cost without it. Time is CPU time of the calling thread. Target: below 40
+microseconds per action.
 """
 
 import argparse
@@ -83,10 +85,17 @@ def time_graphs(stages: dict[int, CompiledStage]) -> list[Timed]:
 
 
 class Contender:
-    """A pipeline with clocks around its graphs: its actions on this process's ranks, how many of them are messages, and
-    the CPU seconds of its steps without the graphs."""
+    """A pipeline with clocks around its graphs: its actions on this process's ranks, how many of
+    them are messages, and the CPU seconds of its steps without the graphs."""
 
-    def __init__(self, schedule: str, ranks: int | None, microbatches: int, device: torch.device, graphs: bool) -> None:
+    def __init__(
+        self,
+        schedule: str,
+        ranks: int | None,
+        microbatches: int,
+        device: torch.device,
+        graphs: bool,
+    ) -> None:
         self.x, self.seconds = torch.randn(microbatches, WIDTH, device=device), list[float]()
         self.pipe = zbcompile.pipeline(
             Tiny(8).to(device),
@@ -158,8 +167,11 @@ class Bare:
         return 1e6 * min(self.seconds, default=float("nan")) / (2 * self.COUNT)
 
 
-def row(schedule: str, ranks: int | None, device: torch.device, options: argparse.Namespace) -> list[Any]:
-    """The costs of a schedule as the table shows them. All take turns, because the machine drifts."""
+def row(
+    schedule: str, ranks: int | None, device: torch.device, options: argparse.Namespace
+) -> list[Any]:
+    """The costs of a schedule as the table shows them. All take turns, because the machine
+    drifts."""
     counts = options.microbatches, 3 * options.microbatches
     few, many = (Contender(schedule, ranks, count, device, options.cuda_graphs) for count in counts)
     bare = Bare(device) if ranks is None else None
@@ -173,7 +185,11 @@ def row(schedule: str, ranks: int | None, device: torch.device, options: argpars
     guards, whole = 1e6 * min(few.guarded[3:]), 1e6 * min(few.whole[3:])
     found = [schedule, each, few.microseconds - each * few.actions, guards, 100 * guards / whole]
     if bare:
-        found += [100 * messages / actions, bare.microseconds, each - bare.microseconds * messages / actions]
+        found += [
+            100 * messages / actions,
+            bare.microseconds,
+            each - bare.microseconds * messages / actions,
+        ]
     few.pipe.close()
     many.pipe.close()
     return found
@@ -192,10 +208,18 @@ HEAD = [
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--schedules", default="1f1b,zb-h1,zb-v,dualpipe-v", help="default: %(default)s")
-    parser.add_argument("--microbatches", type=int, default=8, help="and three times as many (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=60, help="steps; the cheapest counts (default: %(default)s)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--schedules", default="1f1b,zb-h1,zb-v,dualpipe-v", help="default: %(default)s"
+    )
+    parser.add_argument(
+        "--microbatches", type=int, default=8, help="and three times as many (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=60, help="steps; the cheapest counts (default: %(default)s)"
+    )
     parser.add_argument("--cuda-graphs", action="store_true", help="passes as CUDA graphs")
     add_device(parser)
     options = parser.parse_args()
@@ -207,7 +231,9 @@ def main() -> None:
     ranks = None if spread else 2
     rows = [row(name, ranks, device, options) for name in options.schedules.split(",")]
     if not spread or dist.get_rank() == 0:
-        place = f"rank 0 of {dist.get_world_size()} processes" if spread else "two ranks in one process"
+        place = (
+            f"rank 0 of {dist.get_world_size()} processes" if spread else "two ranks in one process"
+        )
         print(f"CPU of the host beside the graphs, {place}")
         print(tabulate(rows, HEAD[: len(rows[0])], floatfmt=".1f"))
     if spread:

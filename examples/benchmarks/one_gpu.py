@@ -1,7 +1,9 @@
-"""Two processes train on one GPU, their messages staged through the host: the kernels and streams of two ranks for who
-has a single GPU. NCCL connects no GPU to itself, and zbcompile refuses it; this script puts gloo in its place.
+"""Two processes train on one GPU, their messages staged through the host: the kernels and streams
+of two ranks for who has a single GPU. NCCL connects no GPU to itself, and zbcompile refuses it;
+this script puts gloo in its place.
 
-torchrun --standalone --nproc-per-node 2 examples/benchmarks/one_gpu.py --verify     # options of examples/train_gpt.py
+torchrun --standalone --nproc-per-node 2 examples/benchmarks/one_gpu.py --verify     # options of
+examples/train_gpt.py
 """
 
 import os
@@ -53,12 +55,16 @@ def staged(call: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def staged_send(channels: TaggedLinks, tensor: Tensor, message: Any, index: int, peer: int) -> Staged:
+def staged_send(
+    channels: TaggedLinks, tensor: Tensor, message: Any, index: int, peer: int
+) -> Staged:
     host = tensor.cpu()
     return Staged(channels.group.send([host], peer, channels._tag(message, index)), host)
 
 
-def staged_receive(channels: TaggedLinks, tensor: Tensor, message: Any, index: int, peer: int) -> Staged:
+def staged_receive(
+    channels: TaggedLinks, tensor: Tensor, message: Any, index: int, peer: int
+) -> Staged:
     host = torch.empty_like(tensor, device="cpu")
     return Staged(channels.group.recv([host], peer, channels._tag(message, index)), host, tensor)
 

@@ -1,10 +1,12 @@
-"""Every differentiable operator of torch's own test list, captured and split, against eager autograd, in a checkout:
+"""Every differentiable operator of torch's own test list, captured and split, against eager
+autograd, in a checkout:
 
     python examples/benchmarks/operator_sweep.py [--output operators.jsonl] [--dtypes bfloat16 float16 float32]
 
-Operators, each with up to four samples, are the one stage of a model. Forward, B and W run with `exact=True`, and
-every gradient is compared bit by bit; that of a weight on each result is the result itself. The output gets a line per
-operator and dtype, and what it has already is not run again. `pip install -e .[dev]` has what this needs.
+Operators, each with up to four samples, are the one stage of a model. Forward, B and W run with
+`exact=True`, and every gradient is compared bit by bit; that of a weight on each result is the
+result itself. The output gets a line per operator and dtype, and what it has already is not run
+again. `pip install -e .[dev]` has what this needs.
 """
 
 import argparse
@@ -20,9 +22,17 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 
-import torch  # noqa: E402
+import torch
 
-from tests.support.operators import KINDS, Case, Outcome, cases_of, eagers_own, outcome_of, torchs_operators  # noqa: E402
+from tests.support.operators import (
+    KINDS,
+    Case,
+    Outcome,
+    cases_of,
+    eagers_own,
+    outcome_of,
+    torchs_operators,
+)
 
 Row = dict[str, str]
 _FORK = multiprocessing.get_context("fork")
@@ -32,9 +42,15 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--output", type=Path, default=Path("operators.jsonl"))
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float16", "float32"])
-    parser.add_argument("--samples", type=int, default=4, help="per operator (default: %(default)s)")
-    parser.add_argument("--together", type=int, default=12, help="operators in one model (default: %(default)s)")
-    parser.add_argument("--seconds", type=int, default=60, help="limit per model (default: %(default)s)")
+    parser.add_argument(
+        "--samples", type=int, default=4, help="per operator (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--together", type=int, default=12, help="operators in one model (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--seconds", type=int, default=60, help="limit per model (default: %(default)s)"
+    )
     parser.add_argument("--only", nargs="+", help="names of operators")
     return parser.parse_args()
 
@@ -46,7 +62,8 @@ def operators(dtype: torch.dtype, only: list[str] | None) -> Iterator[Any]:
 
 
 class Sweep:
-    """Runs operators together and, where that is not bitwise, in halves, down to each sample alone."""
+    """Runs operators together and, where that is not bitwise, in halves, down to each
+    sample alone."""
 
     def __init__(self, given: argparse.Namespace, dtype: str) -> None:
         self.given = given
@@ -56,7 +73,9 @@ class Sweep:
     def run(self, infos: list[Any]) -> list[Row]:
         """A row for each of `infos`."""
         cases = [case for info in infos for case in self._cases(info)]
-        self._divide([case for case in cases if self._note(case, eagers_own([case]), unless="bitwise")])
+        self._divide(
+            [case for case in cases if self._note(case, eagers_own([case]), unless="bitwise")]
+        )
         return [self._row(name, outcomes) for name, outcomes in self.found.items()]
 
     def _cases(self, info: Any) -> list[Case]:
@@ -94,7 +113,9 @@ class Sweep:
 
     def _row(self, name: str, outcomes: list[Outcome]) -> Row:
         worst = max(
-            outcomes, key=lambda outcome: KINDS.index(outcome.kind), default=Outcome("eager fails", "no sample")
+            outcomes,
+            key=lambda outcome: KINDS.index(outcome.kind),
+            default=Outcome("eager fails", "no sample"),
         )
         alike = sum(outcome.kind == worst.kind for outcome in outcomes)
         why = f"{alike} of {len(outcomes)}: {worst.why}" if worst.why else ""
@@ -105,7 +126,9 @@ def summary(rows: list[Row], dtypes: list[str]) -> str:
     counts = Counter((row["dtype"], row["kind"]) for row in rows)
     lines = ["| | " + " | ".join(dtypes) + " |", "|---" * (len(dtypes) + 1) + "|"]
     for kind in KINDS:
-        lines.append(f"| {kind} | " + " | ".join(str(counts[dtype, kind]) for dtype in dtypes) + " |")
+        lines.append(
+            f"| {kind} | " + " | ".join(str(counts[dtype, kind]) for dtype in dtypes) + " |"
+        )
     return "\n".join(lines)
 
 

@@ -1,19 +1,21 @@
-"""What an optimizer of a pipeline promises, held against one that is neither divided nor early, in a checkout:
+"""What an optimizer of a pipeline promises, held against one that is neither divided nor early, in
+a checkout:
 
     torchrun --standalone --nproc-per-node 4 examples/benchmarks/optimizer_sweep.py
     torchrun --standalone --nproc-per-node 4 examples/benchmarks/optimizer_sweep.py --part kinds
     torchrun --standalone --nproc-per-node 4 examples/benchmarks/optimizer_sweep.py --part validation
-    torchrun --standalone --nproc-per-node 4 examples/benchmarks/optimizer_sweep.py --part bounds      # or 8
+    torchrun --standalone --nproc-per-node 4 examples/benchmarks/optimizer_sweep.py --part bounds  # or 8
     torchrun --standalone --nproc-per-node 8 examples/benchmarks/optimizer_sweep.py --part tensors
 
-`levels`, at dp2 x pp2: losses, norms and parameters of 20 updates are compared bit by bit with `zero=0`, for `zero=1`,
-updated after the step and inside of it (with clipping: `validate="after"`), and the bytes of the optimizer's state are
-counted. `kinds`: the same for torch's optimizers that can be divided, and for Lion, one with 8
-bits and one like Shampoo; parameters in float32 and bfloat16, with clipping and without. `validation`, at pp4: 40
-updates with three clips and an infinity in the last one. `bounds`, at dp4, where replicas add in another
-order: gradients at equal parameters, and parameters after 20 updates by SGD, relative to the largest entry. `tensors`,
-at dp2 x pp2 x tp2 with `parallelize_module`: parameters after 20 updates are bit by bit those of `zero=0`, and by SGD
-as close to the unsplit model's as in `bounds`.
+`levels`, at dp2 x pp2: losses, norms and parameters of 20 updates are compared bit by bit with
+`zero=0`, for `zero=1`, updated after the step and inside of it (with clipping: `validate="after"`),
+and the bytes of the optimizer's state are counted. `kinds`: the same for torch's optimizers that
+can be divided, and for Lion, one with 8 bits and one like Shampoo; parameters in float32 and
+bfloat16, with clipping and without. `validation`, at pp4: 40 updates with three clips and an
+infinity in the last one. `bounds`, at dp4, where replicas add in another order: gradients at equal
+parameters, and parameters after 20 updates by SGD, relative to the largest entry. `tensors`, at dp2
+x pp2 x tp2 with `parallelize_module`: parameters after 20 updates are bit by bit those of `zero=0`,
+and by SGD as close to the unsplit model's as in `bounds`.
 """
 
 import argparse
@@ -29,22 +31,26 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-from torch import nn  # noqa: E402
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh  # noqa: E402
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module  # noqa: E402
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
-import zbcompile  # noqa: E402
-from tests.support import disturbed_training  # noqa: E402
-from tests.support.disturbed_training import STEPS, assert_bitwise, disturbed  # noqa: E402
-from tests.support.optimizers import OPTIMIZERS  # noqa: E402
-from tests.support.oracle import PROBLEMS  # noqa: E402
-from tests.support.replicated import MICROBATCHES, ROWS  # noqa: E402
-from tests.support.sharded_optimizers import Result, Training, trained  # noqa: E402
-from tests.support.training import assert_same_tensors, compiled_once  # noqa: E402
-from zbcompile.model.distributed_tensors import is_distributed  # noqa: E402
-from zbcompile.optimizer.pipeline_optimizer import PipelineOptimizer  # noqa: E402
+import zbcompile
+from tests.support import disturbed_training
+from tests.support.disturbed_training import STEPS, assert_bitwise, disturbed
+from tests.support.optimizers import OPTIMIZERS
+from tests.support.oracle import PROBLEMS
+from tests.support.replicated import MICROBATCHES, ROWS
+from tests.support.sharded_optimizers import Result, Training, trained
+from tests.support.training import assert_same_tensors, compiled_once
+from zbcompile.model.distributed_tensors import is_distributed
+from zbcompile.optimizer.pipeline_optimizer import PipelineOptimizer
 
 UPDATES, BOUND, LR = 20, 2e-6, 1e-2
 Row = tuple[str, bool]  # what was found, and whether it is as promised
@@ -56,7 +62,9 @@ def levels() -> Iterator[Row]:
     for schedule in ("zb-h1", "zb-v", "dualpipe-v"):
         for clip in (None, 0.05):
             usual = Training("small-tied", schedule, clip=clip, updates=UPDATES)
-            inside = replace(usual, early=clip is None, validate="before" if clip is None else "after")
+            inside = replace(
+                usual, early=clip is None, validate="before" if clip is None else "after"
+            )
             with compiled_once("small-tied float32", exact=True):
                 whole = trained(usual, 0, mesh)
                 asked = [(usual, 1), (inside, 0), (inside, 1)]
@@ -64,7 +72,10 @@ def levels() -> Iterator[Row]:
             equal = all(same(found, whole) for found in others)
             held = {zero: found.held for (_, zero), found in zip(asked, others, strict=True)}
             fair = held[1] <= whole.held / 2 + 512
-            text = f"{schedule:10} clip={clip}: {len(others)} runs bitwise {equal}; bytes of state by zero: {held}"
+            text = (
+                f"{schedule:10} clip={clip}: {len(others)} runs bitwise {equal}; bytes of state by"
+                f" zero: {held}"
+            )
             yield text, equal and fair
 
 
@@ -76,9 +87,15 @@ def kinds() -> Iterator[Row]:
         with compiled_once(f"short-mlp {dtype}", exact=True):
             for clip in (None, 0.05):
                 usual = Training("short-mlp", "zb-v", kind=kind, dtype=dtype, clip=clip, updates=5)
-                inside = replace(usual, early=clip is None, validate="before" if clip is None else "after")
+                inside = replace(
+                    usual, early=clip is None, validate="before" if clip is None else "after"
+                )
                 whole = trained(usual, 0, mesh)
-                found += [same(trained(each, zero, mesh), whole) for each in (usual, inside) for zero in range(2)]
+                found += [
+                    same(trained(each, zero, mesh), whole)
+                    for each in (usual, inside)
+                    for zero in range(2)
+                ]
         yield f"{kind:12} {dtype:8}: {len(found)} runs bitwise {all(found)}", all(found)
 
 
@@ -101,7 +118,11 @@ def validation() -> Iterator[Row]:
         with compiled_once("mlp", exact=True):
             for when in ("before", "after"):
                 pipe = zbcompile.pipeline(
-                    problem.model(), schedule=schedule, microbatches=8, loss=problem.loss, exact=True
+                    problem.model(),
+                    schedule=schedule,
+                    microbatches=8,
+                    loss=problem.loss,
+                    exact=True,
                 )
                 found.append(disturbed_training.trained(pipe, batches, validate=when))
                 pipe.close()
@@ -110,27 +131,37 @@ def validation() -> Iterator[Row]:
             equal = True
         except AssertionError:
             equal = False
-        yield f"{schedule:10}: bitwise {equal} over {STEPS} updates; corrected here: {found[1][3]}", equal
+        yield (
+            f"{schedule:10}: bitwise {equal} over {STEPS} updates; corrected here: {found[1][3]}",
+            equal,
+        )
 
 
 def bounds() -> Iterator[Row]:
-    """Four replicas of one rank, with eight processes of two, each of which has a part of what it is compared with."""
+    """Four replicas of one rank, with eight processes of two, each of which has a part of what it
+    is compared with."""
     mesh = init_device_mesh("cpu", (4, dist.get_world_size() // 4), mesh_dim_names=("dp", "pp"))
     whole_gradients, whole = by_sgd(0, mesh)
     gradients, state = by_sgd(1, mesh)
     far = torch.tensor([furthest(gradients, whole_gradients), furthest(state, whole)])
     dist.all_reduce(far, dist.ReduceOp.MAX)
-    yield f"zero=1: gradients {far[0].item():.1e}, parameters {far[1].item():.1e}", bool((far <= BOUND).all())
+    yield (
+        f"zero=1: gradients {far[0].item():.1e}, parameters {far[1].item():.1e}",
+        bool((far <= BOUND).all()),
+    )
 
 
 Parts = dict[tuple[str, int], torch.Tensor]  # by parameter, and where they begin in it
 
 
 def by_sgd(zero: int, mesh: DeviceMesh) -> tuple[Parts, Parts]:
-    """The gradients that this process has after the first step, and the parameters after the last."""
+    """The gradients that this process has after the first step, and the parameters after
+    the last."""
     problem = PROBLEMS["mlp"]
     gradients: Parts = {}
-    pipe = zbcompile.pipeline(problem.model(), schedule="1f1b", microbatches=MICROBATCHES, loss=problem.loss, mesh=mesh)
+    pipe = zbcompile.pipeline(
+        problem.model(), schedule="1f1b", microbatches=MICROBATCHES, loss=problem.loss, mesh=mesh
+    )
     optimizer = pipe.optimizer(torch.optim.SGD, lr=0.1, zero=zero)
     for batch in problem.batches(UPDATES, 4 * MICROBATCHES * ROWS):
         own = list(batch.parts(4))[mesh["dp"].get_local_rank()]
@@ -138,7 +169,9 @@ def by_sgd(zero: int, mesh: DeviceMesh) -> tuple[Parts, Parts]:
         gradients = gradients or gradients_here(pipe, optimizer)
         optimizer.step()
         optimizer.zero_grad()
-    state = {(name, 0): value.flatten().clone() for name, value in pipe.state_dict(full=True).items()}
+    state = {
+        (name, 0): value.flatten().clone() for name, value in pipe.state_dict(full=True).items()
+    }
     pipe.close()
     return gradients, state
 
@@ -154,28 +187,38 @@ def gradients_here(pipe: zbcompile.Pipeline, optimizer: PipelineOptimizer) -> Pa
 def furthest(parts: Parts, whole: Parts) -> float:
     """The largest difference, relative to the largest entry of what it is a part of."""
     pairs = ((part, whole[name, 0], begin) for (name, begin), part in parts.items())
-    return max(float((part - all_[at : at + len(part)]).abs().max() / all_.abs().max()) for part, all_, at in pairs)
+    return max(
+        float((part - all_[at : at + len(part)]).abs().max() / all_.abs().max())
+        for part, all_, at in pairs
+    )
 
 
 def tensors() -> Iterator[Row]:
-    """Levels beside DTensors; after SGD also the unsplit model, trained on the batches of both replicas."""
+    """Levels beside DTensors; after SGD also the unsplit model, trained on the batches of both
+    replicas."""
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp", "pp", "tp"))
     generator = torch.Generator().manual_seed(0)
-    batches = [torch.randn(2, 2 * MICROBATCHES * ROWS, 16, generator=generator) for _ in range(UPDATES)]
+    batches = [
+        torch.randn(2, 2 * MICROBATCHES * ROWS, 16, generator=generator) for _ in range(UPDATES)
+    ]
     eager = of_matrices()
     optimizer = torch.optim.SGD(eager.parameters(), lr=LR)
     for x, target in batches:
         nn.functional.mse_loss(eager(x), target).backward()
         optimizer.step()
         optimizer.zero_grad()
-    expected = {(name, 0): parameter.detach().flatten() for name, parameter in eager.named_parameters()}
+    expected = {
+        (name, 0): parameter.detach().flatten() for name, parameter in eager.named_parameters()
+    }
     for kind, schedule in product((torch.optim.AdamW, torch.optim.SGD), ("zb-h1", "zb-v")):
         levels = list(product(range(4), (False, True)))
         found = [with_tensors(mesh, batches, schedule, kind, *level) for level in levels]
         equal = all(torch.equal(each[name], found[0][name]) for each in found for name in found[0])
         text = f"{kind.__name__:5} {schedule:6}: {len(found)} runs bitwise {equal}"
         if kind is torch.optim.SGD:
-            far = furthest({(name, 0): value.flatten() for name, value in found[0].items()}, expected)
+            far = furthest(
+                {(name, 0): value.flatten() for name, value in found[0].items()}, expected
+            )
             text, equal = f"{text}, from the unsplit model {far:.1e}", equal and far < BOUND
         yield text, equal
 
@@ -207,7 +250,10 @@ def with_tensors(
         optimizer.step()
         optimizer.zero_grad()
     state = pipe.state_dict(full=True)
-    found = {name: (value.full_tensor() if is_distributed(value) else value).clone() for name, value in state.items()}
+    found = {
+        name: (value.full_tensor() if is_distributed(value) else value).clone()
+        for name, value in state.items()
+    }
     pipe.close()
     return found
 
@@ -233,7 +279,10 @@ def main() -> int:
         dist.all_reduce(everywhere, dist.ReduceOp.MIN)
         promised.append(bool(everywhere))
         if os.environ["RANK"] == "0":
-            print(f"{time.perf_counter() - began:6.1f} s  {text}; on all ranks: {promised[-1]}", flush=True)
+            print(
+                f"{time.perf_counter() - began:6.1f} s  {text}; on all ranks: {promised[-1]}",
+                flush=True,
+            )
     dist.destroy_process_group()
     return 0 if all(promised) else 1
 

@@ -1,9 +1,11 @@
-"""Every combination of the promise that `tests/zbcompile/runtime/test_oracle.py` samples pairwise, in a checkout:
+"""Every combination of the promise that `tests/zbcompile/runtime/test_oracle.py` samples pairwise,
+in a checkout:
 
     python examples/benchmarks/oracle_sweep.py [--schedules 1f1b zb-h1 zb-v] [--microbatches 1 2 5 8]
 
-Pipelined training with `exact=True` against eager gradient accumulation: three AdamW steps, every loss, gradient and
-state dict entry compared bit by bit; in one process on 1, 2 and 4 ranks, and in 2 and 4 processes over gloo.
+Pipelined training with `exact=True` against eager gradient accumulation: three AdamW steps, every
+loss, gradient and state dict entry compared bit by bit; in one process on 1, 2 and 4 ranks, and in
+2 and 4 processes over gloo.
 """
 
 import argparse
@@ -16,12 +18,18 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 
-import torch  # noqa: E402
+import torch
 
-from tests.support.pool import Pool, open_pool  # noqa: E402
-from tests.support.training import Case, assert_bitwise, join, pipelined, reference  # noqa: E402
+from tests.support.pool import Pool, open_pool
+from tests.support.training import Case, assert_bitwise, join, pipelined, reference
 
-PLACES = ((1, False), (2, False), (4, False), (2, True), (4, True))  # ranks, in processes of their own
+PLACES = (
+    (1, False),
+    (2, False),
+    (4, False),
+    (2, True),
+    (4, True),
+)  # ranks, in processes of their own
 
 
 def arguments() -> argparse.Namespace:
@@ -33,7 +41,9 @@ def arguments() -> argparse.Namespace:
 
 
 def combinations(chosen: argparse.Namespace) -> Iterator[tuple[Case, bool]]:
-    for (ranks, processes), *rest in product(PLACES, chosen.problems, chosen.schedules, chosen.microbatches):
+    for (ranks, processes), *rest in product(
+        PLACES, chosen.problems, chosen.schedules, chosen.microbatches
+    ):
         problem, schedule, microbatches = rest
         yield Case(problem, schedule, ranks, microbatches), processes
 
@@ -41,7 +51,11 @@ def combinations(chosen: argparse.Namespace) -> Iterator[tuple[Case, bool]]:
 def difference(case: Case, processes: bool, pool: Pool) -> str:
     """Empty when every bit is equal."""
     try:
-        ours = join(pool.run(pipelined, case, ranks=case.ranks, timeout=300)) if processes else pipelined(case)
+        ours = (
+            join(pool.run(pipelined, case, ranks=case.ranks, timeout=300))
+            if processes
+            else pipelined(case)
+        )
         assert_bitwise(ours, reference(case))
     except Exception as error:
         return f"{type(error).__name__}: {str(error)[:500]}"
@@ -57,7 +71,10 @@ def main() -> int:
             found = difference(case, processes, pool)
             results.append(not found)
             place = "gloo" if processes else "in process"
-            print(f"{time.perf_counter() - start:6.1f} s  {case} {place}: {found or 'bitwise equal'}", flush=True)
+            print(
+                f"{time.perf_counter() - start:6.1f} s  {case} {place}: {found or 'bitwise equal'}",
+                flush=True,
+            )
     print(f"{sum(results)} of {len(results)} combinations are bitwise equal to eager")
     return 0 if all(results) else 1
 

@@ -1,15 +1,17 @@
-"""Do pairs hide communication? A step whose pairs are one graph each, beside the same order with its pairs opened.
+"""Do pairs hide communication? A step whose pairs are one graph each, beside the same order with
+its pairs opened.
 
     python examples/benchmarks/overlap.py                      # two pipelines of two ranks, side by side
     torchrun --standalone --nproc-per-node 8 examples/benchmarks/overlap.py
 
-Ranks of neighbouring pipelines exchange activations by an all-to-all in the forward of every layer, and so gradients in
-its backward, as layers of experts do (examples/moe.py). Processes, messages, functional collectives, compiled stages
-and the action loop are real. Two durations are fixed, so that the result does not depend on the machine: the
-computation SLEEPS as in promise.py, and an all-to-all completes no sooner than some milliseconds after its start. A
-third step, whose exchanges have no such minimum, shows how much there was to hide.
-Prints milliseconds of the three steps (medians; from the first start on any rank to the last end), and how much of the
-cost of exchanges with opened pairs disappears with merged ones. What is in no pair cannot be hidden: the ends of a
+Ranks of neighbouring pipelines exchange activations by an all-to-all in the forward of every layer,
+and so gradients in its backward, as layers of experts do (examples/moe.py). Processes, messages,
+functional collectives, compiled stages and the action loop are real. Two durations are fixed, so
+that the result does not depend on the machine: the computation SLEEPS as in promise.py, and an
+all-to-all completes no sooner than some milliseconds after its start. A third step, whose exchanges
+have no such minimum, shows how much there was to hide. Prints milliseconds of the three steps
+(medians; from the first start on any rank to the last end), and how much of the cost of exchanges
+with opened pairs disappears with merged ones. What is in no pair cannot be hidden: the ends of a
 schedule, where a rank has only forwards or only backwards to run.
 """
 
@@ -43,9 +45,12 @@ SHARE = 0.125  # of promise.py's times, for one layer
 
 
 class Until(dist.Work):
-    """A collective that completes no earlier than a given moment; `waited` is told how long its rank stood there."""
+    """A collective that completes no earlier than a given moment; `waited` is told how long its
+    rank stood there."""
 
-    def __init__(self, work: dist.Work, moment: float, waited: Callable[[float], object] = bool) -> None:
+    def __init__(
+        self, work: dist.Work, moment: float, waited: Callable[[float], object] = bool
+    ) -> None:
         super().__init__()
         self.work, self.moment, self.waited = work, moment, waited
 
@@ -84,7 +89,8 @@ def with_known_length(inner: dist.ProcessGroup) -> KnownLength:
 
 
 class Exchanging(nn.Module):
-    """Layers that compute and exchange. The input depends on parameters, as an embedding's output does."""
+    """Layers that compute and exchange. The input depends on parameters, as an embedding's output
+    does."""
 
     def __init__(self, layers: int, group: dist.ProcessGroup) -> None:
         super().__init__()
@@ -105,21 +111,30 @@ def opened(schedule: Schedule) -> Schedule:
 
 
 def stepper(schedule: Schedule, group: dist.ProcessGroup, mesh: Any) -> Callable[[], float]:
-    """A function that runs a step and returns its seconds, from the first start on any rank to the last end."""
+    """A function that runs a step and returns its seconds, from the first start on any rank to the
+    last end."""
     x = torch.ones(schedule.microbatches * SIDE_BY_SIDE, WIDTH)
     model, count = Exchanging(LAYERS * schedule.stages, group), schedule.microbatches
-    pipe = zbcompile.pipeline(model, schedule=schedule, microbatches=count, mesh=mesh, loss=lambda y, t: (y - t).mean())
+    pipe = zbcompile.pipeline(
+        model, schedule=schedule, microbatches=count, mesh=mesh, loss=lambda y, t: (y - t).mean()
+    )
     pipe.compile(x, target=x)
-    layers = [sum(name.startswith("weights") for name in stage.trained) for stage in pipe.program.stages]
+    layers = [
+        sum(name.startswith("weights") for name in stage.trained) for stage in pipe.program.stages
+    ]
     assert layers == [LAYERS] * schedule.stages, f"{LAYERS} layers per stage, not {layers}"
 
     return partial(measured, partial(pipe.step, x, target=x))
 
 
-def row(name: str, group: KnownLength, mesh: Any, microbatches: int, seconds: float, steps: int) -> list[Any]:
+def row(
+    name: str, group: KnownLength, mesh: Any, microbatches: int, seconds: float, steps: int
+) -> list[Any]:
     """The three steps of a schedule, run in turn."""
     merged = build(name, mesh["pp"].size(), microbatches)
-    run_merged, run_opened = (stepper(schedule, group, mesh) for schedule in (merged, opened(merged)))
+    run_merged, run_opened = (
+        stepper(schedule, group, mesh) for schedule in (merged, opened(merged))
+    )
     kinds = ((run_opened, seconds), (run_merged, seconds), (run_opened, 0.0))
     times: list[list[float]] = [[], [], []]
     for _ in range(steps + 1):  # the first one warms up
@@ -133,20 +148,28 @@ def row(name: str, group: KnownLength, mesh: Any, microbatches: int, seconds: fl
 def gated_mesh(
     gate_of: Callable[[dist.ProcessGroup], KnownLength], dimension: str, pipeline: int, ranks: int
 ) -> tuple[DeviceMesh, Any]:
-    """A mesh of `pipeline` x `ranks` processes, and the gate through which collectives along `dimension` go."""
+    """A mesh of `pipeline` x `ranks` processes, and the gate through which collectives along
+    `dimension` go."""
     rank, places = dist.get_rank(), torch.arange(pipeline * ranks).view(pipeline, ranks)
     inner = dist.new_group(places[rank // ranks].tolist(), use_local_synchronization=True)
     pp = dist.new_group(places[:, rank % ranks].tolist(), use_local_synchronization=True)
     gate = gate_of(inner)
     dist.Backend.register_backend("gated", lambda *_: gate, devices=["cpu"])
-    gated = dist.new_group(dist.get_process_group_ranks(inner), backend="gated", use_local_synchronization=True)
+    gated = dist.new_group(
+        dist.get_process_group_ranks(inner), backend="gated", use_local_synchronization=True
+    )
     return DeviceMesh.from_group([pp, gated], "cpu", places, mesh_dim_names=("pp", dimension)), gate
 
 
 def pipeline_step(
-    model: nn.Module, mesh: DeviceMesh, x: Tensor, loss: Callable[[Tensor, Tensor], Tensor], **options: Any
+    model: nn.Module,
+    mesh: DeviceMesh,
+    x: Tensor,
+    loss: Callable[[Tensor, Tensor], Tensor],
+    **options: Any,
 ) -> Callable[[], object]:
-    """A function that runs a step on `x`. Each sublayer of `model` has a part `between`; stages have equally many."""
+    """A function that runs a step on `x`. Each sublayer of `model` has a part `between`; stages
+    have equally many."""
     (dimension,) = set(mesh.mesh_dim_names or ()) - {"pp"}
     placements = {"*between": {dimension: "shard"}}
     pipe = zbcompile.pipeline(model, mesh=mesh, loss=loss, placements=placements, **options)
@@ -157,10 +180,13 @@ def pipeline_step(
 
 
 def medians_in_turn(
-    kinds: list[tuple[Callable[[], object], float]], gate: Any, steps: int, measure: Callable[..., list[float]]
+    kinds: list[tuple[Callable[[], object], float]],
+    gate: Any,
+    steps: int,
+    measure: Callable[..., list[float]],
 ) -> list[list[float]]:
-    """Of each step, with exchanges of so many seconds, the medians of what `measure(step, gate)` finds in `steps` runs;
-    the steps take turns, and a first run of each warms up."""
+    """Of each step, with exchanges of so many seconds, the medians of what `measure(step, gate)`
+    finds in `steps` runs; the steps take turns, and a first run of each warms up."""
     found: list[list[list[float]]] = [[] for _ in kinds]
     for _ in range(steps + 1):
         for each, (step, seconds) in zip(found, kinds, strict=True):
@@ -171,15 +197,20 @@ def medians_in_turn(
 
 def arguments(doc: str | None, schedules: str) -> argparse.ArgumentParser:
     """What the benchmarks of overlap take."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--schedules", default=schedules, help="default: %(default)s")
     parser.add_argument("--microbatches", type=int, default=8, help="default: %(default)s")
-    parser.add_argument("--steps", type=int, default=3, help="measured steps of each kind (default: %(default)s)")
+    parser.add_argument(
+        "--steps", type=int, default=3, help="measured steps of each kind (default: %(default)s)"
+    )
     return parser
 
 
 def on_processes(main: Callable[[], None], count: int) -> None:
-    """Run `main` as one of the processes of torchrun; outside of it, start `count` of them, which do."""
+    """Run `main` as one of the processes of torchrun; outside of it, start `count` of them, which
+    do."""
     if "RANK" not in os.environ:
         launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
         subprocess.run([sys.executable, *launch, *sys.argv], check=True)
@@ -192,7 +223,9 @@ def on_processes(main: Callable[[], None], count: int) -> None:
 
 def main() -> None:
     parser = arguments(__doc__, "dualpipe-v,1f1b-overlap")
-    parser.add_argument("--exchange", type=float, default=8.0, help="milliseconds of one (default: %(default)s)")
+    parser.add_argument(
+        "--exchange", type=float, default=8.0, help="milliseconds of one (default: %(default)s)"
+    )
     options = parser.parse_args()
     shape = (SIDE_BY_SIDE, dist.get_world_size() // SIDE_BY_SIDE)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("ep", "pp"))
@@ -201,12 +234,22 @@ def main() -> None:
     rows = [row(name, group, mesh, *given) for name in options.schedules.split(",")]
     if dist.get_rank() == 0:
         part, other = (1e3 * SHARE * length for length in (FORWARD, BACKWARD + WEIGHT))
-        print(f"{shape[1]} ranks; a layer computes {part:.1f} ms forward and {other:.1f} ms backward, and exchanges")
+        print(
+            f"{shape[1]} ranks; a layer computes {part:.1f} ms forward and {other:.1f} ms backward,"
+            " and exchanges"
+        )
         print(f"for {options.exchange:g} ms in each direction; {LAYERS} layers per stage")
         print(tabulate(rows, HEAD, floatfmt=("", "", ".1f", ".1f", ".1f", ".0f")), flush=True)
 
 
-HEAD = ["schedule", "microbatches", "pairs opened, ms", "pairs merged, ms", "exchanges of 0 ms", "hidden, %"]
+HEAD = [
+    "schedule",
+    "microbatches",
+    "pairs opened, ms",
+    "pairs merged, ms",
+    "exchanges of 0 ms",
+    "hidden, %",
+]
 
 if __name__ == "__main__":
     on_processes(main, 4)

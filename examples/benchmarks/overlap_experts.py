@@ -1,22 +1,26 @@
-"""How much of the exchanges between experts do pairs hide? Four pipeline ranks beside two ranks of experts.
+"""How much of the exchanges between experts do pairs hide? Four pipeline ranks beside two ranks of
+experts.
 
     python examples/benchmarks/overlap_experts.py            # eight processes, on clocks that no load disturbs
     python examples/benchmarks/overlap_experts.py --sleep    # in real time, on a quiet machine
 
-As overlap_tp.py, with `zbcompile.ExpertExchange` in place of tensor parallelism: each layer SLEEPS in the place of its
-attention (`--attention` is the share of the layer's time), sends its tokens to the experts of two ranks, SLEEPS there,
-and brings the results back. An exchange of tokens completes no sooner than a fixed time after its start, that of counts
-at once; `--exchanges` says what the two of a forward take together, and so the two of a backward, as a share of the
-layer's weight gradient. Tokens choose experts evenly, so no step is done again.
+As overlap_tp.py, with `zbcompile.ExpertExchange` in place of tensor parallelism: each layer SLEEPS
+in the place of its attention (`--attention` is the share of the layer's time), sends its tokens to
+the experts of two ranks, SLEEPS there, and brings the results back. An exchange of tokens completes
+no sooner than a fixed time after its start, that of counts at once; `--exchanges` says what the two
+of a forward take together, and so the two of a backward, as a share of the layer's weight gradient.
+Tokens choose experts evenly, so no step is done again.
 
-Processes, messages, collectives, compiled stages and the action loop are real. Without --sleep nobody waits: each rank
-has a clock, which an operation moves on by its length, tokens and gradients carry the moment at which they were made in
-their last column, and an exchange begins when the later of its ranks has issued it.
+Processes, messages, collectives, compiled stages and the action loop are real. Without --sleep
+nobody waits: each rank has a clock, which an operation moves on by its length, tokens and gradients
+carry the moment at which they were made in their last column, and an exchange begins when the later
+of its ranks has issued it.
 
-Hidden is 1 - (time that ranks stand in waits for tokens) / (number of these exchanges x their length), of those of the
-forward and of the backward, which the sign of what travels tells apart. The last two columns are what the lowering
-foresees (`overlap_tp.py --simulate`) if a forward computes before it sends tokens: everything in pairs, nothing of a
-forward alone, and of a backward alone all but the exchange that it begins with.
+Hidden is 1 - (time that ranks stand in waits for tokens) / (number of these exchanges x their
+length), of those of the forward and of the backward, which the sign of what travels tells apart.
+The last two columns are what the lowering foresees (`overlap_tp.py --simulate`) if a forward
+computes before it sends tokens: everything in pairs, nothing of a forward alone, and of a backward
+alone all but the exchange that it begins with.
 """
 
 import argparse
@@ -44,7 +48,8 @@ from zbcompile.schedules import Schedule, build
 ROWS, RANKS = 4, 2  # tokens of a microbatch; ranks along "ep", with one expert each
 PER_RANK = 2  # layers of a pipeline rank
 UNIT = 1e-6  # of the moments in tokens
-MANY = 1 << 18  # numbers that each operation reads: the order in a pair goes by the bytes that operations move
+# numbers that each operation reads: the order in a pair goes by the bytes that operations move
+MANY = 1 << 18
 
 
 class Clock:
@@ -93,15 +98,26 @@ def _save(ctx: object, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _backward(ctx: object, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
     (x, weight, many), part = ctx.saved_tensors, ctx.part  # type: ignore[attr-defined]
-    return input_gradient(gradient, weight, many, part), weight_gradient(gradient, x, many, part), None, None
+    return (
+        input_gradient(gradient, weight, many, part),
+        weight_gradient(gradient, x, many, part),
+        None,
+        None,
+    )
 
 
 forward.register_fake(lambda x, weight, many, part: torch.empty_like(x))
 input_gradient.register_fake(lambda gradient, weight, many, part: torch.empty_like(gradient))
 weight_gradient.register_fake(lambda gradient, x, many, part: gradient.new_empty(WIDTH))
 forward.register_autograd(_backward, setup_context=_save)
-for name, length in (("forward", FORWARD), ("input_gradient", BACKWARD), ("weight_gradient", WEIGHT)):
-    register_flop_formula(getattr(torch.ops.clocked, name))(  # at the nominal 50 GFLOP/s of the compiler's CPU
+for name, length in (
+    ("forward", FORWARD),
+    ("input_gradient", BACKWARD),
+    ("weight_gradient", WEIGHT),
+):
+    register_flop_formula(
+        getattr(torch.ops.clocked, name)
+    )(  # at the nominal 50 GFLOP/s of the compiler's CPU
         lambda x, y, many, part, *rest, length=length, **options: int(part * length * SHARE * 5e10)
     )
 
@@ -132,7 +148,9 @@ class TokenGate(Gate):  # type: ignore[misc]
             return Until(work, time.monotonic() + self.seconds, partial(self._note, op))
         moments = [torch.zeros(1, dtype=torch.float64) for _ in range(RANKS)]
         self.inner.allgather([moments], [torch.tensor([CLOCK.moment], dtype=torch.float64)]).wait()
-        return ClockedWork(work, float(torch.cat(moments).max()) + self.seconds, partial(self._note, op))
+        return ClockedWork(
+            work, float(torch.cat(moments).max()) + self.seconds, partial(self._note, op)
+        )
 
 
 class Layer(nn.Module):
@@ -170,26 +188,40 @@ def loss_of(y: Tensor, target: Tensor) -> Tensor:
 
 
 def stepper(
-    mesh: DeviceMesh, schedule: str | Schedule, microbatches: int, pairs: str, attention: float, seconds: float
+    mesh: DeviceMesh,
+    schedule: str | Schedule,
+    microbatches: int,
+    pairs: str,
+    attention: float,
+    seconds: float,
 ) -> Callable[[], object]:
     model = Model(PER_RANK * mesh["pp"].size(), attention, mesh["ep"].get_group())
     x = torch.ones(microbatches * ROWS, WIDTH)
-    hardware = replace(Hardware.find("cpu-core"), exchange=Connection(0.0, ROWS * WIDTH * 4 / seconds))
-    options = {"schedule": schedule, "microbatches": microbatches, "hardware": hardware, "pairs": pairs}
+    hardware = replace(
+        Hardware.find("cpu-core"), exchange=Connection(0.0, ROWS * WIDTH * 4 / seconds)
+    )
+    options = {
+        "schedule": schedule,
+        "microbatches": microbatches,
+        "hardware": hardware,
+        "pairs": pairs,
+    }
     step: Callable[[], object] = pipeline_step(model, mesh, x, loss_of, **options)
     return step
 
 
 def length_and_hidden(step: Callable[[], object], gate: TokenGate) -> list[float]:
-    """Milliseconds of a step, from the first start on any rank to the last end, and the percentages of its exchanges
-    hidden: of the forward, and of the backward."""
+    """Milliseconds of a step, from the first start on any rank to the last end, and the percentages
+    of its exchanges hidden: of the forward, and of the backward."""
     gate.taken()
     dist.barrier()
     if CLOCK.moment is not None:
         CLOCK.moment = 0.0
     begin = time.monotonic() if CLOCK.moment is None else 0.0
     step()
-    span = torch.tensor([-begin, time.monotonic() if CLOCK.moment is None else CLOCK.moment], dtype=torch.float64)
+    span = torch.tensor(
+        [-begin, time.monotonic() if CLOCK.moment is None else CLOCK.moment], dtype=torch.float64
+    )
     dist.all_reduce(span, dist.ReduceOp.MAX)
     found = torch.tensor(gate.taken(), dtype=torch.float64)
     dist.all_reduce(found)
@@ -198,17 +230,40 @@ def length_and_hidden(step: Callable[[], object], gate: TokenGate) -> list[float
 
 
 def row(
-    mesh: DeviceMesh, gate: TokenGate, options: argparse.Namespace, name: str, attention: float, share: float
+    mesh: DeviceMesh,
+    gate: TokenGate,
+    options: argparse.Namespace,
+    name: str,
+    attention: float,
+    share: float,
 ) -> list[Any]:
-    """The steps of a schedule: without pairs, with pairs, and without pairs with exchanges of no length."""
+    """The steps of a schedule: without pairs, with pairs, and without pairs with exchanges of no
+    length."""
     seconds, count = share * WEIGHT * SHARE / 2, options.microbatches
-    apart = stepper(mesh, opened_order(name, count, mesh["pp"].size()), count, "given", attention, seconds)
-    kinds = [(apart, seconds), (stepper(mesh, name, count, "auto", attention, seconds), seconds), (apart, 0.0)]
+    apart = stepper(
+        mesh, opened_order(name, count, mesh["pp"].size()), count, "given", attention, seconds
+    )
+    kinds = [
+        (apart, seconds),
+        (stepper(mesh, name, count, "auto", attention, seconds), seconds),
+        (apart, 0.0),
+    ]
     alone, paired, free = medians_in_turn(kinds, gate, options.steps, length_and_hidden)
     order = build(name, mesh["pp"].size(), count)
-    of_a_stage = 2 * PER_RANK * order.ranks / order.stages  # exchanges of a backward, which begins with one
+    # exchanges of a backward, which begins with one
+    of_a_stage = 2 * PER_RANK * order.ranks / order.stages
     foreseen = simulated(name, order.ranks, count, share, 1 / of_a_stage)[-2:]
-    return [name, attention, share, alone[0], paired[0], free[0], *alone[1:], *paired[1:], *foreseen]
+    return [
+        name,
+        attention,
+        share,
+        alone[0],
+        paired[0],
+        free[0],
+        *alone[1:],
+        *paired[1:],
+        *foreseen,
+    ]
 
 
 def main(options: argparse.Namespace) -> None:
@@ -222,14 +277,24 @@ def main(options: argparse.Namespace) -> None:
 
 
 HEAD = ["schedule", "attention", "exchanges / W", "apart, ms", "pairs, ms", "0 ms exchanges"]
-HEAD += [f"{op} hidden {how}, %" for how in ("apart", "in pairs", "in pairs, foreseen") for op in "FB"]
+HEAD += [
+    f"{op} hidden {how}, %" for how in ("apart", "in pairs", "in pairs, foreseen") for op in "FB"
+]
 
 if __name__ == "__main__":
     parser = arguments(__doc__, "dualpipe-v,1f1b-overlap")
-    parser.add_argument("--exchanges", default="0.5", help="times a layer's W (default: %(default)s)")
-    parser.add_argument("--attention", default="0,0.5", help="share of a layer's time (default: %(default)s)")
-    parser.add_argument("--pipeline", type=int, default=4, help="ranks of the pipeline (default: %(default)s)")
+    parser.add_argument(
+        "--exchanges", default="0.5", help="times a layer's W (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--attention", default="0,0.5", help="share of a layer's time (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--pipeline", type=int, default=4, help="ranks of the pipeline (default: %(default)s)"
+    )
     parser.add_argument("--sleep", action="store_true", help="sleep in place of moving clocks on")
-    parser.add_argument("--scale", type=float, default=4, help="of the times that promise.py sleeps (default: 4)")
+    parser.add_argument(
+        "--scale", type=float, default=4, help="of the times that promise.py sleeps (default: 4)"
+    )
     given = parser.parse_args()
     on_processes(partial(main, given), RANKS * given.pipeline)

@@ -1,18 +1,20 @@
-"""How much of tensor parallelism's exchanges do pairs hide? pp2 x tp2, DTensor, Colwise and Rowwise.
+"""How much of tensor parallelism's exchanges do pairs hide? pp2 x tp2, DTensor, Colwise and
+Rowwise.
 
     python examples/benchmarks/overlap_tp.py                 # four processes
 
-Processes, messages, DTensor's collectives, compiled stages and the action loop are real. Two durations are fixed, so
-that the result does not depend on the machine: between its columns and its rows each sublayer SLEEPS as in promise.py,
-and an all-reduce completes no sooner than some share of a sublayer's weight gradient after its start. Sublayers take a
-wider input than they give, so that all-reduces of the backward are known by their size.
+Processes, messages, DTensor's collectives, compiled stages and the action loop are real. Two
+durations are fixed, so that the result does not depend on the machine: between its columns and its
+rows each sublayer SLEEPS as in promise.py, and an all-reduce completes no sooner than some share of
+a sublayer's weight gradient after its start. Sublayers take a wider input than they give, so that
+all-reduces of the backward are known by their size.
 
-For each schedule: milliseconds of a step without pairs (its own ones opened, `pairs="given"`), with the pairs that it
-has or that the compiler forms (medians, in turn; from the first start on any rank to the last end), and without pairs
-with exchanges of no minimal length. Hidden is 1 - (time that ranks stand in waits of all-reduces) / (number of these x
-their length), of those of the forward (F) and of the backward (B). `--simulate 4 --schedules zb-h1` prints what the
-lowering foresees, for any number of ranks. torch's rows are its own 1F1B with the same
-sublayers as eager DTensors.
+For each schedule: milliseconds of a step without pairs (its own ones opened, `pairs="given"`), with
+the pairs that it has or that the compiler forms (medians, in turn; from the first start on any rank
+to the last end), and without pairs with exchanges of no minimal length. Hidden is 1 - (time that
+ranks stand in waits of all-reduces) / (number of these x their length), of those of the forward (F)
+and of the backward (B). `--simulate 4 --schedules zb-h1` prints what the lowering foresees, for any
+number of ranks. torch's rows are its own 1F1B with the same sublayers as eager DTensors.
 """
 
 import argparse
@@ -47,14 +49,24 @@ from zbcompile.schedules import Costs, Schedule, build, simulate
 from zbcompile.schedules.ir.actions import BW, Action, flatten
 from zbcompile.schedules.searching.pairs import with_pairs
 
-ROWS, SUBLAYERS, SHARE = 2, 8, 0.5  # of a microbatch; of the model; of promise.py's times for one sublayer
+# of a microbatch; of the model; of promise.py's times for one sublayer
+ROWS, SUBLAYERS, SHARE = (
+    2,
+    8,
+    0.5,
+)
 WIDER = 2 * WIDTH
-SIZES = (ROWS * WIDTH, ROWS * WIDER)  # elements of a sublayer's all-reduce in the forward, and in the backward
+# elements of a sublayer's all-reduce in the forward, and in the backward
+SIZES = (
+    ROWS * WIDTH,
+    ROWS * WIDER,
+)
 
 
 class Gate(KnownLength):  # type: ignore[misc]
-    """A group whose all-reduces of a sublayer take `seconds` from their start. `count` and `waited` are of those of the
-    forward and of the backward: how many, and how long this rank stood in waits for them."""
+    """A group whose all-reduces of a sublayer take `seconds` from their start. `count` and `waited`
+    are of those of the forward and of the backward: how many, and how long this rank stood in waits
+    for them."""
 
     def __init__(self, inner: dist.ProcessGroup) -> None:
         super().__init__(inner)
@@ -87,11 +99,16 @@ for _name in ("allgather", "_allgather_base", "broadcast", "barrier", "scatter",
 class Sublayer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.columns, self.rows = nn.Linear(WIDER, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
+        self.columns, self.rows = (
+            nn.Linear(WIDER, WIDTH, bias=False),
+            nn.Linear(WIDTH, WIDTH, bias=False),
+        )
         self.between = nn.Parameter(torch.ones(WIDTH // 2))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.rows(forward(self.columns(nn.functional.pad(x, (0, WIDTH))), self.between, SHARE))
+        return self.rows(
+            forward(self.columns(nn.functional.pad(x, (0, WIDTH))), self.between, SHARE)
+        )
 
 
 class Model(nn.Sequential):
@@ -99,7 +116,9 @@ class Model(nn.Sequential):
         torch.manual_seed(0)
         super().__init__(nn.Linear(WIDTH, WIDTH), *(Sublayer() for _ in range(SUBLAYERS)))
         styles = {"columns": ColwiseParallel(), "rows": RowwiseParallel()}
-        plan = {f"{i + 1}.{name}": style for i in range(SUBLAYERS) for name, style in styles.items()}
+        plan = {
+            f"{i + 1}.{name}": style for i in range(SUBLAYERS) for name, style in styles.items()
+        }
         parallelize_module(self, mesh, plan)
 
 
@@ -113,7 +132,12 @@ def ours(
     """A step of our pipeline."""
     x = torch.ones(microbatches * ROWS, WIDTH)
     hardware = replace(Hardware.find("cpu-core"), exchange=Connection(seconds, 1e12))
-    options = {"schedule": schedule, "microbatches": microbatches, "hardware": hardware, "pairs": pairs}
+    options = {
+        "schedule": schedule,
+        "microbatches": microbatches,
+        "hardware": hardware,
+        "pairs": pairs,
+    }
     step: Callable[[], object] = pipeline_step(Model(mesh["tp"]), mesh, x, loss_of, **options)
     return step
 
@@ -129,7 +153,8 @@ def torchs(mesh: DeviceMesh, microbatches: int) -> Callable[[], object]:
 
 
 def time_and_hidden(step: Callable[[], object], gate: Gate) -> list[float]:
-    """Milliseconds of a step, and the percentages of its exchanges hidden: of the forward, and of the backward."""
+    """Milliseconds of a step, and the percentages of its exchanges hidden: of the forward, and of
+    the backward."""
     gate.taken()
     seconds = measured(step)
     found = torch.tensor(gate.taken(), dtype=torch.float64)
@@ -137,7 +162,10 @@ def time_and_hidden(step: Callable[[], object], gate: Gate) -> list[float]:
     whole, waited = (found[:2] * gate.seconds).tolist(), found[2:].tolist()
     return [
         1e3 * seconds,
-        *(100 * (1 - w / all_) if all_ else float("nan") for w, all_ in zip(waited, whole, strict=True)),
+        *(
+            100 * (1 - w / all_) if all_ else float("nan")
+            for w, all_ in zip(waited, whole, strict=True)
+        ),
     ]
 
 
@@ -146,23 +174,32 @@ def opened_order(name: str, microbatches: int, ranks: int = 2) -> Schedule:
     return opened(build(name, ranks, microbatches))
 
 
-def row(mesh: DeviceMesh, gate: Gate, options: argparse.Namespace, name: str, share: float) -> list[Any]:
-    """The steps of a schedule: without pairs, with pairs, and without pairs with exchanges of no length."""
+def row(
+    mesh: DeviceMesh, gate: Gate, options: argparse.Namespace, name: str, share: float
+) -> list[Any]:
+    """The steps of a schedule: without pairs, with pairs, and without pairs with exchanges of no
+    length."""
     seconds, count = share * WEIGHT * SHARE, options.microbatches
     if name == "torch":
         kinds = [(torchs(mesh, count), seconds)]
     else:
         apart = ours(mesh, opened_order(name, count), count, "given", seconds)
-        kinds = [(apart, seconds), (ours(mesh, name, count, "auto", seconds), seconds), (apart, 0.0)]
+        kinds = [
+            (apart, seconds),
+            (ours(mesh, name, count, "auto", seconds), seconds),
+            (apart, 0.0),
+        ]
     found = medians_in_turn(kinds, gate, options.steps, time_and_hidden)
     apart_, paired, free = (*found, NONE, NONE)[:3]
     return [name, share, apart_[0], paired[0], free[0], *apart_[1:], *paired[1:]]
 
 
-def simulated(name: str, ranks: int, microbatches: int, share: float, first: float = 0.0) -> list[Any]:
-    """The same row as the lowering foresees it, for two sublayers a rank on any number of ranks. What a pair waits for
-    counts as B's. `first` is the share of a backward's exchanges that it begins with: alone, it has nothing to compute
-    before."""
+def simulated(
+    name: str, ranks: int, microbatches: int, share: float, first: float = 0.0
+) -> list[Any]:
+    """The same row as the lowering foresees it, for two sublayers a rank on any number of ranks.
+    What a pair waits for counts as B's. `first` is the share of a backward's exchanges that it
+    begins with: alone, it has nothing to compute before."""
     schedule = build(name, ranks, microbatches)
     size, stages = 2 * ranks // schedule.stages, schedule.stages
     forward, backward, weight = (1e3 * SHARE * size * part for part in (FORWARD, BACKWARD, WEIGHT))
@@ -174,9 +211,18 @@ def simulated(name: str, ranks: int, microbatches: int, share: float, first: flo
     found: list[Any] = []
     for order in (opened(schedule), with_pairs(schedule, costs)):
         steps = [step for rank in order.orders for step in rank]
-        lone = [sum(costs.waits(s) for s in steps if flatten((s,))[0].op == "F" and isinstance(s, Action))]
+        lone = [
+            sum(
+                costs.waits(s)
+                for s in steps
+                if flatten((s,))[0].op == "F" and isinstance(s, Action)
+            )
+        ]
         begun = first * each[0] * sum(isinstance(s, Action) and s.op == BW for s in steps)
-        hidden = [100 * (1 - part / whole) for part in (*lone, sum(map(costs.waits, steps)) - lone[0] + begun)]
+        hidden = [
+            100 * (1 - part / whole)
+            for part in (*lone, sum(map(costs.waits, steps)) - lone[0] + begun)
+        ]
         found.append((simulate(order, costs).makespan, hidden))
     (apart, before), (paired, after) = found
     return [name, share, apart, paired, simulate(opened(schedule), free).makespan, *before, *after]
@@ -190,12 +236,17 @@ def main(options: argparse.Namespace) -> None:
     table = [row(mesh, gate, options, *case) for case in cases(options)]
     if dist.get_rank() == 0:
         parts = [1e3 * SHARE * length for length in (FORWARD, BACKWARD, WEIGHT)]
-        print("a sublayer computes " + ", ".join(f"{part:.1f} ms {op}" for part, op in zip(parts, "FBW", strict=True)))
+        print(
+            "a sublayer computes "
+            + ", ".join(f"{part:.1f} ms {op}" for part, op in zip(parts, "FBW", strict=True))
+        )
         show(table)
 
 
 def cases(options: argparse.Namespace) -> Iterable[tuple[str, float]]:
-    names = [name for name in options.schedules.split(",") if not (options.simulate and name == "torch")]
+    names = [
+        name for name in options.schedules.split(",") if not (options.simulate and name == "torch")
+    ]
     return product(names, map(float, options.exchanges.split(",")))
 
 
@@ -207,12 +258,22 @@ def show(table: list[list[Any]]) -> None:
 
 if __name__ == "__main__":
     parser = arguments(__doc__, "zb-h1,zb-v,dualpipe-v,1f1b-overlap,torch")
-    parser.add_argument("--exchanges", default="0.5,2", help="times a sublayer's W (default: %(default)s)")
     parser.add_argument(
-        "--simulate", type=int, metavar="RANKS", help="no processes: what the lowering foresees for ours"
+        "--exchanges", default="0.5,2", help="times a sublayer's W (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--simulate",
+        type=int,
+        metavar="RANKS",
+        help="no processes: what the lowering foresees for ours",
     )
     given = parser.parse_args()
     if given.simulate:
-        show([simulated(name, given.simulate, given.microbatches, share) for name, share in cases(given)])
+        show(
+            [
+                simulated(name, given.simulate, given.microbatches, share)
+                for name, share in cases(given)
+            ]
+        )
     else:
         on_processes(partial(main, given), 4)

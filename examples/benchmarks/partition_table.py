@@ -2,8 +2,8 @@
 
     OMP_NUM_THREADS=1 python examples/benchmarks/partition_table.py
 
-Imbalance is the heaviest rank's load divided by the mean rank's, by FLOPs and bytes. "of the best" is the
-minimised load divided by the least that any cuts of the graph reach.
+Imbalance is the heaviest rank's load divided by the mean rank's, by FLOPs and bytes. "of the best"
+is the minimised load divided by the least that any cuts of the graph reach.
 """
 
 import argparse
@@ -32,7 +32,16 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from gpt import GPT, next_byte_loss
 from tests.support.zoo import ZOO
 
-HEADERS = ("model", "places", "schedule", "ranks", "cut after", "by FLOPs", "of the best", "boundary bytes")
+HEADERS = (
+    "model",
+    "places",
+    "schedule",
+    "ranks",
+    "cut after",
+    "by FLOPs",
+    "of the best",
+    "boundary bytes",
+)
 PLANS = (("zb-h1", 2), ("zb-h1", 4), ("zb-v", 2), ("zb-v", 4))
 
 
@@ -40,13 +49,17 @@ def gpt(vocabulary: int = 256) -> zbcompile.Example:
     tokens = torch.randint(256, (2, 129))
     model = GPT(layers=12, width=256, heads=8, length=128)
     model.head = torch.nn.Linear(256, vocabulary, bias=False)
-    return zbcompile.Example(model, (tokens[:, :-1],), loss=next_byte_loss, target=tokens[:, 1:].contiguous())
+    return zbcompile.Example(
+        model, (tokens[:, :-1],), loss=next_byte_loss, target=tokens[:, 1:].contiguous()
+    )
 
 
 def of_zoo(name: str) -> zbcompile.Example:
     problem = ZOO[name]
     (batch,) = problem.batches(1, 2)
-    return zbcompile.Example(problem.model(), batch.args, dict(batch.kwargs), problem.loss, batch.target)
+    return zbcompile.Example(
+        problem.model(), batch.args, dict(batch.kwargs), problem.loss, batch.target
+    )
 
 
 def line_of(name: str, step: StepGraph, schedule: Schedule) -> list[object]:
@@ -74,7 +87,9 @@ def line_of(name: str, step: StepGraph, schedule: Schedule) -> list[object]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--models", default="", help="names, separated by commas (default: all)")
     chosen = [name for name in parser.parse_args().models.split(",") if name]
     torch.set_num_threads(1)

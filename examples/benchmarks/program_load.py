@@ -3,8 +3,9 @@
     python -m zbcompile.compile examples/benchmarks/program_load.py:gpt --schedule zb-h1 --ranks 8 --output program
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 8 examples/benchmarks/program_load.py program
 
-Each rank reads and verifies its part, builds its graphs, allocates its parameters and plans its step; imports and the
-start of the process group are not counted. CPU seconds, because 8 processes share the cores; `slowest` is wall time.
+Each rank reads and verifies its part, builds its graphs, allocates its parameters and plans its
+step; imports and the start of the process group are not counted. CPU seconds, because 8 processes
+share the cores; `slowest` is wall time.
 """
 
 import sys
@@ -24,7 +25,9 @@ from gpt import GPT, next_byte_loss
 def gpt() -> zbcompile.Example:
     tokens = torch.randint(256, (2, 129))
     model = GPT(layers=24, width=256, heads=8, length=128)
-    return zbcompile.Example(model, (tokens[:, :-1],), loss=next_byte_loss, target=tokens[:, 1:].contiguous())
+    return zbcompile.Example(
+        model, (tokens[:, :-1],), loss=next_byte_loss, target=tokens[:, 1:].contiguous()
+    )
 
 
 def own_bytes(folder: Path, rank: int) -> int:
@@ -39,11 +42,17 @@ def _nothing(name: str, tensor: torch.Tensor) -> None:
 
 def main() -> None:
     dist.init_process_group("gloo")
-    torch.optim.SGD([torch.zeros(1, requires_grad=True)])  # torch imports much with the first optimizer
+    torch.optim.SGD(
+        [torch.zeros(1, requires_grad=True)]
+    )  # torch imports much with the first optimizer
     dist.barrier()
     began, clock = time.process_time(), time.monotonic()
     zbcompile.load(sys.argv[1], init=_nothing)
-    own = time.process_time() - began, time.monotonic() - clock, own_bytes(Path(sys.argv[1]), dist.get_rank())
+    own = (
+        time.process_time() - began,
+        time.monotonic() - clock,
+        own_bytes(Path(sys.argv[1]), dist.get_rank()),
+    )
     every = [own] * dist.get_world_size()
     dist.all_gather_object(every, own)
     if dist.get_rank() == 0:

@@ -1,27 +1,31 @@
-"""Is the step as short as its schedule promises? Measured step / simulated step, for five schedules.
+"""Is the step as short as its schedule promises? Measured step / simulated step, for five
+schedules.
 
     python examples/benchmarks/promise.py                      # 2, 4 and 8 processes
     python examples/benchmarks/promise.py --optimizer          # with updates inside of the step
     python examples/benchmarks/promise.py --optimizer --zero 1 --ranks 8,16      # two replicas, which divide them
     torchrun --standalone --nproc-per-node 4 examples/benchmarks/promise.py
 
-Processes, gloo messages, compiled stages and the action loop are real. Only the computation is not: the operations of
-this model SLEEP as long as the forward, the input gradient and the weight gradient of a rank take in the profile of
-the zero bubble paper's 1.5B model (Qi et al., arXiv 2401.10241, table 9), times four, so that eight ranks fit on two
-cores. The time to start an operation and to wake up from a sleep is no runtime's fault: it is measured beforehand, on
-all ranks at once, and every sleep is shortened by it. A step is measured from its first start on any rank to its last
-return. Two ratios: to a simulation in which messages take no time, and to one in which they take as long as a measured
-bare message between two of the processes. Target: <= 1.03; below 1 under dualpipe-v, whose pairs hand over the
-forward's result before their backward begins, while the simulation has both at the end of the pair. A process that
-still wakes up late counts as late, so nothing else may run meanwhile; all schedules take turns, so that a disturbance
-of the machine affects all of them. About 11 minutes.
+Processes, gloo messages, compiled stages and the action loop are real. Only the computation is not:
+the operations of this model SLEEP as long as the forward, the input gradient and the weight
+gradient of a rank take in the profile of the zero bubble paper's 1.5B model (Qi et al., arXiv
+2401.10241, table 9), times four, so that eight ranks fit on two cores. The time to start an
+operation and to wake up from a sleep is no runtime's fault: it is measured beforehand, on all ranks
+at once, and every sleep is shortened by it. A step is measured from its first start on any rank to
+its last return. Two ratios: to a simulation in which messages take no time, and to one in which
+they take as long as a measured bare message between two of the processes. Target: <= 1.03; below 1
+under dualpipe-v, whose pairs hand over the forward's result before their backward begins, while the
+simulation has both at the end of the pair. A process that still wakes up late counts as late, so
+nothing else may run meanwhile; all schedules take turns, so that a disturbance of the machine
+affects all of them. About 11 minutes.
 
-With --optimizer a step ends with an update that sleeps as well, made inside of it with `validate="after"`, and the
-simulation has its actions. Beside it stands the time per step of STEPS steps one after the other, whose losses are read
-at the end, its ratio to what the simulation says of a rank alone (`cost`), and the same if the loss is read after every
-step, which waits for all ranks. With --zero half of the processes are a second replica: the simulation has GATHER
-and REDUCE as well. On a machine that does other work as well, longer sleeps (--scale) and a
-higher priority (nice -n -10) help.
+With --optimizer a step ends with an update that sleeps as well, made inside of it with
+`validate="after"`, and the simulation has its actions. Beside it stands the time per step of STEPS
+steps one after the other, whose losses are read at the end, its ratio to what the simulation says
+of a rank alone (`cost`), and the same if the loss is read after every step, which waits for all
+ranks. With --zero half of the processes are a second replica: the simulation has GATHER and REDUCE
+as well. On a machine that does other work as well, longer sleeps (--scale) and a higher priority
+(nice -n -10) help.
 """
 
 import argparse
@@ -45,8 +49,14 @@ from torch.utils.flop_counter import register_flop_formula
 import zbcompile
 from zbcompile.schedules import Costs, Timeline, build, simulate, with_updates
 
-SCALE = float(sys.argv[sys.argv.index("--scale") + 1]) if "--scale" in sys.argv else 4.0  # of the profile
-FORWARD, BACKWARD, WEIGHT = 18.522e-3 * SCALE, 18.086e-3 * SCALE, 9.337e-3 * SCALE  # a rank's share, in seconds
+# of the profile
+SCALE = float(sys.argv[sys.argv.index("--scale") + 1]) if "--scale" in sys.argv else 4.0
+# a rank's share, in seconds
+FORWARD, BACKWARD, WEIGHT = (
+    18.522e-3 * SCALE,
+    18.086e-3 * SCALE,
+    9.337e-3 * SCALE,
+)
 UPDATE = FORWARD / 4  # of a rank's parameters
 STEPS = 20
 SCHEDULES = ("1f1b", "interleaved-1f1b", "zb-h1", "zb-v", "dualpipe-v")
@@ -93,14 +103,21 @@ forward.register_fake(lambda x, weight, share: torch.empty_like(x))
 input_gradient.register_fake(lambda gradient, weight, share: torch.empty_like(gradient))
 weight_gradient.register_fake(lambda gradient, x, share: gradient.new_empty(gradient.shape[1:]))
 forward.register_autograd(_backward, setup_context=_save)
-for name, length in (("forward", "FORWARD"), ("input_gradient", "BACKWARD"), ("weight_gradient", "WEIGHT")):
-    register_flop_formula(getattr(torch.ops.promise, name))(  # at the nominal 50 GFLOP/s of the compiler's CPU
+for name, length in (
+    ("forward", "FORWARD"),
+    ("input_gradient", "BACKWARD"),
+    ("weight_gradient", "WEIGHT"),
+):
+    register_flop_formula(
+        getattr(torch.ops.promise, name)
+    )(  # at the nominal 50 GFLOP/s of the compiler's CPU
         lambda x, y, share, *rest, length=length, **options: int(globals()[length] * share * 5e10)
     )
 
 
 class Sleeper(nn.Module):
-    """One layer per stage. The input depends on parameters, so that the first stage has an input gradient too."""
+    """One layer per stage. The input depends on parameters, so that the first stage has an input
+    gradient too."""
 
     def __init__(self, stages: int, ranks: int) -> None:
         super().__init__()
@@ -142,11 +159,17 @@ def prepared(schedule: str, microbatches: int, updates: bool, zero: int) -> Step
     chosen: dict[str, Any] = {"schedule": schedule, "microbatches": microbatches, "mesh": mesh}
     pipe = zbcompile.pipeline(model, loss=lambda y, t: (y - t).mean(), **chosen)
     pipe.compile(x, target=x)
-    layers = [sum(name.startswith("weights") for name in stage.trained) for stage in pipe.program.stages]
+    layers = [
+        sum(name.startswith("weights") for name in stage.trained) for stage in pipe.program.stages
+    ]
     assert layers == [1] * stages, f"one layer per stage, not {layers}"
     if not updates:
         return lambda: pipe.step(x, target=x)
-    options: dict[str, Any] = {"params": lambda name, _: "weights" in name, "share": model.share, "zero": zero}
+    options: dict[str, Any] = {
+        "params": lambda name, _: "weights" in name,
+        "share": model.share,
+        "zero": zero,
+    }
     optimizer = pipe.optimizer(SleepingSGD, lr=0.0, clip=1e9, validate="after", **options)
 
     def step_with_update() -> Tensor:
@@ -163,7 +186,9 @@ def measured(step: Step) -> float:
     dist.barrier()
     begin = time.monotonic()
     step()
-    span = torch.tensor([-begin, time.monotonic()], dtype=torch.float64)  # one clock for all processes
+    span = torch.tensor(
+        [-begin, time.monotonic()], dtype=torch.float64
+    )  # one clock for all processes
     dist.all_reduce(span, dist.ReduceOp.MAX)
     return float(span.sum())
 
@@ -175,7 +200,8 @@ def repeat(step: Step, read: Callable[[Tensor], Tensor | float]) -> None:
 
 
 def lateness(calls: int = 40) -> float:
-    """By how many seconds operations of this model exceed their sleeps; the median over all ranks."""
+    """By how many seconds operations of this model exceed their sleeps; the median over all
+    ranks."""
     x, found = torch.ones(1, WIDTH), []
     for _ in range(calls):
         begin = time.perf_counter()
@@ -187,7 +213,8 @@ def lateness(calls: int = 40) -> float:
 
 
 def hop(trips: int = 50) -> float:
-    """Seconds that a bare message takes from one process to another: half of a round trip between the first two."""
+    """Seconds that a bare message takes from one process to another: half of a round trip between
+    the first two."""
     rank, token, found = dist.get_rank(), torch.zeros(WIDTH), []
     for _ in range(trips if rank < 2 else 0):
         begin = time.perf_counter()
@@ -199,11 +226,14 @@ def hop(trips: int = 50) -> float:
 
 
 def promised(schedule: str, microbatches: int, comm: float, updates: bool, zero: int) -> Timeline:
-    """What the simulator predicts, in seconds, if a message takes `comm`; `makespan` has an optimizer barrier."""
+    """What the simulator predicts, in seconds, if a message takes `comm`; `makespan` has an
+    optimizer barrier."""
     ranks = dist.get_world_size() // (2 if zero else 1)
     order = build(schedule, ranks, microbatches)
     share = ranks / order.stages
-    costs = Costs.uniform(order.stages, FORWARD * share, BACKWARD * share, WEIGHT * share, comm=comm)
+    costs = Costs.uniform(
+        order.stages, FORWARD * share, BACKWARD * share, WEIGHT * share, comm=comm
+    )
     if updates:
         order = with_updates(order, ("VALIDATE", *REPLICAS[zero], "OPT"))
         # of the layer of a stage each replica updates as much
@@ -219,16 +249,37 @@ def launch(script: str, ranks: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", default="2,4,8", help="without torchrun: how many processes (default: %(default)s)")
-    parser.add_argument("--schedules", help=f"default: {', '.join(SCHEDULES)}; with updates {', '.join(WITH_UPDATES)}")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--ranks",
+        default="2,4,8",
+        help="without torchrun: how many processes (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--schedules",
+        help=f"default: {', '.join(SCHEDULES)}; with updates {', '.join(WITH_UPDATES)}",
+    )
     parser.add_argument("--optimizer", action="store_true", help="update inside of the step")
-    parser.add_argument("--zero", type=int, choices=(0, 1), default=0, help="two replicas divide the optimizer")
-    parser.add_argument("--rounds", type=int, default=5, help="the medians count (default: %(default)s)")
-    parser.add_argument("--best", action="store_true", help="the best round counts: on a machine that is not quiet")
-    parser.add_argument("--scale", type=float, default=4, help="of the profile's times (default: %(default)s)")
-    parser.add_argument("--repeats", type=int, default=1, help=f"of {STEPS} steps one after the other")
-    parser.add_argument("--per-rank", default="2,4", help="microbatches per rank (default: %(default)s)")
+    parser.add_argument(
+        "--zero", type=int, choices=(0, 1), default=0, help="two replicas divide the optimizer"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=5, help="the medians count (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--best", action="store_true", help="the best round counts: on a machine that is not quiet"
+    )
+    parser.add_argument(
+        "--scale", type=float, default=4, help="of the profile's times (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=1, help=f"of {STEPS} steps one after the other"
+    )
+    parser.add_argument(
+        "--per-rank", default="2,4", help="microbatches per rank (default: %(default)s)"
+    )
     options = parser.parse_args()
     if "RANK" not in os.environ:
         launch(__file__, options.ranks)
@@ -243,14 +294,21 @@ def main() -> None:
     names = options.schedules.split(",") if options.schedules else usual
     chosen = [(name, ranks * int(n)) for n in options.per_rank.split(",") for name in names]
     steps = {each: prepared(*each, options.optimizer, options.zero) for each in chosen}
-    rounds = [{each: measured(step) for each, step in steps.items()} for _ in range(options.rounds + 1)]
+    rounds = [
+        {each: measured(step) for each, step in steps.items()} for _ in range(options.rounds + 1)
+    ]
     rows = []
     for schedule, microbatches in chosen:
         each_round = [each[schedule, microbatches] for each in rounds[1:]]  # the first one warms up
         seconds = pick(each_round)
         said = options.optimizer, options.zero
         alone, with_hops = (promised(schedule, microbatches, each, *said) for each in (0.0, comm))
-        times = [1e3 * alone.makespan, 1e3 * seconds, seconds / alone.makespan, seconds / with_hops.makespan]
+        times = [
+            1e3 * alone.makespan,
+            1e3 * seconds,
+            seconds / alone.makespan,
+            seconds / with_hops.makespan,
+        ]
         if options.optimizer:
             for read in (Tensor.detach, float):
                 repeated = partial(repeat, steps[schedule, microbatches], read)
@@ -259,10 +317,27 @@ def main() -> None:
             times.append(max(each_round) / min(each_round) - 1)
         rows.append([schedule, ranks, microbatches, *times])
     if dist.get_rank() == 0:
-        head = ["schedule", "ranks", "microbatches", "simulated ms", "measured ms", "ratio", "with hops"]
-        head += [f"ms of {STEPS}", "to cost", "losses read", "to cost", "spread"] * options.optimizer
+        head = [
+            "schedule",
+            "ranks",
+            "microbatches",
+            "simulated ms",
+            "measured ms",
+            "ratio",
+            "with hops",
+        ]
+        head += [
+            f"ms of {STEPS}",
+            "to cost",
+            "losses read",
+            "to cost",
+            "spread",
+        ] * options.optimizer
         count = dist.get_world_size()
-        print(f"of {count} processes: a sleep is {1e3 * late:.2f} ms late, a bare message takes {1e3 * comm:.2f} ms")
+        print(
+            f"of {count} processes: a sleep is {1e3 * late:.2f} ms late, a bare message takes"
+            f" {1e3 * comm:.2f} ms"
+        )
         digits = ("", "", "", ".1f", ".1f", ".3f", ".3f", ".1f", ".3f", ".1f", ".3f", ".3f")
         print(tabulate(rows, head, floatfmt=digits[: len(head)]), flush=True)
     dist.destroy_process_group()

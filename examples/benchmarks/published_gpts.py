@@ -1,15 +1,17 @@
-"""The GPTs of the zero bubble paper (arXiv 2401.10241), predicted on the A100s that they ran on, beside what was
-published: the times of the passes, the bubbles of the schedules, the speed-ups.
+"""The GPTs of the zero bubble paper (arXiv 2401.10241), predicted on the A100s that they ran on,
+beside what was published: the times of the passes, the bubbles of the schedules, the speed-ups.
 
     python examples/benchmarks/published_gpts.py [NAME ...] [--hardware a100-80g]
     python -m zbcompile.inspect examples/benchmarks/published_gpts.py:gpt_1_5b --fake --hardware a100-80g --ranks 8 \\
-        --microbatches 24 --schedule zb-h1 --accumulate-dtype float16 --balance layers.2,layers.5,...
+        --microbatches 24 --schedule zb-h1 --accumulate-dtype float16 --balance
+        layers.2,layers.5,...
 
-The models are written as they ran: fp16, attention of explicit products with dropout, learned positions, one layer
-fewer on the first and last rank; gradients are added up inside of the product that makes them. Each is built of fake
-tensors, so it takes no memory. The profile a100-80g was fitted to the 1.5B model alone: the share of the peak that
-products get to its T_W, the share of the bandwidth and the random numbers per second to its T_F and T_B, the latency to
-its T_comm. Everything else in the table is predicted.
+The models are written as they ran: fp16, attention of explicit products with dropout, learned
+positions, one layer fewer on the first and last rank; gradients are added up inside of the product
+that makes them. Each is built of fake tensors, so it takes no memory. The profile a100-80g was
+fitted to the 1.5B model alone: the share of the peak that products get to its T_W, the share of the
+bandwidth and the random numbers per second to its T_F and T_B, the latency to its T_comm.
+Everything else in the table is predicted.
 """
 
 import argparse
@@ -31,9 +33,10 @@ from zbcompile.passes.compile_options import Choices
 from zbcompile.prediction.predict import predicted_costs
 from zbcompile.schedules import Costs, build, simulate
 
-# The paper names none. The script of its authors (sail-sg/zero-bubble-pipeline-parallelism, pretrain_zero_bubble.sh)
-# takes a SentencePiece tokenizer, and of the usual sizes only this one gives the parameters that name the models, the
-# shared embedding counted once: 14.64 and 28.29 billion, where GPT-2's 50,304 would make the last two 14.7B and 28.4B.
+# The paper names none. The script of its authors (sail-sg/zero-bubble-pipeline-parallelism,
+# pretrain_zero_bubble.sh) takes a SentencePiece tokenizer, and of the usual sizes only this one
+# gives the parameters that name the models, the shared embedding counted once: 14.64 and 28.29
+# billion, where GPT-2's 50,304 would make the last two 14.7B and 28.4B.
 VOCABULARY = 32000
 
 
@@ -49,7 +52,12 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         rows, length, width = x.shape
-        parts = self.qkv(self.before(x)).view(rows, length, self.heads, -1).transpose(1, 2).chunk(3, dim=-1)
+        parts = (
+            self.qkv(self.before(x))
+            .view(rows, length, self.heads, -1)
+            .transpose(1, 2)
+            .chunk(3, dim=-1)
+        )
         query, key, value = parts
         scores = query @ key.transpose(-1, -2) / math.sqrt(width // self.heads)
         shares = F.dropout(scores.masked_fill(mask, -10000.0).softmax(-1), 0.1)
@@ -83,7 +91,9 @@ def loss(logits: Tensor, target: Tensor) -> Tensor:
 
 def example_of(layers: int, heads: int, width: int, length: int, rows: int) -> zbcompile.Example:
     tokens = torch.zeros(rows, length, dtype=torch.int64)
-    return zbcompile.Example(PublishedGPT(layers, heads, width, length).half(), (tokens,), loss=loss, target=tokens)
+    return zbcompile.Example(
+        PublishedGPT(layers, heads, width, length).half(), (tokens,), loss=loss, target=tokens
+    )
 
 
 def _published(name: str) -> zbcompile.Example:
@@ -107,8 +117,10 @@ def gpt_28_3b() -> zbcompile.Example:
 
 
 class Published(NamedTuple):
-    """Layers, heads, width, rows of a microbatch; ranks and microbatches; T_F, T_B, T_W and T_comm in ms (table 9); the
-    bubble rates of 1F1B, ZB-H1 and ZB-H2 (table 5); samples per GPU and second of 1F1B, ZB-1p and ZB-2p (table 4)."""
+    """Layers, heads, width, rows of a microbatch; ranks and microbatches; T_F, T_B, T_W and T_comm
+    in ms (table 9); the bubble rates of 1F1B, ZB-H1 and ZB-H2 (table 5); samples per GPU and second
+    of 1F1B, ZB-1p and ZB-2p (table 4).
+    """
 
     layers: int
     heads: int
@@ -124,16 +136,48 @@ class Published(NamedTuple):
 # arXiv 2401.10241v1, the smallest number of microbatches of each model.
 PUBLISHED = {
     "1.5B": Published(
-        22, 24, 2304, 6, 8, 24, (18.522, 18.086, 9.337, 0.601), (0.2431, 0.1585, 0.1083), (11.8, 12.9, 14.5)
+        22,
+        24,
+        2304,
+        6,
+        8,
+        24,
+        (18.522, 18.086, 9.337, 0.601),
+        (0.2431, 0.1585, 0.1083),
+        (11.8, 12.9, 14.5),
     ),
     "6.2B": Published(
-        30, 32, 4096, 3, 8, 24, (29.718, 29.444, 19.927, 0.527), (0.2347, 0.1323, 0.0698), (3.5, 3.88, 4.32)
+        30,
+        32,
+        4096,
+        3,
+        8,
+        24,
+        (29.718, 29.444, 19.927, 0.527),
+        (0.2347, 0.1323, 0.0698),
+        (3.5, 3.88, 4.32),
     ),
     "14.6B": Published(
-        46, 40, 5120, 1, 16, 48, (11.347, 11.248, 8.132, 0.377), (0.2552, 0.1397, 0.0672), (1.4, 1.61, 1.81)
+        46,
+        40,
+        5120,
+        1,
+        16,
+        48,
+        (11.347, 11.248, 8.132, 0.377),
+        (0.2552, 0.1397, 0.0672),
+        (1.4, 1.61, 1.81),
     ),
     "28.3B": Published(
-        62, 48, 6144, 1, 32, 96, (10.419, 10.207, 7.715, 0.408), (0.2646, 0.1421, 0.0641), (0.76, 0.87, 0.99)
+        62,
+        48,
+        6144,
+        1,
+        32,
+        96,
+        (10.419, 10.207, 7.715, 0.408),
+        (0.2646, 0.1421, 0.0641),
+        (0.76, 0.87, 0.99),
     ),
 }
 SCHEDULES = ("1f1b", "zb-h1", "zb-h2")
@@ -141,17 +185,35 @@ LIMITS = {"zb-1p": 1, "zb-2p": 2}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", default=list(PUBLISHED), metavar="NAME", help=", ".join(PUBLISHED))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "names", nargs="*", default=list(PUBLISHED), metavar="NAME", help=", ".join(PUBLISHED)
+    )
     parser.add_argument("--hardware", default="a100-80g")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     for name in chosen.names:
         published = PUBLISHED[name]
         costs = _predicted(published, chosen.hardware)
-        print(f"\n{name}, {published.ranks} ranks, {published.microbatches} microbatches, on {chosen.hardware}")
-        rows = [*_times(published, costs), *_bubbles(published, costs), *_speedups(published, costs)]
-        print(tabulate(rows, ("", "predicted", "published", "off by"), disable_numparse=True, colalign=("left",)))
+        print(
+            f"\n{name}, {published.ranks} ranks, {published.microbatches} microbatches, on"
+            f" {chosen.hardware}"
+        )
+        rows = [
+            *_times(published, costs),
+            *_bubbles(published, costs),
+            *_speedups(published, costs),
+        ]
+        print(
+            tabulate(
+                rows,
+                ("", "predicted", "published", "off by"),
+                disable_numparse=True,
+                colalign=("left",),
+            )
+        )
 
 
 def _predicted(p: Published, hardware: str) -> Costs:
@@ -160,7 +222,9 @@ def _predicted(p: Published, hardware: str) -> Costs:
         example = example_of(p.layers, p.heads, p.width, 1024, p.rows)
     each = (p.layers + 2) // p.ranks
     cuts = tuple(f"layers.{n}" for n in accumulate([each - 1, *[each] * (p.ranks - 2)]))
-    choices = Choices(balance=cuts, accumulate_dtype=torch.float16, hardware=zbcompile.Hardware.find(hardware))
+    choices = Choices(
+        balance=cuts, accumulate_dtype=torch.float16, hardware=zbcompile.Hardware.find(hardware)
+    )
     program = compile_example(example, build("zb-h1", p.ranks, p.microbatches), choices).program
     return predicted_costs(program)
 
@@ -169,7 +233,9 @@ def _times(p: Published, costs: Costs) -> Iterator[tuple[str, ...]]:
     """Of a stage in the middle: in ms, and relative to T_F."""
     middle = p.ranks // 2
     found = [1e3 * costs.time(op, middle) for op in "FBW"] + [1e3 * costs.hop(0, 0, 1)]
-    for name, now, then in zip(("T_F ms", "T_B ms", "T_W ms", "T_comm ms"), found, p.times, strict=True):
+    for name, now, then in zip(
+        ("T_F ms", "T_B ms", "T_W ms", "T_comm ms"), found, p.times, strict=True
+    ):
         yield name, f"{now:.2f}", f"{then:.2f}", f"{now / then - 1:+.1%}"
     for name, at in (("T_B : T_F", 1), ("T_W : T_F", 2)):
         now, then = found[at] / found[0], p.times[at] / p.times[0]

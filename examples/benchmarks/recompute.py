@@ -1,9 +1,10 @@
 """Memory and time of recompute, predicted and measured: one GPT, no recompute and four budgets.
 
-Each line is the same pipelined step. Memory is the peak of what waits for B and W on any rank; predicted and measured
-must be equal to the byte. Under 1f1b all of it waits for the backward; under zero-bubble schedules most of it may wait
-for W, which recompute does not reduce (--schedule zb-h1). Time is CPU seconds of the whole step relative to that
-without recompute, the median over interleaved rounds; FLOPs are the predicted ratio.
+Each line is the same pipelined step. Memory is the peak of what waits for B and W on any rank;
+predicted and measured must be equal to the byte. Under 1f1b all of it waits for the backward; under
+zero-bubble schedules most of it may wait for W, which recompute does not reduce (--schedule zb-h1).
+Time is CPU seconds of the whole step relative to that without recompute, the median over
+interleaved rounds; FLOPs are the predicted ratio.
 
     python examples/benchmarks/recompute.py --layers 4 --width 256 --rounds 9
 """
@@ -71,7 +72,11 @@ def main() -> None:
             start = time.process_time()
             run.pipe.step(inputs, target=targets)
             run.seconds.append(time.process_time() - start)
-    print(tabulate([_line(run, base) for run in runs], HEADERS, tablefmt="simple", disable_numparse=True))
+    print(
+        tabulate(
+            [_line(run, base) for run in runs], HEADERS, tablefmt="simple", disable_numparse=True
+        )
+    )
 
 
 HEADERS = ("recompute", "kept F..B", "peak predicted", "measured", "FLOPs", "CPU time")
@@ -80,9 +85,13 @@ HEADERS = ("recompute", "kept F..B", "peak predicted", "measured", "FLOPs", "CPU
 def _line(run: Run, base: Run) -> Sequence[str]:
     record = run.pipe.last_step
     assert record is not None
-    predicted = max(simulate(run.pipe.program.schedule, predicted_costs(run.pipe.program)).peak_memory)
+    predicted = max(
+        simulate(run.pipe.program.schedule, predicted_costs(run.pipe.program)).peak_memory
+    )
     measured = max(record.peak_activation_bytes.values())
-    ratio = statistics.median(own / other for own, other in zip(run.seconds[1:], base.seconds[1:], strict=True))
+    ratio = statistics.median(
+        own / other for own, other in zip(run.seconds[1:], base.seconds[1:], strict=True)
+    )
     return (
         run.name,
         f"{run.kept:,}",
@@ -94,19 +103,32 @@ def _line(run: Run, base: Run) -> Sequence[str]:
 
 
 def _pipeline(
-    given: argparse.Namespace, inputs: torch.Tensor, targets: torch.Tensor, name: str, policy: Recompute
+    given: argparse.Namespace,
+    inputs: torch.Tensor,
+    targets: torch.Tensor,
+    name: str,
+    policy: Recompute,
 ) -> Run:
     torch.manual_seed(0)
-    model = GPT(layers=given.layers, width=given.width, heads=4, length=given.length, dropout=given.dropout)
+    model = GPT(
+        layers=given.layers, width=given.width, heads=4, length=given.length, dropout=given.dropout
+    )
     pipe = zbcompile.pipeline(
-        model, schedule=given.schedule, ranks=2, microbatches=given.microbatches, loss=next_byte_loss, recompute=policy
+        model,
+        schedule=given.schedule,
+        ranks=2,
+        microbatches=given.microbatches,
+        loss=next_byte_loss,
+        recompute=policy,
     )
     pipe.record = True
     return Run(name, pipe.compile(inputs, target=targets), [])
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--schedule", default="1f1b")
     for name, default in (
         ("layers", 4),

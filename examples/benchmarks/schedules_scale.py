@@ -1,7 +1,7 @@
 """How long generating, lowering, checking and simulating a schedule takes, in CPU time of one core.
 
-python examples/benchmarks/schedules_scale.py                          # zb-v, 64 ranks, growing microbatches
-python examples/benchmarks/schedules_scale.py zb-h1 1024 2048          # one size
+python examples/benchmarks/schedules_scale.py                          # zb-v, 64 ranks, growing
+microbatches python examples/benchmarks/schedules_scale.py zb-h1 1024 2048          # one size
 """
 
 import resource
@@ -33,13 +33,20 @@ def measure(name: str, ranks: int, microbatches: int) -> None:
     makespan = timed(seconds, lambda: simulate(schedule, costs).makespan)
     actions = sum(map(len, schedule.orders))
     steps = "  ".join(
-        f"{what} {s:6.2f} s" for what, s in zip(("build", "lower", "check", "simulate"), seconds, strict=True)
+        f"{what} {s:6.2f} s"
+        for what, s in zip(("build", "lower", "check", "simulate"), seconds, strict=True)
     )
     rate = sum(seconds) / actions * 1e6
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    print(f"{name} {ranks} x {microbatches}: {actions:,} actions  {steps}  all {sum(seconds):6.2f} s", flush=True)
+    print(
+        f"{name} {ranks} x {microbatches}: {actions:,} actions  {steps}  all {sum(seconds):6.2f} s",
+        flush=True,
+    )
     buffers = max(report.receive_buffers or (0,))
-    print(f"    {rate:.1f} us per action, {peak:.1f} GiB; makespan {makespan:g}, at most {buffers} receive buffers")
+    print(
+        f"    {rate:.1f} us per action, {peak:.1f} GiB; makespan {makespan:g}, at most {buffers}"
+        " receive buffers"
+    )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""The searched order against the schedulers of the zero bubble and controllable memory papers, at their own memory.
+"""The searched order against the schedulers of the zero bubble and controllable memory papers, at
+their own memory.
 
     python examples/benchmarks/search_authors.py --output authors.jsonl
 
-Costs are the profiled passes of the zero bubble paper (table 9, milliseconds). Each scheduler is built by its authors'
-rules; the search gets as much memory as that takes on its fullest rank, and may use one or two stages a rank.
-What the file holds is not run again.
+Costs are the profiled passes of the zero bubble paper (table 9, milliseconds). Each scheduler is
+built by its authors' rules; the search gets as much memory as that takes on its fullest rank, and
+may use one or two stages a rank. What the file holds is not run again.
 """
 
 import argparse
@@ -25,10 +26,14 @@ PROFILES = {  # F, B, W, hop; what B leaves of the activation
 SCHEDULERS = ("zb-h1", "zb-h2", "zb-1p", "zb-2p", "zb-v", "v-half", "v-min")
 
 
-def run(profile: str, name: str, barrier: bool, ranks: int, microbatches: int, passes: int) -> dict[str, Any]:
+def run(
+    profile: str, name: str, barrier: bool, ranks: int, microbatches: int, passes: int
+) -> dict[str, Any]:
     *times, hop, residue = PROFILES[profile]
     forward, backward, weight = (time / 2 for time in times)
-    costs = Costs.uniform(2 * ranks, forward, backward, weight, activation=0.5, residue=residue / 2, comm=hop)
+    costs = Costs.uniform(
+        2 * ranks, forward, backward, weight, activation=0.5, residue=residue / 2, comm=hop
+    )
     chunks = 2 if name in ("zb-v", "v-half", "v-min") else 1
     cut = costs.resized(chunks * ranks)
     schedule = build(name, ranks, microbatches, cut)
@@ -60,18 +65,25 @@ def report(rows: list[dict[str, Any]]) -> str:
     ]
     heads = ("profile, scheduler, objective", "memory", "takes", "found", "ratio", "placement")
     longer = sum(row["found"] > row["name_takes"] * (1 + 1e-9) for row in rows)
-    return f"{tabulate(table, headers=heads, floatfmt='.4f')}\nlonger than the authors' scheduler: {longer}"
+    return (
+        f"{tabulate(table, headers=heads, floatfmt='.4f')}\nlonger than the authors' scheduler:"
+        f" {longer}"
+    )
 
 
 def main(arguments: list[str] | None = None) -> str:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--microbatches", type=int, default=24)
     parser.add_argument("--profiles", nargs="+", default=list(PROFILES), choices=PROFILES)
     parser.add_argument("--passes", type=int, default=128)
     parser.add_argument("--output", type=Path, default=Path("search_authors.jsonl"))
     options = parser.parse_args(arguments)
-    lines = options.output.read_text(encoding="utf-8").splitlines() if options.output.exists() else []
+    lines = (
+        options.output.read_text(encoding="utf-8").splitlines() if options.output.exists() else []
+    )
     rows = {row["case"]: row for row in map(json.loads, lines)}
     cases = [(p, n, b) for p in options.profiles for n in SCHEDULERS for b in (False, True)]
     names = [f"{p} {n} {'makespan' if b else 'cost'}" for p, n, b in cases]

@@ -2,8 +2,8 @@
 
     python examples/benchmarks/search_optimum.py --instances 60 --seconds 60 --output optimum.jsonl
 
-Instances have 2 to 4 ranks, 3 to 8 microbatches, linear or V placement, even or uneven stages, ample or tight memory.
-Needs `pip install ortools`. What the file holds is not run again.
+Instances have 2 to 4 ranks, 3 to 8 microbatches, linear or V placement, even or uneven stages,
+ample or tight memory. Needs `pip install ortools`. What the file holds is not run again.
 """
 
 import argparse
@@ -58,7 +58,8 @@ class Certificate:
 
 
 def certify(problem: SchedulingProblem, start: Order, seconds: float) -> Certificate:
-    """Solve `problem` exactly as far as `seconds` allow; times are rounded down to 1/16384 of a mean pass.
+    """Solve `problem` exactly as far as `seconds` allow; times are rounded down to 1/16384 of a
+    mean pass.
 
     It knows F, B and W on one copy of the model.
     """
@@ -72,7 +73,8 @@ def certify(problem: SchedulingProblem, start: Order, seconds: float) -> Certifi
 
 
 class _Model:
-    """The problem as intervals: one machine for each rank, precedences with delays, memory as a resource."""
+    """The problem as intervals: one machine for each rank, precedences with delays, memory as a
+    resource."""
 
     def __init__(self, model: Any, problem: SchedulingProblem) -> None:
         self.model, self.problem = model, problem
@@ -90,9 +92,13 @@ class _Model:
         problem, model = self.problem, self.model
         intervals: list[list[Any]] = [[] for _ in range(problem.placement.ranks)]
         for n, rank in enumerate(problem.rank):
-            intervals[rank].append(model.new_fixed_size_interval_var(self.begin[n], self.time[n], ""))
+            intervals[rank].append(
+                model.new_fixed_size_interval_var(self.begin[n], self.time[n], "")
+            )
             for made, delay in problem.inputs[n]:
-                model.add(self.begin[n] >= self.begin[made] + self.time[made] + int(delay * self.scale))
+                model.add(
+                    self.begin[n] >= self.begin[made] + self.time[made] + int(delay * self.scale)
+                )
             action = problem.actions[n]
             before = problem.number.get(action._replace(microbatch=action.microbatch - 1))
             if before is not None:
@@ -111,13 +117,17 @@ class _Model:
                     held += [self._between(f, b), self._between(b, w, from_end=True)]
                     sizes += [size, left]
             unit = 10**6 / max(limit, *sizes)
-            self.model.add_cumulative(held, [int(size * unit) for size in sizes], int(limit * ROUNDING * unit) + 1)
+            self.model.add_cumulative(
+                held, [int(size * unit) for size in sizes], int(limit * ROUNDING * unit) + 1
+            )
 
     def _between(self, first: int, last: int, from_end: bool = False) -> Any:
         """From the begin (or the end) of one pass to the end of another."""
         begin = self.begin[first] + (self.time[first] if from_end else 0)
         end = self.begin[last] + self.time[last]
-        return self.model.new_interval_var(begin, self.model.new_int_var(0, self.horizon, ""), end, "")
+        return self.model.new_interval_var(
+            begin, self.model.new_int_var(0, self.horizon, ""), end, ""
+        )
 
     def _objective(self) -> None:
         lowest = min(0, *(int(offset * self.scale) - 1 for offset in self.problem.offset))
@@ -139,7 +149,10 @@ def run(number: int, seconds: float) -> dict[str, Any]:
     order = problem.order_of(found.schedule)
     assert order is not None, "what was found fits"
     proof = certify(problem, order, seconds)
-    row = {name: given[name] for name in ("ranks", "microbatches", "memory_limit", "placements", "barrier")}
+    row = {
+        name: given[name]
+        for name in ("ranks", "microbatches", "memory_limit", "placements", "barrier")
+    }
     figures = {"found": found.objective, "bound": found.bound}
     return {"number": number, **row, **figures, "solver": proof.bound, "optimal": proof.optimal}
 
@@ -151,22 +164,34 @@ def report(rows: Iterable[dict[str, Any]]) -> str:
     above = [row for row in proven if row["bound"] > row["solver"] * (1 + EQUAL)]
     own = sum(row["found"] <= row["bound"] * (1 + 1e-9) for row in rows)
     lines = [
-        f"{len(rows)} instances, {len(proven)} proven optimal by the solver, {own} by the bound alone",
+        (
+            f"{len(rows)} instances, {len(proven)} proven optimal by the solver, {own} by the bound"
+            " alone"
+        ),
         f"the search equals the optimum in {len(proven) - len(worse)} of {len(proven)}",
         f"the bound is above the optimum in {len(above)}",
     ]
-    lines += [f"  instance {row['number']}: found {row['found']:.6g}, optimum {row['solver']:.6g}" for row in worse]
+    lines += [
+        f"  instance {row['number']}: found {row['found']:.6g}, optimum {row['solver']:.6g}"
+        for row in worse
+    ]
     return "\n".join(lines)
 
 
 def main(arguments: list[str] | None = None) -> str:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--first", type=int, default=0, help="number of the first instance (default: 0)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--first", type=int, default=0, help="number of the first instance (default: 0)"
+    )
     parser.add_argument("--instances", type=int, default=60)
     parser.add_argument("--seconds", type=float, default=60, help="for the solver")
     parser.add_argument("--output", type=Path, default=Path("search_optimum.jsonl"))
     options = parser.parse_args(arguments)
-    lines = options.output.read_text(encoding="utf-8").splitlines() if options.output.exists() else []
+    lines = (
+        options.output.read_text(encoding="utf-8").splitlines() if options.output.exists() else []
+    )
     rows = {row["number"]: row for row in map(json.loads, lines)}
     asked = range(options.first, options.first + options.instances)
     with options.output.open("a", encoding="utf-8") as file:

@@ -2,10 +2,10 @@
 
     python examples/benchmarks/search_random.py --settings 500 --output found.jsonl
 
-A setting is a model cut into 4 x ranks stages: 2 to 8 ranks, 4 to 32 microbatches, times and activations that spread by
-up to 30 %, a last stage that takes 1 to 3 times as long, hops of 0 to .3 of a rank's forward, a limit of .5 to 2 times
-the memory that 1F1B needs, makespan or cost. What the file holds is not run again; `--output` is the only state;
-`cpu` is what a core worked.
+A setting is a model cut into 4 x ranks stages: 2 to 8 ranks, 4 to 32 microbatches, times and
+activations that spread by up to 30 %, a last stage that takes 1 to 3 times as long, hops of 0 to .3
+of a rank's forward, a limit of .5 to 2 times the memory that 1F1B needs, makespan or cost. What the
+file holds is not run again; `--output` is the only state; `cpu` is what a core worked.
 """
 
 import argparse
@@ -47,9 +47,13 @@ def costs_of(given: dict[str, Any]) -> Costs:
     rng, stages = random.Random(f"costs {given['number']}"), CUT * given["ranks"]
 
     def drawn() -> tuple[float, ...]:
-        return tuple(rng.uniform(1 - given["spread"], 1 + given["spread"]) / CUT for _ in range(stages))
+        return tuple(
+            rng.uniform(1 - given["spread"], 1 + given["spread"]) / CUT for _ in range(stages)
+        )
 
-    forward, backward, weight = ((*each[:-1], each[-1] * given["head"]) for each in (drawn(), drawn(), drawn()))
+    forward, backward, weight = (
+        (*each[:-1], each[-1] * given["head"]) for each in (drawn(), drawn(), drawn())
+    )
     return Costs(forward, backward, weight, activation=drawn(), comm=given["hop"])
 
 
@@ -116,29 +120,45 @@ def report(rows: Iterable[dict[str, Any]]) -> str:
         f"below the bound: {sum(row['found'] < row['bound'] * (1 - 1e-9) for row in rows)}",
         f"proven optimal: {sum(row['found'] <= row['bound'] * (1 + 1e-9) for row in rows)}",
     ]
-    for what, best in (("at 1, 2 and 4 chunks", "best_name"), ("as built without chunks=", "best_usual")):
+    for what, best in (
+        ("at 1, 2 and 4 chunks", "best_name"),
+        ("as built without chunks=", "best_usual"),
+    ):
         for where, ranks in (("", range(2, 9)), (" at 4 to 6 ranks", range(4, 7))):
-            values = [row["found"] / row[best] for row in rows if row[best] is not None and row["ranks"] in ranks]
+            values = [
+                row["found"] / row[best]
+                for row in rows
+                if row[best] is not None and row["ranks"] in ranks
+            ]
             if values:
                 figures = f"mean {statistics.mean(values):.4f}, best {min(values):.3f}"
                 lines.append(f"ratio to the best name {what}{where}: {figures}")
     for tight, values in gaps.items():
         if values:
-            lines.append(f"median gap, memory {'tight' if tight else 'ample'}: {statistics.median(values):.2%}")
+            lines.append(
+                f"median gap, memory {'tight' if tight else 'ample'}:"
+                f" {statistics.median(values):.2%}"
+            )
     return "\n".join(lines)
 
 
 def main(arguments: list[str] | None = None) -> str:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--settings", type=int, default=500, help="up to this number")
     parser.add_argument("--first", type=int, default=0, help="from this number on")
     parser.add_argument("--passes", type=int, default=128)
     parser.add_argument("--output", type=Path, default=Path("search_random.jsonl"))
     options = parser.parse_args(arguments)
-    lines = options.output.read_text(encoding="utf-8").splitlines() if options.output.exists() else []
+    lines = (
+        options.output.read_text(encoding="utf-8").splitlines() if options.output.exists() else []
+    )
     rows = {row["number"]: row for row in map(json.loads, lines)}
     with options.output.open("a", encoding="utf-8") as file:
-        for number in tqdm([n for n in range(options.first, options.settings) if n not in rows], disable=None):
+        for number in tqdm(
+            [n for n in range(options.first, options.settings) if n not in rows], disable=None
+        ):
             rows[number] = run(number, options.passes)
             print(json.dumps(rows[number]), file=file, flush=True)
     text = report(rows[number] for number in sorted(rows) if number < options.settings)

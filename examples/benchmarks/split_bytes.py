@@ -2,10 +2,10 @@
 
     python examples/benchmarks/split_bytes.py
 
-`operands`: input and output gradient of every product with a parameter, by storage: what any W must have. `kept`: what
-waits between B and W in our split, `torch` what eager's autograd graph and the output gradients hold after
-stage_backward_input of torch.distributed.pipelining. F..B: what waits between F and B.
-Parameters and tokens are not counted: they are there anyway.
+`operands`: input and output gradient of every product with a parameter, by storage: what any W must
+have. `kept`: what waits between B and W in our split, `torch` what eager's autograd graph and the
+output gradients hold after stage_backward_input of torch.distributed.pipelining. F..B: what waits
+between F and B. Parameters and tokens are not counted: they are there anyway.
 """
 
 import argparse
@@ -42,7 +42,8 @@ class Held:
 
 
 def torch_keeps(stage: Stage) -> int | None:
-    """Bytes that torch's split holds between its two halves; None for a first stage, which it does not split."""
+    """Bytes that torch's split holds between its two halves; None for a first stage, which it does
+    not split."""
     if stage.arrives is None:
         return None
     held: WeakSet[Held] = WeakSet()
@@ -56,7 +57,9 @@ def torch_keeps(stage: Stage) -> int | None:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda value: value.tensor):
         output = stage.eager(arrived)
         given = None if stage.comes_back is None else [stage.comes_back]
-        _, groups = stage_backward_input([output], given, [arrived], iter(stage.parameters.values()))
+        _, groups = stage_backward_input(
+            [output], given, [arrived], iter(stage.parameters.values())
+        )
     gradients = [g for group in groups for grads in group["grads"] for g in grads if g is not None]
     free = {storage_key(t) for t in (*stage.parameters.values(), *stage.inputs.values())}
     return storage_bytes([*(value.tensor for value in held), *gradients], free)
@@ -65,10 +68,23 @@ def torch_keeps(stage: Stage) -> int | None:
 def operands(piece: Piece) -> int:
     """Bytes of the storages that W's products (and the gradients of embeddings) read."""
     flops = count_flops(piece.module, FakeTensorMode(allow_non_fake_inputs=True))
-    products = [node for node in piece.module.graph.nodes if flops.get(node) or "embedding" in str(node.target)]
+    products = [
+        node
+        for node in piece.module.graph.nodes
+        if flops.get(node) or "embedding" in str(node.target)
+    ]
     holders = piece.module.graph.find_nodes(op="placeholder")
-    there = [node.meta["val"] for node in holders if node.meta["slot"].kind in ("parameter", "input", "constant")]
-    read = [t for node in products for argument in node.all_input_nodes for t in tensors_of(argument.meta["val"])]
+    there = [
+        node.meta["val"]
+        for node in holders
+        if node.meta["slot"].kind in ("parameter", "input", "constant")
+    ]
+    read = [
+        t
+        for node in products
+        for argument in node.all_input_nodes
+        for t in tensors_of(argument.meta["val"])
+    ]
     return storage_bytes(read, {storage_key(t) for t in there})
 
 
@@ -90,8 +106,12 @@ def compare(kind: str, shape: tuple[int, int, int]) -> Iterable[dict[str, object
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", type=int, default=len(SHAPES), help="how many shapes (default: all %(default)s)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--shapes", type=int, default=len(SHAPES), help="how many shapes (default: all %(default)s)"
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
     cases = list(itertools.product(("gpt", "llama"), SHAPES[: options.shapes]))

@@ -1,14 +1,17 @@
-"""What splitting a backward costs: one step of one stage, relative to eager's forward and full backward.
+"""What splitting a backward costs: one step of one stage, relative to eager's forward and full
+backward.
 
     python examples/benchmarks/split_tax.py
     python examples/benchmarks/split_tax.py --device cuda --dtype bfloat16 --width 4096 --length 2048 --inductor
 
-One process, one thread. All contestants take turns in rounds, and the median of the rounds' ratios counts, because a
-shared machine drifts. Contestants: F + B + W and F + BW of the compiled stage, weight gradients added inside the GEMM;
-torch's own split (stage_backward_input, then stage_backward_weight, of torch.distributed.pipelining); with --inductor
-also F + B + W compiled by backend="inductor", and the unsplit stage compiled by torch.compile. torch does not split a
-first stage: its whole backward is W. Time is of the CPU; on a GPU it is wall time until the device has done the work,
-F + B + W also run as CUDA graphs, and a second table has the most memory that each contestant takes.
+One process, one thread. All contestants take turns in rounds, and the median of the rounds' ratios
+counts, because a shared machine drifts. Contestants: F + B + W and F + BW of the compiled stage,
+weight gradients added inside the GEMM; torch's own split (stage_backward_input, then
+stage_backward_weight, of torch.distributed.pipelining); with --inductor also F + B + W compiled by
+backend="inductor", and the unsplit stage compiled by torch.compile. torch does not split a first
+stage: its whole backward is W. Time is of the CPU; on a GPU it is wall time until the device has
+done the work, F + B + W also run as CUDA graphs, and a second table has the most memory that each
+contestant takes.
 """
 
 import argparse
@@ -40,7 +43,11 @@ from devices import add_device, own_device, seconds_of
 Step = Callable[[], None]
 DTYPES = "float32", "bfloat16", "float16"
 OURS, FUSED, TORCH = "F + B + W", "F + BW", "torch's split"
-INDUCTOR, COMPILED, GRAPHS = "inductor F + B + W", "torch.compile, unsplit", "F + B + W, CUDA graphs"
+INDUCTOR, COMPILED, GRAPHS = (
+    "inductor F + B + W",
+    "torch.compile, unsplit",
+    "F + B + W, CUDA graphs",
+)
 
 
 def eager_step(stage: Stage) -> None:
@@ -50,7 +57,8 @@ def eager_step(stage: Stage) -> None:
 
 
 def torch_step(stage: Stage) -> None:
-    """Forward, backward of the input, backward of the weights, as torch's split schedules call them."""
+    """Forward, backward of the input, backward of the weights, as torch's split schedules call
+    them."""
     if stage.arrives is None:
         eager_step(stage)
         return
@@ -86,7 +94,9 @@ def compiled_step(stage: Stage, prepared: CompiledStage, split: bool) -> Step:
     return step
 
 
-def prepare(stage: Stage, device: torch.device, runs: Mapping[str, Run] | None = None) -> CompiledStage:
+def prepare(
+    stage: Stage, device: torch.device, runs: Mapping[str, Run] | None = None
+) -> CompiledStage:
     """The stage bound to its parameters; `runs` are its passes if they do not run as FX graphs."""
     resident = {Slot("parameter", name): parameter for name, parameter in stage.parameters.items()}
     return prepare_stage(stage.program, resident, device, -1, runs)
@@ -117,8 +127,11 @@ def contestants(stage: Stage, device: torch.device, inductor: Backend | None) ->
     return steps
 
 
-def measure(stage: Stage, device: torch.device, steps: dict[str, Step], rounds: int) -> dict[str, float]:
-    """The median over all rounds of each contestant's seconds, divided by eager's in the same round."""
+def measure(
+    stage: Stage, device: torch.device, steps: dict[str, Step], rounds: int
+) -> dict[str, float]:
+    """The median over all rounds of each contestant's seconds, divided by eager's in the same
+    round."""
     ratios: dict[str, list[float]] = {name: [] for name in steps}
     for parameter in stage.parameters.values():
         parameter.grad = torch.zeros_like(parameter)
@@ -149,14 +162,30 @@ def most_memory(step: Step, device: torch.device) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default="gpt,llama", help="gpt, llama or both (default: %(default)s)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--models", default="gpt,llama", help="gpt, llama or both (default: %(default)s)"
+    )
     parser.add_argument("--width", type=int, default=256, help="(default: %(default)s)")
-    parser.add_argument("--length", type=int, default=128, help="tokens of a sequence (default: %(default)s)")
-    parser.add_argument("--batch", type=int, default=4, help="sequences of a microbatch (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=21, help="paired rounds (default: %(default)s)")
-    parser.add_argument("--inductor", action="store_true", help="also compiled by inductor (minutes, the first time)")
-    parser.add_argument("--dtype", default="float32", choices=DTYPES, help="of the model (default: %(default)s)")
+    parser.add_argument(
+        "--length", type=int, default=128, help="tokens of a sequence (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--batch", type=int, default=4, help="sequences of a microbatch (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=21, help="paired rounds (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--inductor",
+        action="store_true",
+        help="also compiled by inductor (minutes, the first time)",
+    )
+    parser.add_argument(
+        "--dtype", default="float32", choices=DTYPES, help="of the model (default: %(default)s)"
+    )
     add_device(parser)
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -164,14 +193,21 @@ def main() -> None:
     inductor = make_backend("inductor", device) if options.inductor else None
     rows, memory = [], []
     for kind in options.models.split(","):
-        stages = compile_stages(kind, options.width, options.length, options.batch, None, device, dtype)
+        stages = compile_stages(
+            kind, options.width, options.length, options.batch, None, device, dtype
+        )
         for stage in tqdm(stages, unit="stage"):
             steps, name = contestants(stage, device, inductor), {"model": kind, "stage": stage.name}
             rows.append({**name, **measure(stage, device, steps, options.rounds)})
             if device.type == "cuda":
                 steps = {"eager": partial(eager_step, stage), **steps}
-                memory.append({**name, **{step: most_memory(run, device) for step, run in steps.items()}})
-    print(f"seconds / eager forward and backward, {device.type}, median of {options.rounds} paired rounds")
+                memory.append(
+                    {**name, **{step: most_memory(run, device) for step, run in steps.items()}}
+                )
+    print(
+        f"seconds / eager forward and backward, {device.type}, median of {options.rounds} paired"
+        " rounds"
+    )
     print(tabulate(rows, headers="keys", floatfmt=".3f"))
     if memory:
         print("most memory beyond parameters, gradients and inputs, MiB")

@@ -1,4 +1,5 @@
-"""First, middle and last stage of a GPT and of a Llama, compiled and as eager modules, for the split benchmarks."""
+"""First, middle and last stage of a GPT and of a Llama, compiled and as eager modules, for the
+split benchmarks."""
 
 import sys
 from collections.abc import Callable, Mapping
@@ -52,8 +53,13 @@ class LlamaBlock(nn.Module):
 
     def attention(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
-        q, k, v = (part(x).view(batch, length, -1, self.size).transpose(1, 2) for part in (self.q, self.k, self.v))
-        mixed = F.scaled_dot_product_attention(rotated(q), rotated(k), v, is_causal=True, enable_gqa=True)
+        q, k, v = (
+            part(x).view(batch, length, -1, self.size).transpose(1, 2)
+            for part in (self.q, self.k, self.v)
+        )
+        mixed = F.scaled_dot_product_attention(
+            rotated(q), rotated(k), v, is_causal=True, enable_gqa=True
+        )
         return self.out(mixed.transpose(1, 2).reshape(batch, length, width))
 
 
@@ -88,7 +94,8 @@ class Llama(nn.Module):
 class Stage:
     """One stage: its program, and equivalent eager code.
 
-    `arrives` is its input (None: the tokens), `comes_back` the gradient of its output (None: the loss's factor).
+    `arrives` is its input (None: the tokens), `comes_back` the gradient of its output (None: the
+    loss's factor).
     """
 
     name: str

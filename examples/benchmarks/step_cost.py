@@ -1,9 +1,11 @@
-"""CPU seconds of one pipelined step, summed over its ranks, relative to one eager process doing the same work.
+"""CPU seconds of one pipelined step, summed over its ranks, relative to one eager process doing the
+same work.
 
     torchrun --standalone --nproc-per-node 2 examples/benchmarks/step_cost.py
 
-8 layers, width 256, sequence 128, 8 microbatches of 2, AdamW; one thread per rank. Eager and every schedule take turns
-in rounds, and the median of the rounds' ratios counts, because a shared machine drifts.
+8 layers, width 256, sequence 128, 8 microbatches of 2, AdamW; one thread per rank. Eager and every
+schedule take turns in rounds, and the median of the rounds' ratios counts, because a shared machine
+drifts.
 """
 
 import argparse
@@ -11,6 +13,7 @@ import copy
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -60,34 +63,51 @@ def measure(schedules: list[str], rounds: int) -> dict[str, list[float]]:
     ratios: dict[str, list[float]] = {name: [] for name in schedules}
     for turn in tqdm(range(rounds + 1), disable=dist.get_rank() != 0, unit="round"):
         dist.barrier()
-        own = cpu_seconds(lambda: eager_step(model, inputs, targets), updated) if dist.get_rank() == 0 else 0.0
+        own = (
+            cpu_seconds(lambda: eager_step(model, inputs, targets), updated)
+            if dist.get_rank() == 0
+            else 0.0
+        )
         eager = summed(own)
         for name, pipe in pipes.items():
             dist.barrier()
-            pipelined = summed(cpu_seconds(lambda pipe=pipe: pipe.step(inputs, target=targets), optimizers[name]))  # type: ignore[misc]
+            pipelined = summed(
+                cpu_seconds(partial(pipe.step, inputs, target=targets), optimizers[name])
+            )
             if turn:  # the first round warms up
                 ratios[name].append(pipelined / eager)
     return ratios
 
 
 def _pipe(model: nn.Module, schedule: str, inputs: Tensor, targets: Tensor) -> zbcompile.Pipeline:
-    pipe = zbcompile.pipeline(model, schedule=schedule, microbatches=MICROBATCHES, loss=next_byte_loss)
+    pipe = zbcompile.pipeline(
+        model, schedule=schedule, microbatches=MICROBATCHES, loss=next_byte_loss
+    )
     return pipe.compile(inputs, target=targets)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--schedules", default="1f1b,zb-h1,zb-v", help="names, separated by commas (default: %(default)s)"
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=9, help="paired rounds (default: %(default)s)")
+    parser.add_argument(
+        "--schedules",
+        default="1f1b,zb-h1,zb-v",
+        help="names, separated by commas (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=9, help="paired rounds (default: %(default)s)"
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     ratios = measure(options.schedules.split(","), options.rounds)
     if dist.get_rank() == 0:
         rows = [[name, median(found), min(found), max(found)] for name, found in ratios.items()]
-        print(f"CPU seconds of a step over {dist.get_world_size()} ranks / one eager process, {options.rounds} rounds")
+        print(
+            f"CPU seconds of a step over {dist.get_world_size()} ranks / one eager process,"
+            f" {options.rounds} rounds"
+        )
         print(tabulate(rows, ["schedule", "median", "min", "max"], floatfmt=".3f"))
     dist.destroy_process_group()
 

@@ -1,12 +1,14 @@
-"""Every class behind transformers' Auto classes that train with labels, tiny, against eager, in a checkout:
+"""Every class behind transformers' Auto classes that train with labels, tiny, against eager, in a
+checkout:
 
     python examples/benchmarks/transformers_sweep.py [--output transformers.jsonl] [--only GPT2LMHeadModel ...]
 
-Each class is trained for a step under zb-h1 and zb-v, with `exact=True`, and its loss, gradients and buffers are
-compared with eager accumulation bit by bit. A class with experts gets a second row, with their default implementation.
-The output gets a line per row, and what it has already is not run again; `--again KIND` runs an outcome's rows anew.
-`--table` prints what docs/models.md shows. `pip install -e .[dev]` has what this needs. `--family timm` does the same
-with architectures of timm, if it is installed.
+Each class is trained for a step under zb-h1 and zb-v, with `exact=True`, and its loss, gradients
+and buffers are compared with eager accumulation bit by bit. A class with experts gets a second row,
+with their default implementation. The output gets a line per row, and what it has already is not
+run again; `--again KIND` runs an outcome's rows anew. `--table` prints what docs/models.md shows.
+`pip install -e .[dev]` has what this needs. `--family timm` does the same with architectures of
+timm, if it is installed.
 """
 
 import argparse
@@ -28,11 +30,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 
-import torch  # noqa: E402
+import torch
 
-from tests.support import timm_models  # noqa: E402
-from tests.support.compared import KINDS, Outcome, one_line, outcome_of  # noqa: E402
-from tests.support.transformers_models import Entry, entries, has_experts, problem_of  # noqa: E402
+from tests.support import timm_models
+from tests.support.compared import KINDS, Outcome, one_line, outcome_of
+from tests.support.transformers_models import Entry, entries, has_experts, problem_of
 
 Row = dict[str, Any]
 _FORK = multiprocessing.get_context("fork")
@@ -43,17 +45,29 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--output", type=Path, default=Path("transformers.jsonl"))
     parser.add_argument("--family", choices=["transformers", "timm"], default="transformers")
-    parser.add_argument("--only", nargs="+", help="names of classes, architectures or Auto classes (CAUSAL_LM)")
+    parser.add_argument(
+        "--only", nargs="+", help="names of classes, architectures or Auto classes (CAUSAL_LM)"
+    )
     parser.add_argument("--sample", type=int, help="every n-th class")
-    parser.add_argument("--seconds", type=int, default=120, help="of CPU time per row (default: %(default)s)")
-    parser.add_argument("--again", nargs="+", choices=KINDS, default=[], help="run rows with these outcomes once more")
-    parser.add_argument("--table", action="store_true", help="print the table of the output, and run nothing")
+    parser.add_argument(
+        "--seconds", type=int, default=120, help="of CPU time per row (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--again",
+        nargs="+",
+        choices=KINDS,
+        default=[],
+        help="run rows with these outcomes once more",
+    )
+    parser.add_argument(
+        "--table", action="store_true", help="print the table of the output, and run nothing"
+    )
     return parser.parse_args()
 
 
 def import_everything() -> None:
-    """What every row imports, before the processes of the rows are forked: half of their time. No backward runs here:
-    autograd does not survive a fork."""
+    """What every row imports, before the processes of the rows are forked: half of their time. No
+    backward runs here: autograd does not survive a fork."""
     importlib.import_module("transformers.models.llama.modeling_llama")
     torch.export.export(torch.nn.Linear(2, 2), (torch.ones(2, 2),)).run_decompositions({})
 
@@ -89,7 +103,9 @@ def row_of(entry: Entry, seconds: int) -> Row:
         if ours.poll(10 * seconds):
             outcome, experts = ours.recv()
     except EOFError:
-        outcome = Outcome("crash", f"the process ended ({process.exitcode}), or its {seconds} s of CPU time did")
+        outcome = Outcome(
+            "crash", f"the process ended ({process.exitcode}), or its {seconds} s of CPU time did"
+        )
     process.kill()
     process.join()
     seconds_taken = round(time.perf_counter() - began, 1)
@@ -98,7 +114,9 @@ def row_of(entry: Entry, seconds: int) -> Row:
 
 def wanted(given: argparse.Namespace) -> list[Entry]:
     chosen = [
-        e for e in entries_of(given.family) if not given.only or {e.name, e.architecture, e.task} & set(given.only)
+        e
+        for e in entries_of(given.family)
+        if not given.only or {e.name, e.architecture, e.task} & set(given.only)
     ]
     return chosen[:: given.sample or 1]
 
@@ -117,7 +135,9 @@ def run_all(given: argparse.Namespace, rows: dict[tuple[str, str], Row]) -> Iter
 
 def table(rows: list[Row]) -> str:
     """Counts of outcomes by Auto class, then the classes that are not bitwise, with the reason."""
-    counts = Counter((row["task"], row["kind"]) for row in rows) + Counter(("all", row["kind"]) for row in rows)
+    counts = Counter((row["task"], row["kind"]) for row in rows) + Counter(
+        ("all", row["kind"]) for row in rows
+    )
     lines = ["| | " + " | ".join(KINDS) + " |", "|---" * (len(KINDS) + 1) + "|"]
     for task in [*dict.fromkeys(row["task"] for row in rows), "all"]:
         lines.append(f"| {task} | " + " | ".join(str(counts[task, kind]) for kind in KINDS) + " |")
@@ -125,14 +145,17 @@ def table(rows: list[Row]) -> str:
 
 
 def reasons(rows: list[Row]) -> Iterator[str]:
-    """Classes with the same reason stand together; what stands in brackets or quotes may differ between them."""
+    """Classes with the same reason stand together; what stands in brackets or quotes may differ
+    between them."""
     found: dict[tuple[str, str], list[Row]] = {}
     for row in sorted(rows, key=lambda row: KINDS.index(row["kind"])):
         if row["kind"] != "bitwise":
             alike = re.sub(r"\(.*?\)|'.*?'|\S*\.\S+|[\d.]+(e-\d+)?", "…", row["why"])[:80]
             found.setdefault((row["kind"], alike), []).append(row)
     for (kind, _), alike_rows in found.items():
-        names = ", ".join(row["name"] + ("" if row["experts"] else " (default experts)") for row in alike_rows)
+        names = ", ".join(
+            row["name"] + ("" if row["experts"] else " (default experts)") for row in alike_rows
+        )
         yield f"| {kind} | {alike_rows[0]['why'][:240].replace('|', '/')} | {names} |"
 
 
@@ -156,7 +179,10 @@ def main() -> None:
         for row in run_all(given, rows):
             rows[row["name"], row["experts"]] = row
             print(json.dumps(row), file=file, flush=True)
-            print(f"{row['seconds']:6.1f} s  {row['name']}: {row['kind']} {row['why'][:200]}", flush=True)
+            print(
+                f"{row['seconds']:6.1f} s  {row['name']}: {row['kind']} {row['why'][:200]}",
+                flush=True,
+            )
     print(table(list(rows.values())))
 
 

@@ -1,15 +1,18 @@
-"""A GPT whose output layer costs four transformer layers: on the last rank, redistributed, and sharded.
+"""A GPT whose output layer costs four transformer layers: on the last rank, redistributed, and
+sharded.
 
     torchrun --standalone --nproc-per-node 2 examples/benchmarks/vocab.py
 
-2 layers of width 256, sequence 128, 8 microbatches of 4, 1F1B; one thread per rank. With so few layers no distribution
-is even: equal layers give the last rank five units of work and the first rank one, the balancer gives four and two,
-sharding three each. (With four layers the balancer finds four and four: then sharding saves memory, not time.)
+2 layers of width 256, sequence 128, 8 microbatches of 4, 1F1B; one thread per rank. With so few
+layers no distribution is even: equal layers give the last rank five units of work and the first
+rank one, the balancer gives four and two, sharding three each. (With four layers the balancer finds
+four and four: then sharding saves memory, not time.)
 
-All variants take turns in rounds; the medians of their ratios to equal layers per rank count. While they are timed the
-process keeps the memory that it frees: glibc would return pages after one pass and fetch them for the next one, which
-takes longer than the exponentials in them and varies between runs. Bytes are those of the last rank: parameters, the
-moments of Adam, and the growth of its resident memory in a step (Linux).
+All variants take turns in rounds; the medians of their ratios to equal layers per rank count. While
+they are timed the process keeps the memory that it frees: glibc would return pages after one pass
+and fetch them for the next one, which takes longer than the exponentials in them and varies between
+runs. Bytes are those of the last rank: parameters, the moments of Adam, and the growth of its
+resident memory in a step (Linux).
 """
 
 import argparse
@@ -35,10 +38,14 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from gpt import GPT, next_byte_loss
 
 LAYERS, WIDTH, LENGTH, MICROBATCHES, ROWS = 2, 256, 128, 8, 4
-WORDS = 4 * (12 * WIDTH + 2 * LENGTH)  # FLOPs of the output layer / those of a layer = WORDS / (12 width + 2 length)
+WORDS = 4 * (
+    12 * WIDTH + 2 * LENGTH
+)  # FLOPs of the output layer / those of a layer = WORDS / (12 width + 2 length)
 STATES = 3  # parameter and two moments; gradients exist in a step alone
-TRIM_THRESHOLD = -1  # glibc's number of the size beyond which free memory at the end of the heap is given back
-MMAP_THRESHOLD = -3  # and of the size beyond which memory is outside the heap, and given back as soon as it is free
+# glibc's number of the size beyond which free memory at the end of the heap is given back
+TRIM_THRESHOLD = -1
+# and of the size beyond which memory is outside the heap, and given back as soon as it is free
+MMAP_THRESHOLD = -3
 VARIANTS: dict[str, dict[str, Any]] = {
     "equal layers": {"balance": [f"blocks.{LAYERS // 2}"]},
     "redistributed": {},
@@ -49,7 +56,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 @dataclass
 class Measured:
-    """One variant on this rank: seconds of every round, CPU seconds over all ranks, bytes of this rank."""
+    """One variant on this rank: seconds of every round, CPU seconds over all ranks, bytes of this
+    rank."""
 
     pipe: zbcompile.Pipeline
     optimizer: torch.optim.Optimizer
@@ -65,7 +73,9 @@ def model_with_words() -> nn.Module:
 
 
 def prepare(model: nn.Module, options: dict[str, Any], inputs: Tensor, targets: Tensor) -> Measured:
-    pipe = zbcompile.pipeline(model, schedule="1f1b", microbatches=MICROBATCHES, loss=next_byte_loss, **options)
+    pipe = zbcompile.pipeline(
+        model, schedule="1f1b", microbatches=MICROBATCHES, loss=next_byte_loss, **options
+    )
     pipe.compile(inputs, target=targets)
     measured = Measured(pipe, torch.optim.AdamW(pipe.parameters()))
     step(measured, inputs, targets)
@@ -95,7 +105,9 @@ def measure_bytes(measured: Measured, inputs: Tensor, targets: Tensor) -> None:
     Path("/proc/self/clear_refs").write_text("5")  # forgets the peak so far
     before = resident_bytes("VmRSS")
     step(measured, inputs, targets)
-    own = sum(parameter.numel() * parameter.element_size() for parameter in measured.pipe.parameters())
+    own = sum(
+        parameter.numel() * parameter.element_size() for parameter in measured.pipe.parameters()
+    )
     measured.bytes = STATES * own + resident_bytes("VmHWM") - before
 
 
@@ -113,20 +125,29 @@ def give_back_freed_memory() -> None:
 
 
 def resident_bytes(field: str) -> int:
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
+    line = next(
+        line
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith(field)
+    )
     return int(line.split()[1]) << 10
 
 
 def row(name: str, one: Measured, base: Measured) -> list[Any]:
     ratios = [
-        median(a / b for a, b in zip(x, y, strict=True)) for x, y in ((one.seconds, base.seconds), (one.cpu, base.cpu))
+        median(a / b for a, b in zip(x, y, strict=True))
+        for x, y in ((one.seconds, base.seconds), (one.cpu, base.cpu))
     ]
     return [name, *ratios, one.bytes / base.bytes, one.bytes / 2**20]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=7, help="paired rounds (default: %(default)s)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=7, help="paired rounds (default: %(default)s)"
+    )
     rounds = parser.parse_args().rounds
     torch.set_num_threads(1)
     keep_freed_memory()
@@ -134,7 +155,10 @@ def main() -> None:
     torch.manual_seed(0)
     model = model_with_words()
     inputs, targets = torch.randint(WORDS, (2, ROWS * MICROBATCHES, LENGTH)).unbind()
-    found = {name: prepare(copy.deepcopy(model), options, inputs, targets) for name, options in VARIANTS.items()}
+    found = {
+        name: prepare(copy.deepcopy(model), options, inputs, targets)
+        for name, options in VARIANTS.items()
+    }
     for _ in tqdm(range(rounds), disable=dist.get_rank() != 0, unit="round"):
         for measured in found.values():
             round_of(measured, inputs, targets)
@@ -144,9 +168,16 @@ def main() -> None:
     if dist.get_rank() == dist.get_world_size() - 1:
         rows = [row(name, measured, found["equal layers"]) for name, measured in found.items()]
         print(
-            f"{dist.get_world_size()} ranks, {WORDS} words, {rounds} rounds; ratios to equal layers, output layer last"
+            f"{dist.get_world_size()} ranks, {WORDS} words, {rounds} rounds; ratios to equal"
+            " layers, output layer last"
         )
-        print(tabulate(rows, ["variant", "step time", "CPU seconds", "bytes, last rank", "MiB"], floatfmt=".3f"))
+        print(
+            tabulate(
+                rows,
+                ["variant", "step time", "CPU seconds", "bytes, last rank", "MiB"],
+                floatfmt=".3f",
+            )
+        )
     dist.destroy_process_group()
 
 

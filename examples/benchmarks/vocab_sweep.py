@@ -1,9 +1,11 @@
-"""Every combination that `test_vocabulary_models.py` samples, in processes over gloo, in a checkout:
+"""Every combination that `test_vocabulary_models.py` samples, in processes over gloo, in a
+checkout:
 
     python examples/benchmarks/vocab_sweep.py [--models llama gpt2] [--ranks 2 4]
 
-transformers' Llama, GPT-2, Gemma-2 and BERT with their vocabularies sharded, under 1f1b, zb-h1, zb-v and dualpipe-v
-with one and two barriers: loss and gradients of a step against the unsplit model.
+transformers' Llama, GPT-2, Gemma-2 and BERT with their vocabularies sharded, under 1f1b, zb-h1,
+zb-v and dualpipe-v with one and two barriers: loss and gradients of a step against the unsplit
+model.
 """
 
 import argparse
@@ -16,10 +18,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 
-import torch  # noqa: E402
+import torch
 
-from tests.support.pool import Pool, open_pool  # noqa: E402
-from tests.support.vocabulary_models import (  # noqa: E402
+from tests.support.pool import Pool, open_pool
+from tests.support.vocabulary_models import (
     MODELS,
     SCHEDULES,
     ModelCase,
@@ -29,8 +31,8 @@ from tests.support.vocabulary_models import (  # noqa: E402
     quick_step,
     unsplit,
 )
-from zbcompile.compiler.compile_model import ExportedModel  # noqa: E402
-from zbcompile.program.program import Program  # noqa: E402
+from zbcompile.compiler.compile_model import ExportedModel
+from zbcompile.program.program import Program
 
 # Each process exports a model once, and compiles it once per placement of its stages.
 EXPORTED: dict[str, ExportedModel] = {}
@@ -55,7 +57,9 @@ def difference(case: ModelCase, pool: Pool) -> str:
     """Empty if loss and gradients are the unsplit model's."""
     expected = unsplit(case)
     try:
-        assert_same(join(pool.run(step, case, ranks=case.ranks, timeout=600), expected[1]), expected)
+        assert_same(
+            join(pool.run(step, case, ranks=case.ranks, timeout=600), expected[1]), expected
+        )
     except Exception as error:
         return f"{type(error).__name__}: {str(error)[:500]}"
     return ""

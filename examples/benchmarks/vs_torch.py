@@ -2,14 +2,16 @@
 
     torchrun --standalone --nproc-per-node 2 examples/benchmarks/vs_torch.py
 
-GPT of 8 layers, width 256, sequence 128, 8 microbatches of 2, AdamW; one thread per rank. In every round each
-contender takes one step, in a new random order, so that drift of the machine and the caches left by the previous
-contender affect all alike. Prints medians over the rounds of seconds per step, of CPU seconds summed over the ranks
-relative to the eager process, and of each contender's time relative to torch's fastest in the same round; and the peak
-of bytes that wait for a backward on any rank, counted by storage without parameters (torch's by saved-tensor hooks).
-The eager step is also run on all ranks at once: cores that work at the same time share caches and memory, and no
-schedule is to blame for that. With more ranks than cores only CPU seconds mean anything.
-Targets: CPU seconds of our zb-v <= 1.03; every one of ours ahead of every one of torch's, holding less.
+GPT of 8 layers, width 256, sequence 128, 8 microbatches of 2, AdamW; one thread per rank. In every
+round each contender takes one step, in a new random order, so that drift of the machine and the
+caches left by the previous contender affect all alike. Prints medians over the rounds of seconds
+per step, of CPU seconds summed over the ranks relative to the eager process, and of each
+contender's time relative to torch's fastest in the same round; and the peak of bytes that wait for
+a backward on any rank, counted by storage without parameters (torch's by saved-tensor hooks). The
+eager step is also run on all ranks at once: cores that work at the same time share caches and
+memory, and no schedule is to blame for that. With more ranks than cores only CPU seconds mean
+anything. Targets: CPU seconds of our zb-v <= 1.03; every one of ours ahead of every one of torch's,
+holding less.
 """
 
 import argparse
@@ -48,7 +50,8 @@ MICROBATCHES, ROWS, LENGTH, WIDTH, LAYERS = 8, 2, 128, 256, 8
 
 
 class Part(nn.Module):
-    """Some consecutive layers of the GPT, with the embeddings in the first part and the head in the last."""
+    """Some consecutive layers of the GPT, with the embeddings in the first part and the head in the
+    last."""
 
     def __init__(self, model: GPT, part: int, parts: int) -> None:
         super().__init__()
@@ -75,10 +78,15 @@ class _Embed(nn.Module):
 
 
 class Contender:
-    """One way to take a step, its optimizer, and what was measured; `copies` ranks take the whole step."""
+    """One way to take a step, its optimizer, and what was measured; `copies` ranks take the whole
+    step."""
 
     def __init__(
-        self, step: Callable[[], Any], parameters: Iterator[nn.Parameter], held: Callable[[], int], copies: int = 1
+        self,
+        step: Callable[[], Any],
+        parameters: Iterator[nn.Parameter],
+        held: Callable[[], int],
+        copies: int = 1,
     ) -> None:
         self.step, self.held, self.copies = step, held, copies
         self.optimizer = torch.optim.AdamW(parameters)
@@ -100,8 +108,12 @@ class Contender:
         self.cpu.append(float(spent) / self.copies)
 
 
-def ours(name: str, model: nn.Module, inputs: Tensor, targets: Tensor, backend: str = "fx") -> Contender:
-    pipe = zbcompile.pipeline(model, schedule=name, microbatches=MICROBATCHES, loss=next_byte_loss, backend=backend)
+def ours(
+    name: str, model: nn.Module, inputs: Tensor, targets: Tensor, backend: str = "fx"
+) -> Contender:
+    pipe = zbcompile.pipeline(
+        model, schedule=name, microbatches=MICROBATCHES, loss=next_byte_loss, backend=backend
+    )
     pipe.compile(inputs, target=targets)
 
     def held() -> int:
@@ -113,24 +125,39 @@ def ours(name: str, model: nn.Module, inputs: Tensor, targets: Tensor, backend: 
     return Contender(lambda: pipe.step(inputs, target=targets), pipe.parameters(), held)
 
 
-def torchs(name: str, model: GPT, inputs: Tensor, targets: Tensor, compiled: bool = False) -> Contender:
-    rank, placement = dist.get_rank(), build(TORCH[name], dist.get_world_size(), MICROBATCHES).placement
+def torchs(
+    name: str, model: GPT, inputs: Tensor, targets: Tensor, compiled: bool = False
+) -> Contender:
+    rank, placement = (
+        dist.get_rank(),
+        build(TORCH[name], dist.get_world_size(), MICROBATCHES).placement,
+    )
     count = placement.stages
     parts = {i: Part(model, i, count) for i in placement.stages_of(rank)}
     tokens = torch.zeros_like(inputs[:ROWS])
-    hidden, logits = (tokens.new_zeros(ROWS, LENGTH, n, dtype=torch.float32).requires_grad_() for n in (WIDTH, 256))
+    hidden, logits = (
+        tokens.new_zeros(ROWS, LENGTH, n, dtype=torch.float32).requires_grad_()
+        for n in (WIDTH, 256)
+    )
     stages = []
     for i, part in parts.items():
         example = tokens if i == 0 else hidden
         module: Any = torch.compile(part, dynamic=False) if compiled else part
         result = logits if i == count - 1 else hidden
-        stages.append(PipelineStage(module, i, count, inputs.device, input_args=(example,), output_args=(result,)))
+        stages.append(
+            PipelineStage(
+                module, i, count, inputs.device, input_args=(example,), output_args=(result,)
+            )
+        )
     kind = getattr(torch_schedules, name)
     single = issubclass(kind, torch_schedules.PipelineScheduleSingle)
     schedule = kind(stages[0] if single else stages, MICROBATCHES, loss_fn=next_byte_loss)
 
     def step() -> None:
-        schedule.step(*((inputs,) if 0 in parts else ()), **({"target": targets} if count - 1 in parts else {}))
+        schedule.step(
+            *((inputs,) if 0 in parts else ()),
+            **({"target": targets} if count - 1 in parts else {}),
+        )
 
     parameters = [p for part in parts.values() for p in part.parameters()]
     return Contender(step, iter(parameters), lambda: _peak_of(step, parameters))
@@ -178,7 +205,9 @@ def eager(model: nn.Module, inputs: Tensor, targets: Tensor, copies: int) -> Con
 
     def step() -> None:
         if dist.get_rank() < copies:
-            for part, target in zip(inputs.chunk(MICROBATCHES), targets.chunk(MICROBATCHES), strict=True):
+            for part, target in zip(
+                inputs.chunk(MICROBATCHES), targets.chunk(MICROBATCHES), strict=True
+            ):
                 (next_byte_loss(model(part), target) / MICROBATCHES).backward()
 
     return Contender(step, model.parameters(), lambda: 0, copies)
@@ -193,10 +222,18 @@ def case(layers: int, device: torch.device) -> tuple[GPT, Tensor, Tensor]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=25, help="paired rounds (default: %(default)s)")
-    parser.add_argument("--ours", default=",".join(OURS), help="our schedules (default: %(default)s)")
-    parser.add_argument("--torch", default=",".join(TORCH), help="torch's classes (default: %(default)s)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=25, help="paired rounds (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--ours", default=",".join(OURS), help="our schedules (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--torch", default=",".join(TORCH), help="torch's classes (default: %(default)s)"
+    )
     add_device(parser)
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -204,8 +241,12 @@ def main() -> None:
     start_group(device)
     model, inputs, targets = case(LAYERS, device)
     contenders = {ALONE: eager(copy.deepcopy(model), inputs, targets, 1)}
-    contenders["eager, on every rank"] = eager(copy.deepcopy(model), inputs, targets, dist.get_world_size())
-    contenders |= {name: ours(name, copy.deepcopy(model), inputs, targets) for name in options.ours.split(",")}
+    contenders["eager, on every rank"] = eager(
+        copy.deepcopy(model), inputs, targets, dist.get_world_size()
+    )
+    contenders |= {
+        name: ours(name, copy.deepcopy(model), inputs, targets) for name in options.ours.split(",")
+    }
     for name in options.torch.split(","):
         contenders[f"torch {name}"] = torchs(name, copy.deepcopy(model), inputs, targets)
     chance = random.Random(0)  # the same on every rank

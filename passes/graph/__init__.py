@@ -1,1 +1,2 @@
-"""What every pass needs to know about FX graphs: roles, storages, FLOPs, source lines, minimum cuts."""
+"""What every pass needs to know about FX graphs: roles, storages, FLOPs, source lines, minimum
+cuts."""

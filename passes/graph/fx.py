@@ -29,31 +29,40 @@ def operator_name(node: Node) -> str:
 
 
 def is_random(node: Node) -> bool:
-    """Whether a node draws random numbers. Such a node moves the generator: never dropped, copied or reordered."""
+    """Whether a node draws random numbers. Such a node moves the generator: never dropped, copied
+    or reordered."""
     return draws(node.target, node.args, node.kwargs)
 
 
 def draws(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether a call of an operation draws random numbers."""
-    if not isinstance(operation, OpOverload) or torch.Tag.nondeterministic_seeded not in operation.tags:
+    if (
+        not isinstance(operation, OpOverload)
+        or torch.Tag.nondeterministic_seeded not in operation.tags
+    ):
         return False
     dropped = _argument(operation, args, kwargs, "dropout_p", 1.0)
     return bool(dropped != 0.0)  # attention without dropout carries the tag but draws nothing
 
 
 def argument_of(node: Node, name: str, missing: Any) -> Any:
-    """The value of an argument of an operator call, or its default; `missing` if the operator has none of that name."""
+    """The value of an argument of an operator call, or its default; `missing` if the operator has
+    none of that name."""
     return _argument(node.target, node.args, node.kwargs, name, missing)
 
 
-def _argument(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str, missing: Any) -> Any:
+def _argument(
+    operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str, missing: Any
+) -> Any:
     for index, declared in enumerate(arguments_of(operation)):
         if declared.name == name:
             return kwargs.get(name, args[index] if index < len(args) else declared.default_value)
     return missing
 
 
-def nodes_behind(nodes: Iterable[Node], wanted: Callable[[Node], bool] = lambda node: True) -> set[Node]:
+def nodes_behind(
+    nodes: Iterable[Node], wanted: Callable[[Node], bool] = lambda node: True
+) -> set[Node]:
     """The `wanted` ones among `nodes`, and those that they depend on through wanted ones."""
     found: set[Node] = set()
     queue = list(nodes)
@@ -104,14 +113,17 @@ def call_text(node: Node, numbers: Mapping[Node, NodeNumber]) -> str:
 def on_any_device(text: str) -> str:
     """The text of operations without device indices, which differ from rank to rank.
 
-    >>> on_any_device("ones = torch.ops.aten.ones.default([2], device = device(type='cuda', index=1))")
-    "ones = torch.ops.aten.ones.default([2], device = device(type='cuda'))"
+    >>> on_any_device("aten.ones.default([2], device = device(type='cuda', index=1))")
+    "aten.ones.default([2], device = device(type='cuda'))"
     """
     return re.sub(r"(device\(type='\w+'), index=\d+\)", r"\1)", text)
 
 
-def like(value: torch.Tensor, *, dtype: torch.dtype | None = None, device: torch.device | None = None) -> torch.Tensor:
-    """An uninitialised tensor with the shape and strides of `value`, and its dtype and device unless others are given.
+def like(
+    value: torch.Tensor, *, dtype: torch.dtype | None = None, device: torch.device | None = None
+) -> torch.Tensor:
+    """An uninitialised tensor with the shape and strides of `value`, and its dtype and device
+    unless others are given.
 
     Inside a fake tensor mode the result is a fake of that mode, whichever mode `value` comes from.
     """

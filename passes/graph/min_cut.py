@@ -1,4 +1,5 @@
-"""Minimum cuts of directed networks with integer capacities, exactly (Dinic 1970: blocking flows on level graphs)."""
+"""Minimum cuts of directed networks with integer capacities, exactly (Dinic 1970: blocking flows on
+level graphs)."""
 
 from collections import deque
 from collections.abc import Hashable
@@ -71,7 +72,8 @@ class _Flow:
         return total
 
     def _find_levels(self) -> bool:
-        """Compute breadth-first distances from the source over residual edges; return whether the sink is reached."""
+        """Compute breadth-first distances from the source over residual edges; return whether the
+        sink is reached."""
         self.level = [-1] * len(self.out)
         self.level[0] = 0
         queue = deque([0])
@@ -84,7 +86,8 @@ class _Flow:
         return self.level[1] >= 0
 
     def _push_along_a_path(self) -> int:
-        """Walk to the sink level by level, backing out of dead ends, and fill the path that was found; 0 if none."""
+        """Walk to the sink level by level, backing out of dead ends, and fill the path that was
+        found; 0 if none."""
         path: list[int] = []
         vertex = 0
         while vertex != 1:

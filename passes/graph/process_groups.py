@@ -1,6 +1,7 @@
-"""Process groups in graphs. A collective names its group, and that name is valid in one process only, while the graphs
-must be equal on all ranks. So graphs call a group of the mesh by its dimension ("tp") and any other `group0`, `group1`,
-in order of appearance, and every process substitutes its own names when it prepares to run.
+"""Process groups in graphs. A collective names its group, and that name is valid in one process
+only, while the graphs must be equal on all ranks. So graphs call a group of the mesh by its
+dimension ("tp") and any other `group0`, `group1`, in order of appearance, and every process
+substitutes its own names when it prepares to run.
 """
 
 from collections.abc import Iterator, Mapping
@@ -13,7 +14,9 @@ from zbcompile.passes.graph.storage import tensors_of
 from zbcompile.passes.torch_private import FUNCTIONAL_COLLECTIVES, OpOverload, arguments_of
 
 WAIT = "wait_tensor"
-GROUP = "group_name"  # the argument by which functional collectives, and custom operators, take their group
+GROUP = (  # the argument by which functional collectives, and custom operators, take their group
+    "group_name"
+)
 
 
 def is_collective(node: Node) -> bool:
@@ -27,7 +30,8 @@ def is_wait(node: Node) -> bool:
 
 
 def is_under_way(node: Node) -> bool:
-    """Whether a node's result is that of a collective that is still running. A custom operator waits for its own."""
+    """Whether a node's result is that of a collective that is still running. A custom operator
+    waits for its own."""
     return _is_functional(node) and not is_wait(node)
 
 
@@ -47,8 +51,12 @@ def with_groups(module: GraphModule, names: Mapping[str, str]) -> GraphModule:
 
 def exchanged_bytes(node: Node) -> int:
     """The bytes that a collective takes or returns, whichever are more."""
-    given = [tensor for source in node.all_input_nodes for tensor in tensors_of(source.meta.get("val"))]
-    return max(sum(t.nbytes for t in given), sum(t.nbytes for t in tensors_of(node.meta.get("val"))))
+    given = [
+        tensor for source in node.all_input_nodes for tensor in tensors_of(source.meta.get("val"))
+    ]
+    return max(
+        sum(t.nbytes for t in given), sum(t.nbytes for t in tensors_of(node.meta.get("val")))
+    )
 
 
 def group_of(node: Node) -> Any:
@@ -65,7 +73,9 @@ def groups_in(graph: Graph) -> Iterator[str]:
 
 
 def _has_group(node: Node) -> bool:
-    return isinstance(node.target, OpOverload) and any(a.name == GROUP for a in arguments_of(node.target))
+    return isinstance(node.target, OpOverload) and any(
+        a.name == GROUP for a in arguments_of(node.target)
+    )
 
 
 def _position(node: Node) -> int:

@@ -1,4 +1,5 @@
-"""What a graph's inputs and outputs mean. Passes and runtime find values by slot, never by position."""
+"""What a graph's inputs and outputs mean. Passes and runtime find values by slot, never by
+position."""
 
 import math
 from typing import Literal, NamedTuple
@@ -13,7 +14,8 @@ Kind = Literal[
     "activation",  # name: the node that makes a value which crosses a stage boundary
     "tangent",  # name: the activation (or "loss") whose gradient arrives
     "input_gradient",  # name: the activation whose gradient leaves towards the previous stage
-    "virtual_gradient",  # name: the first activation that a stage computes from parameters alone; no piece returns it
+    # name: the first activation that a stage computes from parameters alone; no piece returns it
+    "virtual_gradient",
     "gradient",  # name: the FQN of the parameter
     "accumulator",  # name: the FQN of the parameter whose gradient buffer is added into
     "part",  # name: the node whose value is a part of a gradient that several stages compute
@@ -21,8 +23,11 @@ Kind = Literal[
     "mutation",  # name: the FQN of the buffer that takes this value
     "loss",
     "output",  # name: the index of the leaf in the model's output
-    "check",  # name: the number of an `assert` of forward, in their order; the value is whether it holds
-    "fits",  # name: as of a check; the value is whether the tokens of an exchange between experts fit into it
+    # name: the number of an `assert` of forward, in their order; the value is whether it holds
+    "check",
+    # name: as of a check; the value is whether the tokens of an exchange between experts fit into
+    # it
+    "fits",
 ]
 
 

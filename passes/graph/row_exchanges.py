@@ -1,12 +1,12 @@
 """Exchanges of rows whose counts are known only when they run.
 
-`exchange_rows` is an operator: the host reads the counts, and as many rows travel as there are; what arrives lies in a
-tensor of fixed size, with zeros behind it.
+`exchange_rows` is an operator: the host reads the counts, and as many rows travel as there are;
+what arrives lies in a tensor of fixed size, with zeros behind it.
 
-`RoutedExchanges` makes such operators of functional all-to-alls whose parts have sizes that forward reads out of a
-tensor, as expert layers do that send tokens where a router says. A trace has no value for the numbers of such a list:
-they pass for ints, and all that they are good for is to be given to an all-to-all. Its result has room for all rows
-that may come.
+`RoutedExchanges` makes such operators of functional all-to-alls whose parts have sizes that forward
+reads out of a tensor, as expert layers do that send tokens where a router says. A trace has no
+value for the numbers of such a list: they pass for ints, and all that they are good for is to be
+given to an all-to-all. Its result has room for all rows that may come.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,9 +21,12 @@ _REPEATS = (Tensor.repeat_interleave, torch.repeat_interleave)
 
 
 @torch.library.custom_op("zbcompile::exchange_rows", mutates_args=())
-def exchange_rows(rows: Tensor, sent: Tensor, arriving: Tensor, count: int, group_name: str) -> Tensor:
-    """The first `sent[i]` rows that no rank before i gets go to rank i of the group, and `arriving[i]` come from there:
-    the first `count` of these, in the order of the ranks. Rows that are missing are zeros."""
+def exchange_rows(
+    rows: Tensor, sent: Tensor, arriving: Tensor, count: int, group_name: str
+) -> Tensor:
+    """The first `sent[i]` rows that no rank before i gets go to rank i of the group, and
+    `arriving[i]` come from there: the first `count` of these, in the order of the ranks. Rows that
+    are missing are zeros."""
     to, come = sent.tolist(), arriving.tolist()
     given, made = _first(rows, sum(to)), rows.new_empty(sum(come), *rows.shape[1:])
     torch.distributed.all_to_all_single(made, given, come, to, group=group_called(group_name))
@@ -82,7 +85,8 @@ class RoutedExchanges:
         self.sizes: dict[int, _Sizes] = {}
 
     def numbers(self, counts: Tensor) -> "list[RoutedCount] | None":
-        """Returns stand-ins for the numbers of a list that an all-to-all may take; None for other tensors."""
+        """Returns stand-ins for the numbers of a list that an all-to-all may take; None for other
+        tensors."""
         whole = counts.ndim == 1 and not counts.is_floating_point() and not counts.is_complex()
         if whole and torch.distributed.is_available() and torch.distributed.is_initialized():
             return [RoutedCount(counts, place) for place in range(counts.shape[0])]
@@ -92,12 +96,17 @@ class RoutedExchanges:
         """The result of a call; NotImplemented if it does not deal with such numbers."""
         if function in _REPEATS and kwargs.get("output_size") is not None:
             return self._repeated(*args, **kwargs)
-        if getattr(function, "__name__", "") == "all_to_all_single" and len(args) == 4 and _are_routed(args[2]):
+        if (
+            getattr(function, "__name__", "") == "all_to_all_single"
+            and len(args) == 4
+            and _are_routed(args[2])
+        ):
             return self._exchanged(*args)
         return NotImplemented
 
     def _exchanged(self, rows: Tensor, output_sizes: Any, input_sizes: Any, group: str) -> Any:
-        """If what arrives is what was sent before by other sizes, as on the way back, it has as many rows."""
+        """If what arrives is what was sent before by other sizes, as on the way back, it has as
+        many rows."""
         if not _are_routed(output_sizes):
             return NotImplemented
         sent, arriving = input_sizes[0].counts, output_sizes[0].counts
@@ -106,10 +115,15 @@ class RoutedExchanges:
         self.sizes |= {id(sent): _Sizes(sent, rows.shape[0]), id(arriving): _Sizes(arriving, count)}
         return exchange_rows(rows, sent, arriving, count, group)
 
-    def _repeated(self, first: Tensor, repeats: Any = None, dim: int | None = None, *, output_size: Any) -> Any:
-        """`repeat_interleave` to a number of rows that may be more than the repeats: the last value fills them."""
+    def _repeated(
+        self, first: Tensor, repeats: Any = None, dim: int | None = None, *, output_size: Any
+    ) -> Any:
+        """`repeat_interleave` to a number of rows that may be more than the repeats: the last value
+        fills them."""
         counts, values = (first, None) if repeats is None else (repeats, first)
-        if not (isinstance(counts, Tensor) and isinstance(output_size, int) and self.is_open(counts)):
+        if not (
+            isinstance(counts, Tensor) and isinstance(output_size, int) and self.is_open(counts)
+        ):
             return NotImplemented
         if values is not None and (values.ndim != 1 or values.requires_grad):
             return NotImplemented
@@ -124,6 +138,6 @@ def _are_routed(sizes: Any) -> bool:
     if not any(kinds) or not all(kinds):
         return False
     counts = sizes[0].counts
-    return all(each.counts is counts and each.place == at for at, each in enumerate(sizes)) and len(sizes) == len(
-        counts
-    )
+    return all(each.counts is counts and each.place == at for at, each in enumerate(sizes)) and len(
+        sizes
+    ) == len(counts)

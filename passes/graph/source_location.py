@@ -1,4 +1,5 @@
-"""Origin: the line of the user's model that an operation comes from, and the module that it ran in."""
+"""Origin: the line of the user's model that an operation comes from, and the module that it
+ran in."""
 
 import linecache
 import os
@@ -20,8 +21,12 @@ def _folder(module: ModuleType) -> str:
 
 
 _TORCH, _PYTHON = _folder(torch), _folder(os)
-_OWN = tuple(_folder(sys.modules[name]) for name in ("zbcompile", "zbcompile.passes"))  # the packages around this file
-_real = cache(os.path.realpath)  # it asks the system about every folder of a path, and nodes have a dozen frames each
+_OWN = tuple(
+    _folder(sys.modules[name]) for name in ("zbcompile", "zbcompile.passes")
+)  # the packages around this file
+_real = cache(
+    os.path.realpath
+)  # it asks the system about every folder of a path, and nodes have a dozen frames each
 _FRAME = re.compile(r'File "(?P<file>.*)", line (?P<line>\d+)')
 
 
@@ -29,7 +34,8 @@ _FRAME = re.compile(r'File "(?P<file>.*)", line (?P<line>\d+)')
 class Origin:
     """`module` is the path of the innermost module ("" for the model itself).
 
-    `file` is "" for the loss function, and inside regions (torch.no_grad, autocast) whose lines torch.export forgets.
+    `file` is "" for the loss function, and inside regions (torch.no_grad, autocast) whose lines
+    torch.export forgets.
     """
 
     module: str
@@ -54,8 +60,8 @@ class Origin:
 def origin_of(node: Node) -> Origin | None:
     """Where `node` comes from; None if no module or line of the model made it.
 
-    The innermost frame outside torch counts; a model that consists of torch's own modules has only torch's frames. A
-    graph read from a file carries its origins with it.
+    The innermost frame outside torch counts; a model that consists of torch's own modules has only
+    torch's frames. A graph read from a file carries its origins with it.
     """
     if "origin" in node.meta:
         return cast(Origin, node.meta["origin"])
@@ -63,11 +69,15 @@ def origin_of(node: Node) -> Origin | None:
         return _annotated_origin(node)
     frames = _frames(stack_trace(node))
     users = [frame for frame in frames if not _real(frame[0]).startswith((_TORCH, *_OWN))]
-    path, _ = next(reversed(module_stack(node).values()), ("", None))  # "model" is the user's, "" the training step
+    path, _ = next(
+        reversed(module_stack(node).values()), ("", None)
+    )  # "model" is the user's, "" the training step
     module = path.removeprefix("model").removeprefix(".")
     if users:
         return Origin(module, *users[-1])
-    if frames and not path:  # the training step itself calls the loss, whose frames torch.export leaves out
+    if (
+        frames and not path
+    ):  # the training step itself calls the loss, whose frames torch.export leaves out
         return Origin("", "", 0, "loss(output, target)")
     others = [frame for frame in frames if not _real(frame[0]).startswith(_OWN)]
     if others:
@@ -97,7 +107,9 @@ def is_own(file: str) -> bool:
     return _real(file).startswith(_OWN)
 
 
-_NOT_USERS = frozenset((*sys.stdlib_module_names, "torch", "numpy", "sympy", "zbcompile")) - {"__main__"}
+_NOT_USERS = frozenset((*sys.stdlib_module_names, "torch", "numpy", "sympy", "zbcompile")) - {
+    "__main__"
+}
 
 
 def is_users_name(module: object) -> bool:
@@ -117,7 +129,9 @@ def _frames(trace: str) -> list[tuple[str, int, str]]:
     found = []
     for text, code in zip(lines, [*lines[1:], ""], strict=False):
         match = _FRAME.match(text)
-        if match and not match["file"].startswith("<"):  # a generated function has no file to look at
+        if match and not match["file"].startswith(
+            "<"
+        ):  # a generated function has no file to look at
             found.append((match["file"], int(match["line"]), "" if _FRAME.match(code) else code))
     return found
 

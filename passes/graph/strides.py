@@ -1,8 +1,9 @@
-"""Strides at a boundary. A value that crosses keeps the strides that eager gives it, because kernels, and with them the
-last bits, depend on strides.
+"""Strides at a boundary. A value that crosses keeps the strides that eager gives it, because
+kernels, and with them the last bits, depend on strides.
 
-A slice has gaps between its rows and an expanded tensor repeats its elements. Neither travels: what is sent is packed,
-and laid out again where it arrives. Without `exact` the packed form is also what the next stage works on.
+A slice has gaps between its rows and an expanded tensor repeats its elements. Neither travels: what
+is sent is packed, and laid out again where it arrives. Without `exact` the packed form is also what
+the next stage works on.
 """
 
 from collections.abc import Sequence
@@ -16,9 +17,12 @@ Layout = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def is_dense(value: torch.Tensor) -> bool:
-    """Whether the elements fill a block of memory without gaps or overlap, in any order of dimensions."""
+    """Whether the elements fill a block of memory without gaps or overlap, in any order of
+    dimensions."""
     expected = 1
-    for size, stride in sorted(zip(value.shape, value.stride(), strict=True), key=lambda pair: (pair[1], pair[0])):
+    for size, stride in sorted(
+        zip(value.shape, value.stride(), strict=True), key=lambda pair: (pair[1], pair[0])
+    ):
         if size != 1 and stride != expected:
             return False
         expected *= size
@@ -26,7 +30,8 @@ def is_dense(value: torch.Tensor) -> bool:
 
 
 def packed_layout(shape: Sequence[int], strides: Sequence[int]) -> Layout:
-    """Shape and strides of the dense block that holds each element once: repeated dimensions have size 1 there."""
+    """Shape and strides of the dense block that holds each element once: repeated dimensions have
+    size 1 there."""
     once = tuple(1 if stride == 0 else size for size, stride in zip(shape, strides, strict=True))
     packed, expected = [0] * len(once), 1
     for dimension in sorted(range(len(once)), key=lambda d: (strides[d], once[d], -d)):
@@ -36,19 +41,25 @@ def packed_layout(shape: Sequence[int], strides: Sequence[int]) -> Layout:
 
 
 def copy_with_strides(value: torch.Tensor) -> torch.Tensor:
-    """A copy with the same strides, whatever they are: broadcast and with gaps too; without history.
+    """A copy with the same strides, whatever they are: broadcast and with gaps too; without
+    history.
 
     >>> copy_with_strides(torch.arange(3.0).expand(2, 3)).stride()
     (0, 1)
     """
     if value.numel() == 0:
         return like(value)
-    reach = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
-    return value.detach().as_strided((reach,), (1,)).clone().as_strided(value.shape, value.stride(), 0)
+    reach = 1 + sum(
+        (size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True)
+    )
+    return (
+        value.detach().as_strided((reach,), (1,)).clone().as_strided(value.shape, value.stride(), 0)
+    )
 
 
 def boundary_like(value: torch.Tensor, exact: bool) -> torch.Tensor:
-    """The fake tensor as which a stage receives `value`: with its strides if they are dense or `exact` asks for them.
+    """The fake tensor as which a stage receives `value`: with its strides if they are dense or
+    `exact` asks for them.
 
     A value whose elements overlap other than by repetition arrives contiguous.
     """
@@ -60,7 +71,8 @@ def boundary_like(value: torch.Tensor, exact: bool) -> torch.Tensor:
 
 
 def _overlaps(value: torch.Tensor) -> bool:
-    """Whether two elements share a place, not counting dimensions of stride 0 (which repeat what they hold)."""
+    """Whether two elements share a place, not counting dimensions of stride 0 (which repeat what
+    they hold)."""
     end = 1
     for stride, size in sorted(zip(value.stride(), value.shape, strict=True)):
         if size > 1 and stride:

@@ -28,8 +28,12 @@ def _attention_forward(query: Any, key: Any, value: Any, *args: Any, **kwargs: A
     return 2 * math.prod(batch) * tokens * key[-2] * (width + value[-1])
 
 
-def _attention_backward(gradient: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
-    return _attention_forward(query, key, value) * 5 // 2  # scores recomputed, then the gradients of scores, q, k and v
+def _attention_backward(
+    gradient: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any
+) -> int:
+    return (
+        _attention_forward(query, key, value) * 5 // 2
+    )  # scores recomputed, then the gradients of scores, q, k and v
 
 
 def _product(one: Any, other: Any, *args: Any, **kwargs: Any) -> int:
@@ -42,7 +46,8 @@ def _added_product(added: Any, one: Any, other: Any, *args: Any, **kwargs: Any) 
 
 
 def _grouped_product(one: Any, other: Any, *args: Any, **kwargs: Any) -> int:
-    """Rows of one group meet the matrix of their group alone, in whatever dimension the groups lie."""
+    """Rows of one group meet the matrix of their group alone, in whatever dimension the
+    groups lie."""
     return 2 * (math.prod(other) * one[-2] if len(one) > len(other) else math.prod(one) * other[-1])
 
 
@@ -60,7 +65,10 @@ _MISSING = {
     **dict.fromkeys(GROUPED_PRODUCTS, _grouped_product),
 }
 # transformers' own operators for experts, which exist once that module is imported.
-_OF_TRANSFORMERS = {"grouped_mm_fallback": _grouped_product, "grouped_mm_fallback_backward": _grouped_product_backward}
+_OF_TRANSFORMERS = {
+    "grouped_mm_fallback": _grouped_product,
+    "grouped_mm_fallback_backward": _grouped_product_backward,
+}
 
 
 def count_flops(
@@ -68,34 +76,58 @@ def count_flops(
 ) -> dict[Node, int]:
     """Floating-point operations of every call (a multiply-add is two), as torch's counter has them.
 
-    Read off the values in the graph, but for those `counted` already. Only operations that are composite or call a
-    graph are run, equal ones once.
+    Read off the values in the graph, but for those `counted` already. Only operations that are
+    composite or call a graph are run, equal ones once.
     """
     known = _counter().flop_registry
     runs: dict[str, int] = {}
-    others = (node for node in module.graph.nodes if node.op == "call_function" and node not in counted)
-    found = {n: _flops_of(n, known) if _is_elementary(n) else _flops_by_run(n, mode, runs) for n in others}
+    others = (
+        node for node in module.graph.nodes if node.op == "call_function" and node not in counted
+    )
+    found = {
+        n: _flops_of(n, known) if _is_elementary(n) else _flops_by_run(n, mode, runs)
+        for n in others
+    }
     return {**found, **counted}
 
 
 def without_formula(module: GraphModule) -> set[str]:
-    """The operators of other libraries in a graph whose FLOPs are unknown; their time is estimated by their bytes."""
+    """The operators of other libraries in a graph whose FLOPs are unknown; their time is estimated
+    by their bytes."""
     known = _counter().flop_registry
-    packets = {getattr(n.target, "overloadpacket", None): n.target for n in module.graph.nodes if not is_collective(n)}
-    targets = (target for packet, target in packets.items() if packet is not None and packet not in known)
-    return {str(t.overloadpacket) for t in targets if t.namespace not in ("aten", "prims", *FUNCTIONAL_COLLECTIVES)}
+    packets = {
+        getattr(n.target, "overloadpacket", None): n.target
+        for n in module.graph.nodes
+        if not is_collective(n)
+    }
+    targets = (
+        target for packet, target in packets.items() if packet is not None and packet not in known
+    )
+    return {
+        str(t.overloadpacket)
+        for t in targets
+        if t.namespace not in ("aten", "prims", *FUNCTIONAL_COLLECTIVES)
+    }
 
 
 def _is_elementary(node: Node) -> bool:
     name = getattr(node.target, "__name__", "")
-    if name.startswith("flex_attention"):  # its backward does not run on a CPU, and from 2.13 on it has a formula
+    if name.startswith(
+        "flex_attention"
+    ):  # its backward does not run on a CPU, and from 2.13 on it has a formula
         return True
-    return is_getitem(node) or (isinstance(node.target, OpOverload) and not is_composite(node.target))
+    return is_getitem(node) or (
+        isinstance(node.target, OpOverload) and not is_composite(node.target)
+    )
 
 
 def _counter() -> FlopCounterMode:
     known = torch.ops.transformers
-    experts = {getattr(known, name): count for name, count in _OF_TRANSFORMERS.items() if hasattr(known, name)}
+    experts = {
+        getattr(known, name): count
+        for name, count in _OF_TRANSFORMERS.items()
+        if hasattr(known, name)
+    }
     return FlopCounterMode(display=False, custom_mapping={**_MISSING, **experts})
 
 

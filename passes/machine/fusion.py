@@ -1,4 +1,5 @@
-"""Which operations inductor would run as one kernel: chains of elementwise operations and reductions."""
+"""Which operations inductor would run as one kernel: chains of elementwise operations and
+reductions."""
 
 from collections.abc import Sequence, Set
 
@@ -13,18 +14,30 @@ aten = torch.ops.aten
 # Kernels of their own: they gather or scatter rows, or sort.
 ALONE = frozenset(
     {
-        *(aten.embedding, aten.embedding_dense_backward, aten.index_add_, aten.index_put, aten.sort, aten.topk),
-        *(aten.max_pool2d_with_indices, aten.max_pool2d_with_indices_backward, aten.cumsum, aten.scatter_add),
+        *(
+            aten.embedding,
+            aten.embedding_dense_backward,
+            aten.index_add_,
+            aten.index_put,
+            aten.sort,
+            aten.topk,
+        ),
+        *(
+            aten.max_pool2d_with_indices,
+            aten.max_pool2d_with_indices_backward,
+            aten.cumsum,
+            aten.scatter_add,
+        ),
     }
 )
 
 
 def fused_kernels(nodes: Sequence[Node], apart: Set[Node]) -> tuple[list[list[Node]], list[Node]]:
-    """The operations of each fused kernel, and those that are kernels of their own: the ones in `apart`, and those in
-    `ALONE`.
+    """The operations of each fused kernel, and those that are kernels of their own: the ones in
+    `apart`, and those in `ALONE`.
 
-    An operation joins the kernels that make its inputs if both go through equally many elements and no value would
-    have to leave the kernel and come back.
+    An operation joins the kernels that make its inputs if both go through equally many elements and
+    no value would have to leave the kernel and come back.
     """
     groups = _Groups()
     others = []
@@ -45,7 +58,9 @@ def kernel_bytes(kernel: Sequence[Node]) -> int:
     made: dict[int, int] = {}
     read: dict[int, int] = {}
     for node in kernel:
-        own = {storage_key(t): int(t.untyped_storage().nbytes()) for t in tensors_of(node.meta["val"])}
+        own = {
+            storage_key(t): int(t.untyped_storage().nbytes()) for t in tensors_of(node.meta["val"])
+        }
         taken = {key: int(t.untyped_storage().nbytes()) for key, t in storages_read(node).items()}
         read |= {key: size for key, size in taken.items() if key not in made}
         in_place = any(key in taken for key in own)
@@ -69,7 +84,8 @@ def _elements(node: Node) -> int:
 
 
 class _Groups:
-    """Kernels under construction, by number: members, size, and which others each needs (as bits)."""
+    """Kernels under construction, by number: members, size, and which others each needs (as
+    bits)."""
 
     def __init__(self) -> None:
         self.members: dict[int, list[Node]] = {}
@@ -90,10 +106,15 @@ class _Groups:
         return number
 
     def place(self, node: Node, size: int) -> None:
-        """Put a node into the newest kernel of its sources that it can join, merged with others that fit, or alone."""
+        """Put a node into the newest kernel of its sources that it can join, merged with others
+        that fit, or alone."""
         sources = self._sources(node)
         fitting = sorted((g for g in sources if self.size[g] == size and size), reverse=True)
-        joined = [g for g in fitting if not any(self.needs[other] >> g & 1 for other in sources if other != g)]
+        joined = [
+            g
+            for g in fitting
+            if not any(self.needs[other] >> g & 1 for other in sources if other != g)
+        ]
         if not joined:
             self.start(node, size)
             return

@@ -1,4 +1,5 @@
-"""What a machine can do, as figures of a file: arithmetic, memory, kernels, links. Each figure has its source."""
+"""What a machine can do, as figures of a file: arithmetic, memory, kernels, links. Each figure has
+its source."""
 
 import re
 import tomllib
@@ -31,22 +32,22 @@ class Hardware:
     """One device, its host and its links. Seconds, bytes, FLOP per second (a multiply-add is two).
 
     Args:
-        name: For a reader.
-        peak: FLOP/s of dense products by dtype ("bfloat16").
-        bandwidth: Bytes/s of the device's memory, and `bandwidth_efficiency` what a large kernel gets of it.
-        memory: Bytes of the device's memory; None if unlimited.
-        launch: From one kernel to the next, at least.
-        start: What the host does between two passes.
-        overlaps: Whether a kernel's arithmetic hides the bytes that it moves; else the two add up.
-        product_efficiency: What a large product gets of the peak, and `attention_efficiency` a fused attention kernel.
-        units, tiles: How many processors share a product, and the tiles, largest first, of which they take one each at
+        name: For a reader. peak: FLOP/s of dense products by dtype ("bfloat16"). bandwidth: Bytes/s
+            of the device's memory, and `bandwidth_efficiency` what a large kernel gets of it.
+        memory: Bytes of the device's memory; None if unlimited. launch: From one kernel to the
+        next, at least. start: What the host does between two passes. overlaps: Whether a kernel's
+        arithmetic hides the bytes that it moves; else the two add up. product_efficiency: What a
+        large product gets of the peak, and `attention_efficiency` a fused attention kernel. units,
+        tiles: How many processors share a product, and the tiles, largest first, of which they take
+        one each at
             a time: a last wave that is not full costs as much as a full one. None without units.
         depth: The length of a sum at which half of a product's time is its start and end.
         random: Random numbers per second; None if they cost nothing beyond their bytes.
-        node_ranks: How many ranks a node has; `within` connects them, `between` those of two nodes. `exchange` is what
-            a collective inside of the graphs gets: None as `within`, and without that what gloo gets on one machine.
-        paired: Whether every two ranks of a node have a link of their own, `within`, instead of a switch: a collective
-            of n ranks then gets n - 1 of them.
+        node_ranks: How many ranks a node has; `within` connects them, `between` those of two nodes.
+            `exchange` is what a collective inside of the graphs gets: None as `within`, and without
+            that what gloo gets on one machine.
+        paired: Whether every two ranks of a node have a link of their own, `within`, instead of a
+            switch: a collective of n ranks then gets n - 1 of them.
         sources: Where the figures come from, by field.
 
     Raises CompileError for a figure that cannot be.
@@ -93,10 +94,14 @@ class Hardware:
         if name.endswith(".toml"):
             return cls.read(Path(name))
         if name not in (known := hardware_names()):
-            near = [each for each in known if name.lower() in each] or get_close_matches(name.lower(), known)
+            near = [each for each in known if name.lower() in each] or get_close_matches(
+                name.lower(), known
+            )
             near.sort(key=lambda each: "sxm" not in each)  # what most machines have
             hint = f"did you mean {' or '.join(near)}? " if near else ""
-            raise CompileError(f"no profile is called {name!r}; {hint}expected {', '.join(known)}, or a FILE.toml.")
+            raise CompileError(
+                f"no profile is called {name!r}; {hint}expected {', '.join(known)}, or a FILE.toml."
+            )
         return _named(name)
 
     @classmethod
@@ -113,12 +118,16 @@ class Hardware:
             return cls.from_dict(tomllib.loads(text))
         except RecursionError:
             raise CompileError(f"{file}: its tables or arrays are nested too deeply.") from None
-        except (ValueError, CompileError) as error:  # tomllib's own, and that of integers with thousands of digits
+        except (
+            ValueError,
+            CompileError,
+        ) as error:  # tomllib's own, and that of integers with thousands of digits
             raise CompileError(f"{file}: {error!s:.400}") from None
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "Hardware":
-        """As `to_dict` gives it. Raises CompileError for an unknown or missing name, or a figure that cannot be."""
+        """As `to_dict` gives it. Raises CompileError for an unknown or missing name, or a figure
+        that cannot be."""
         wrong = wrong_names(FIGURES, {"name", "peak", "bandwidth"}, data)
         if wrong is not None:
             raise CompileError(wrong)
@@ -129,7 +138,11 @@ class Hardware:
         plain = asdict(self)
         for name in _CONNECTIONS:
             plain[name] = plain[name] and Connection(*plain[name])._asdict()
-        return {name: value for name, value in plain.items() if value is not None and value != {} and value != ()}
+        return {
+            name: value
+            for name, value in plain.items()
+            if value is not None and value != {} and value != ()
+        }
 
     def peak_of(self, dtype: str) -> float:
         """FLOP/s of a dtype; of one that is not named that of float32, else the slowest."""
@@ -141,8 +154,8 @@ class Hardware:
         return self.between or self.within if apart else self.within
 
     def collective(self, ranks: int, apart: int = 1) -> Connection | None:
-        """The bandwidth of a collective over `ranks` ranks, each `apart` ranks from the next: the slowest link on the
-        way, with the latency of a collective; None if messages are free."""
+        """The bandwidth of a collective over `ranks` ranks, each `apart` ranks from the next: the
+        slowest link on the way, with the latency of a collective; None if messages are free."""
         link = self.connection(0, (ranks - 1) * apart)
         if link is None or (link == self.within and self.exchange):
             return link and self.exchange
@@ -150,9 +163,11 @@ class Hardware:
         return Connection((self.exchange or link).latency, max(1, links) * link.bandwidth)
 
     def exchange_seconds(self, size: float, kind: str) -> float:
-        """Seconds of a collective of this many bytes inside a graph, of a whole node's ranks unless `exchange` says
-        otherwise; an "all_reduce" passes them on twice."""
-        channel = self.exchange or self.collective(self.node_ranks or 1) or hardware_for("cpu").exchange
+        """Seconds of a collective of this many bytes inside a graph, of a whole node's ranks unless
+        `exchange` says otherwise; an "all_reduce" passes them on twice."""
+        channel = (
+            self.exchange or self.collective(self.node_ranks or 1) or hardware_for("cpu").exchange
+        )
         times = 2 if kind == "all_reduce" else 1
         return channel.latency + times * size / channel.bandwidth if channel else 0.0
 
@@ -174,14 +189,20 @@ FIGURES = {
     "node_ranks": figures.COUNT.or_none(),
     "sources": figures.SOURCES,
     **dict.fromkeys(("launch", "start", "depth"), figures.AMOUNT),
-    **dict.fromkeys(("bandwidth_efficiency", "product_efficiency", "attention_efficiency"), figures.SHARE),
+    **dict.fromkeys(
+        ("bandwidth_efficiency", "product_efficiency", "attention_efficiency"), figures.SHARE
+    ),
     **dict.fromkeys(_CONNECTIONS, figures.CONNECTION.or_none()),
 }
 
 
 def hardware_names() -> list[str]:
     """The profiles that come with the library."""
-    return sorted(each.name.removesuffix(".toml") for each in _PROFILES.iterdir() if each.name.endswith(".toml"))
+    return sorted(
+        each.name.removesuffix(".toml")
+        for each in _PROFILES.iterdir()
+        if each.name.endswith(".toml")
+    )
 
 
 _PROFILES = files("zbcompile.passes.machine") / "profiles"
@@ -189,7 +210,9 @@ _PROFILES = files("zbcompile.passes.machine") / "profiles"
 
 @cache
 def _named(name: str) -> Hardware:
-    return Hardware.from_dict(tomllib.loads((_PROFILES / f"{name}.toml").read_text(encoding="utf-8")))
+    return Hardware.from_dict(
+        tomllib.loads((_PROFILES / f"{name}.toml").read_text(encoding="utf-8"))
+    )
 
 
 def hardware_for(device: str) -> Hardware:
@@ -198,7 +221,8 @@ def hardware_for(device: str) -> Hardware:
 
 
 def read_hardware(given: Any) -> Hardware:
-    """A profile from its name, a file, its plain data or itself. Raises CompileError; TypeError for anything else."""
+    """A profile from its name, a file, its plain data or itself. Raises CompileError; TypeError for
+    anything else."""
     if isinstance(given, Hardware):
         return given
     if not isinstance(given, str | PathLike | Mapping):

@@ -1,4 +1,5 @@
-"""What the operations of a graph take on a machine: the longer of their arithmetic and the bytes that they move."""
+"""What the operations of a graph take on a machine: the longer of their arithmetic and the bytes
+that they move."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -17,9 +18,12 @@ from zbcompile.passes.torch_private import TO_COPY, FakeTensorMode
 
 aten = torch.ops.aten
 # Operations that draw random numbers, and those that run no kernel.
-RANDOM = frozenset({aten.bernoulli, aten.native_dropout, aten.rand, aten.rand_like, aten.randn_like})
+RANDOM = frozenset(
+    {aten.bernoulli, aten.native_dropout, aten.rand, aten.rand_like, aten.randn_like}
+)
 NOTHING = frozenset({aten.detach, aten.empty_like, aten.empty, aten.alias})
-EDGE = 16.0  # multiply-adds in the time of one load: how the efficiency of a tile falls with its edges
+# multiply-adds in the time of one load: how the efficiency of a tile falls with its edges
+EDGE = 16.0
 
 
 class Shape(NamedTuple):
@@ -53,12 +57,15 @@ def joined_seconds(nodes: Sequence[Node], hardware: Hardware) -> float:
 
 
 def _dropouts(nodes: Iterable[Node]) -> set[Node]:
-    """The operations of dropouts, which are one kernel on a GPU each, and which graphs captured on a CPU spell out."""
+    """The operations of dropouts, which are one kernel on a GPU each, and which graphs captured on
+    a CPU spell out."""
     masks: set[Node] = set()
     found: set[Node] = set()
     for node in nodes:
         of_mask = any(a in masks or _is_mask(a) for a in node.all_input_nodes)
-        if _packet(node) is aten.bernoulli or (of_mask and _packet(node) in (TO_COPY.overloadpacket, aten.div)):
+        if _packet(node) is aten.bernoulli or (
+            of_mask and _packet(node) in (TO_COPY.overloadpacket, aten.div)
+        ):
             masks.add(node)
         elif of_mask and _packet(node) is aten.mul:
             found.add(node)
@@ -88,7 +95,12 @@ def _kernel_seconds(moved: float, drawn: int, hardware: Hardware) -> float:
 
 
 def _random_numbers(nodes: Iterable[Node]) -> int:
-    return sum(t.numel() for node in nodes if _packet(node) in RANDOM for t in tensors_of(node.meta["val"])[:1])
+    return sum(
+        t.numel()
+        for node in nodes
+        if _packet(node) in RANDOM
+        for t in tensors_of(node.meta["val"])[:1]
+    )
 
 
 def product_seconds(node: Node, flops: int, moved: int, hardware: Hardware) -> float:
@@ -103,11 +115,16 @@ def product_seconds(node: Node, flops: int, moved: int, hardware: Hardware) -> f
 
 
 def product_share(shape: Shape, hardware: Hardware) -> float:
-    """What a product gets of the peak: its sum's length, and the tile that leaves the fewest processors idle."""
+    """What a product gets of the peak: its sum's length, and the tile that leaves the fewest
+    processors idle."""
     long = shape.k / (shape.k + hardware.depth)
     if not hardware.units or not hardware.tiles:
         return hardware.product_efficiency * long
-    return hardware.product_efficiency * long * max(_tiled(shape, tile, hardware) for tile in hardware.tiles)
+    return (
+        hardware.product_efficiency
+        * long
+        * max(_tiled(shape, tile, hardware) for tile in hardware.tiles)
+    )
 
 
 def _tiled(shape: Shape, tile: Sequence[int], hardware: Hardware) -> float:
@@ -115,17 +132,28 @@ def _tiled(shape: Shape, tile: Sequence[int], hardware: Hardware) -> float:
     (rows, columns), units = tile, hardware.units or 1
     tiles = shape.batch * math.ceil(shape.m / rows) * math.ceil(shape.n / columns)
     useful = shape.batch * shape.m * shape.n / (math.ceil(tiles / units) * units * rows * columns)
-    return useful * (1 + EDGE * sum(1 / side for side in hardware.tiles[0])) / (1 + EDGE * (1 / rows + 1 / columns))
+    return (
+        useful
+        * (1 + EDGE * sum(1 / side for side in hardware.tiles[0]))
+        / (1 + EDGE * (1 / rows + 1 / columns))
+    )
 
 
 def product_of(node: Node) -> Shape | None:
-    """The product of matrices that a node is; None for others. Of several one: of a convolution's backward,
-    and of the groups of experts that take turns."""
+    """The product of matrices that a node is; None for others. Of several one: of a convolution's
+    backward, and of the groups of experts that take turns."""
     name, value = _name(node).rstrip("_"), node.meta["val"]
-    given = [argument.meta["val"] for argument in node.args if isinstance(argument, Node) and "val" in argument.meta]
+    given = [
+        argument.meta["val"]
+        for argument in node.args
+        if isinstance(argument, Node) and "val" in argument.meta
+    ]
     if name in ("mm", "bmm", "addmm", "baddbmm", "mv", "addmv", "dot"):
         one, other = given[-2:]
-        one, other = (one if one.ndim > 1 else one[None]), (other if other.ndim > 1 else other[:, None])
+        one, other = (
+            (one if one.ndim > 1 else one[None]),
+            (other if other.ndim > 1 else other[:, None]),
+        )
         return Shape(math.prod(one.shape[:-2]), one.shape[-2], other.shape[-1], one.shape[-1])
     if name == "convolution":
         return _convolution(given[0].shape, given[1].shape, value.shape, node.args[8])
@@ -134,14 +162,21 @@ def product_of(node: Node) -> Shape | None:
     if name in ("_grouped_mm", "_scaled_mm"):
         one, other = given[:2]
         return Shape(1, math.prod(one.shape[:-1]), other.shape[-1], one.shape[-1])
-    if name in ("grouped_mm_fallback", "grouped_mm_fallback_backward"):  # one product after the other
+    if name in (
+        "grouped_mm_fallback",
+        "grouped_mm_fallback_backward",
+    ):  # one product after the other
         one, other = given[:2]
         return Shape(1, math.ceil(one.shape[0] / other.shape[0]), other.shape[-1], one.shape[-1])
     return None
 
 
-def _convolution(taken: Sequence[int], weight: Sequence[int], made: Sequence[int], groups: Any) -> Shape:
-    return Shape(int(groups), made[0] * math.prod(made[2:]), weight[0] // int(groups), math.prod(weight[1:]))
+def _convolution(
+    taken: Sequence[int], weight: Sequence[int], made: Sequence[int], groups: Any
+) -> Shape:
+    return Shape(
+        int(groups), made[0] * math.prod(made[2:]), weight[0] // int(groups), math.prod(weight[1:])
+    )
 
 
 def _name(node: Node) -> str:

@@ -1,7 +1,9 @@
-"""Balance: exact minimisation of the heaviest stage (in a V, the heaviest rank) over a row of loads.
+"""Balance: exact minimisation of the heaviest stage (in a V, the heaviest rank) over a row of
+loads.
 
-Knows numbers only. The row is what the stages divide among themselves; it can be cut at `edges` (given as the number of
-items before each), of which the first is the beginning and the last the end. `cuts` are the chosen inner edges.
+Knows numbers only. The row is what the stages divide among themselves; it can be cut at `edges`
+(given as the number of items before each), of which the first is the beginning and the last the
+end. `cuts` are the chosen inner edges.
 """
 
 from bisect import bisect_left
@@ -10,17 +12,21 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-CHUNK_SHARE = 0.625  # in a V, the most of its rank's time that one chunk may take: uneven chunks stretch the warm-up
-PIECE_SLACK = 1.25  # unless the chunk is little more than one indivisible piece, such as a head and its loss
+# in a V, the most of its rank's time that one chunk may take: uneven chunks stretch the warm-up
+CHUNK_SHARE = 0.625
+# unless the chunk is little more than one indivisible piece, such as a head and its loss
+PIECE_SLACK = 1.25
 COARSE = 1e-6  # bisection ends at this precision; better cuts are then found step by step
-THOROUGH = 32  # stages of a V; with more, cuts that exist only around indivisible parts may be missed
+# stages of a V; with more, cuts that exist only around indivisible parts may be missed
+THOROUGH = 32
 SAME = 1e-9  # relative; smaller differences are rounding errors
 
 
 @dataclass(frozen=True)
 class LoadRow:
-    """A row of items with loads, to be divided into stages. `totals[k]` is the load of the first k items,
-    `ranks_of[stage]` the rank of a stage, `piece` the heaviest load that no cut can divide."""
+    """A row of items with loads, to be divided into stages. `totals[k]` is the load of the first k
+    items, `ranks_of[stage]` the rank of a stage, `piece` the heaviest load that no cut can divide.
+    """
 
     totals: Sequence[float]
     ranks_of: Sequence[int]
@@ -37,7 +43,9 @@ class LoadRow:
         return len(ranks) == 2 * (max(ranks) + 1) > 2 and ranks == ranks[::-1]
 
     def stage_loads(self, cuts: Sequence[int]) -> tuple[float, ...]:
-        return tuple(self.totals[b] - self.totals[a] for a, b in pairwise([0, *cuts, len(self.totals) - 1]))
+        return tuple(
+            self.totals[b] - self.totals[a] for a, b in pairwise([0, *cuts, len(self.totals) - 1])
+        )
 
     def rank_loads(self, cuts: Sequence[int]) -> tuple[float, ...]:
         loads = [0.0] * (max(self.ranks_of) + 1)
@@ -46,17 +54,21 @@ class LoadRow:
         return tuple(loads)
 
     def heaviest(self, cuts: Sequence[int]) -> float:
-        """The load to be minimised: of the heaviest stage or, in a V, of the heaviest rank. There a chunk above
-        CHUNK_SHARE of its rank counts as if its rank were full of such chunks, unless it is at most PIECE_SLACK times
-        what cannot be divided."""
+        """The load to be minimised: of the heaviest stage or, in a V, of the heaviest rank. There a
+        chunk above CHUNK_SHARE of its rank counts as if its rank were full of such chunks, unless
+        it is at most PIECE_SLACK times what cannot be divided."""
         chunk = max(self.stage_loads(cuts))
         if not self.folded:
             return chunk
-        return max(*self.rank_loads(cuts), chunk / CHUNK_SHARE if chunk > self.piece * PIECE_SLACK * (1 + SAME) else 0)
+        return max(
+            *self.rank_loads(cuts),
+            chunk / CHUNK_SHARE if chunk > self.piece * PIECE_SLACK * (1 + SAME) else 0,
+        )
 
 
 def best_cuts(row: LoadRow, edges: Sequence[int]) -> tuple[float, list[int]] | None:
-    """The least `row.heaviest` of all cuts at inner `edges`, and cuts that have it; None if there are too few edges."""
+    """The least `row.heaviest` of all cuts at inner `edges`, and cuts that have it; None if there
+    are too few edges."""
     searched = len(edges) <= row.stages
     start = cuts = cuts_within(row, edges, float("inf")) if searched else even_cuts(row, edges)
     if cuts is None:
@@ -66,7 +78,9 @@ def best_cuts(row: LoadRow, edges: Sequence[int]) -> tuple[float, list[int]] | N
     while high - low > COARSE * high:
         middle = (low + high) / 2
         found = cuts_within(row, edges, middle)
-        low, high, cuts = (middle, high, cuts) if found is None else (low, row.heaviest(found), found)
+        low, high, cuts = (
+            (middle, high, cuts) if found is None else (low, row.heaviest(found), found)
+        )
     while high > 0 and (better := cuts_within(row, edges, high * (1 - 4 * SAME))) is not None:
         high, cuts = row.heaviest(better), better
     if cuts is start and not searched:  # of all as light, those nearest to equal shares
@@ -98,7 +112,8 @@ def heaviest_piece(totals: Sequence[float], edges: Sequence[int]) -> float:
 
 
 class _StraightCuts:
-    """One stage after the other, each as long as fits, which leaves the least to those that follow."""
+    """One stage after the other, each as long as fits, which leaves the least to those that
+    follow."""
 
     def __init__(self, row: LoadRow, edges: Sequence[int], limit: float) -> None:
         self.row, self.edges, self.limit = row, edges, limit * (1 + SAME)
@@ -106,7 +121,8 @@ class _StraightCuts:
         self.last = len(edges) - 1
 
     def cuts(self) -> list[int] | None:
-        """Cuts that fit; each is as near to an equal share as the earliest and latest possible places allow."""
+        """Cuts that fit; each is as near to an equal share as the earliest and latest possible
+        places allow."""
         earliest = self._earliest()
         if earliest is None:
             return None
@@ -114,11 +130,16 @@ class _StraightCuts:
         for stage, low in enumerate(earliest):
             high = self._farthest(stage, chosen[-1])
             share = self.at[-1] * (stage + 1) / self.row.stages
-            chosen.append(min(range(max(low, chosen[-1] + 1), high + 1), key=lambda i: abs(self.at[i] - share)))
+            chosen.append(
+                min(
+                    range(max(low, chosen[-1] + 1), high + 1), key=lambda i: abs(self.at[i] - share)
+                )
+            )
         return [self.edges[i] for i in chosen[1:]]
 
     def _farthest(self, stage: int, begin: int) -> int:
-        """The last edge at which `stage` may end, leaving an edge to each later stage; `begin` if there is none."""
+        """The last edge at which `stage` may end, leaving an edge to each later stage; `begin` if
+        there is none."""
         ends = range(begin + 1, self.last - (self.row.stages - stage - 1) + 1)
         return begin + bisect_left(ends, True, key=lambda end: not self._fits(begin, end))
 
@@ -138,7 +159,8 @@ class _StraightCuts:
 
 
 class _Outer(NamedTuple):
-    """The outer ranks of a V cover the row up to edge `a` and from edge `b` on, cut at the pairs in `path`."""
+    """The outer ranks of a V cover the row up to edge `a` and from edge `b` on, cut at the pairs in
+    `path`."""
 
     a: int
     b: int
@@ -148,9 +170,9 @@ class _Outer(NamedTuple):
 class _Vee:
     """Rank by rank from the outside in, each with a chunk at both ends of what is left.
 
-    Of two ways to begin, the one that leaves less is kept. It is at least as good, unless the part next to it is
-    indivisible: such edges, and all edges if there are only a few, are kept as well. What leaves more than the inner
-    ranks can carry cannot be part of a solution.
+    Of two ways to begin, the one that leaves less is kept. It is at least as good, unless the part
+    next to it is indivisible: such edges, and all edges if there are only a few, are kept as well.
+    What leaves more than the inner ranks can carry cannot be part of a solution.
     """
 
     def __init__(self, row: LoadRow, edges: Sequence[int], limit: float) -> None:
@@ -177,7 +199,9 @@ class _Vee:
         for state in states:
             middle = self._middle(state)
             if middle is not None:
-                chosen = [a for a, _ in state.path] + [middle] + [b for _, b in reversed(state.path)]
+                chosen = (
+                    [a for a, _ in state.path] + [middle] + [b for _, b in reversed(state.path)]
+                )
                 return [self.edges[i] for i in chosen]
         return None
 
@@ -200,8 +224,8 @@ class _Vee:
         return self._worth_keeping(found)
 
     def _ends(self, load: float, b: int, first: int) -> range:
-        """Where the right chunk of a rank, which ends at `b`, may begin beside a left one of this `load`: the
-        first edge possible, more if needed."""
+        """Where the right chunk of a rank, which ends at `b`, may begin beside a left one of this
+        `load`: the first edge possible, more if needed."""
         room = min(self.limit - load, self.chunk)
         begin = max(first, bisect_left(self.at, self.at[b] - room, hi=b))
         end = begin + 1
@@ -210,8 +234,13 @@ class _Vee:
         return range(begin, min(end, b))
 
     def _sticks(self, edge: int) -> bool:
-        """Whether the part just before `edge` is heavier than what `limit` leaves beside `chunk`."""
-        return self.thorough and edge > 0 and self.at[edge] - self.at[edge - 1] > self.limit - self.chunk
+        """Whether the part just before `edge` is heavier than what `limit` leaves beside
+        `chunk`."""
+        return (
+            self.thorough
+            and edge > 0
+            and self.at[edge] - self.at[edge - 1] > self.limit - self.chunk
+        )
 
     def _worth_keeping(self, found: dict[tuple[int, int], _Outer]) -> list[_Outer]:
         if self.few:

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Cuts:
-    """`after[i]` is the index in the line of the last node of stage i (the last stage ends the line), `names[i]` the
-    name of that node. `loads[stage]` is what a stage weighs, `rank_loads[rank]` the sum over the rank's stages, both in
-    `unit`; `boundary[i]` the bytes that cross the cut behind stage i in one microbatch. `overweight` says in words what
-    keeps the loads from being even; empty if they are.
+    """`after[i]` is the index in the line of the last node of stage i (the last stage ends the
+    line), `names[i]` the name of that node. `loads[stage]` is what a stage weighs,
+    `rank_loads[rank]` the sum over the rank's stages, both in `unit`; `boundary[i]` the bytes that
+    cross the cut behind stage i in one microbatch. `overweight` says in words what keeps the loads
+    from being even; empty if they are.
     """
 
     after: tuple[int, ...]

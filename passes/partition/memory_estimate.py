@@ -9,7 +9,8 @@ from zbcompile.passes.compile_options import HALF
 
 @dataclass(frozen=True)
 class ReplicaSharding:
-    """How many replicas hold the same parameters, and what they divide: as `zero` of `pipe.optimizer`."""
+    """How many replicas hold the same parameters, and what they divide: as `zero` of
+    `pipe.optimizer`."""
 
     replicas: int = 1
     zero: int = 0

@@ -1,8 +1,8 @@
-"""A graph as a code generator sees it: without names, with its tensors among its inputs, and with a text that is equal
-for graphs that do the same work.
+"""A graph as a code generator sees it: without names, with its tensors among its inputs, and with a
+text that is equal for graphs that do the same work.
 
-Pieces of stages that differ only in names have equal texts, on every rank and in every run, so one compilation serves
-them all.
+Pieces of stages that differ only in names have equal texts, on every rank and in every run, so one
+compilation serves them all.
 """
 
 import hashlib
@@ -21,8 +21,10 @@ from zbcompile.passes.torch_private import FakeTensorMode
 
 @dataclass(frozen=True)
 class BareGraph:
-    """`module` takes `inputs` (fake tensors of one mode; for the last ones, the tensors `constants`) and returns a list
-    of tensors. `text` is equal for graphs that do the same work; `title` is a pass and its stage, such as F2."""
+    """`module` takes `inputs` (fake tensors of one mode; for the last ones, the tensors
+    `constants`) and returns a list of tensors. `text` is equal for graphs that do the same work;
+    `title` is a pass and its stage, such as F2.
+    """
 
     title: str
     module: GraphModule
@@ -55,9 +57,13 @@ def bare(module: GraphModule) -> BareGraph:
 
 
 def text_of(module: GraphModule) -> str:
-    """The inputs and every operation with its arguments, as text, with nodes numbered in order of appearance."""
+    """The inputs and every operation with its arguments, as text, with nodes numbered in order of
+    appearance."""
     numbers = node_numbers(module.graph)
-    return "\n".join(f"{number} {node.op} {_described(node, numbers, module)}" for node, number in numbers.items())
+    return "\n".join(
+        f"{number} {node.op} {_described(node, numbers, module)}"
+        for node, number in numbers.items()
+    )
 
 
 class _HeldAttributes:
@@ -70,7 +76,9 @@ class _HeldAttributes:
         self.branches = {str(n.target): self.value(n) for n in nodes if n not in self.tensor_nodes}
 
     def value(self, node: Node) -> Any:
-        return attrgetter(str(node.target))(self.module) if node.op == "get_attr" else node.meta["val"]
+        return (
+            attrgetter(str(node.target))(self.module) if node.op == "get_attr" else node.meta["val"]
+        )
 
 
 def _fresh(values: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -81,7 +89,9 @@ def _fresh(values: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
 
 def _described(node: Node, numbers: Mapping[Node, NodeNumber], module: GraphModule) -> str:
     if node.op == "placeholder":
-        value = node.meta.get("val")  # a branch's inputs have the form of the operands that it is called with
+        value = node.meta.get(
+            "val"
+        )  # a branch's inputs have the form of the operands that it is called with
         if not isinstance(value, torch.Tensor):
             return "" if value is None else repr(value)
         return f"{value.dtype} {value.device} {tuple(value.shape)} {value.stride()}"
@@ -91,7 +101,8 @@ def _described(node: Node, numbers: Mapping[Node, NodeNumber], module: GraphModu
 
 
 def _held_text(value: Any) -> str:
-    """The text of an attribute, from its content: the same branch has different names in different stages."""
+    """The text of an attribute, from its content: the same branch has different names in different
+    stages."""
     if isinstance(value, GraphModule):
         return f"({text_of(value)})"
     return f"{value.dtype} {tuple(value.shape)} {hashlib.sha256(content_of(value)).hexdigest()}"

@@ -1,11 +1,13 @@
-"""Overlap: two passes of a rank as one graph, a forward and a backward (DualPipe's pairs, DeepSeek-V3, arXiv
-2412.19437, section 3.2), or one of these and a W of another microbatch or stage; and products for weights within BW.
+"""Overlap: two passes of a rank as one graph, a forward and a backward (DualPipe's pairs,
+DeepSeek-V3, arXiv 2412.19437, section 3.2), or one of these and a W of another microbatch or stage;
+and products for weights within BW.
 
-The order of each half stays, so its bits do; the halves are interleaved so that what one waits for travels while the
-other computes. Collectives are those of `torch.distributed._functional_collectives`: an operation that issues, and
-`wait_tensor`. Messages leave and arrive in the middle: the first half's results are handed over as soon as they exist,
-and the second half's values are asked for when it begins. The values are those of the halves run one after the other
-(`one_after_the_other` in `tests/support/plain_versions.py`).
+The order of each half stays, so its bits do; the halves are interleaved so that what one waits for
+travels while the other computes. Collectives are those of
+`torch.distributed._functional_collectives`: an operation that issues, and `wait_tensor`. Messages
+leave and arrive in the middle: the first half's results are handed over as soon as they exist, and
+the second half's values are asked for when it begins. The values are those of the halves run one
+after the other (`one_after_the_other` in `tests/support/plain_versions.py`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,8 +25,9 @@ from zbcompile.passes.torch_private import LazyGraphModule, OpOverload
 
 @dataclass(frozen=True)
 class MergedPieces:
-    """Two pieces as one graph. Its inputs are the first one's, then a function that takes the first one's results, then
-    one that returns the second one's inputs; it returns the second one's results."""
+    """Two pieces as one graph. Its inputs are the first one's, then a function that takes the first
+    one's results, then one that returns the second one's inputs; it returns the second one's
+    results."""
 
     module: GraphModule
     first: Piece
@@ -55,19 +58,27 @@ def merge(first: Piece, second: Piece) -> MergedPieces:
     other, results = _second_half(second, graph, copies)
     fill = [copies[node] for node in _products_for_weights(second)]
     done = graph.output([copies[node] for node in results])
-    for node in [*arriving, *interleave(one, [node for node in other if node not in {*fill}], fill)]:
+    for node in [
+        *arriving,
+        *interleave(one, [node for node in other if node not in {*fill}], fill),
+    ]:
         done.prepend(node)
-    module = LazyGraphModule(_Attributes(first.module, second.module), graph, class_name=first.name + second.name)
+    module = LazyGraphModule(
+        _Attributes(first.module, second.module), graph, class_name=first.name + second.name
+    )
     return MergedPieces(module, first, second)
 
 
 def _products_for_weights(piece: Piece) -> list[Node]:
-    """What no input gradient and no collective of BW needs, if it waits for some; nothing of other passes."""
+    """What no input gradient and no collective of BW needs, if it waits for some; nothing of other
+    passes."""
     calls = [node for node in piece.module.graph.nodes if node.op == "call_function"]
     if piece.name != "BW" or not any(map(is_wait, calls)):
         return []
     results = zip(piece.outputs, output_values(piece.module.graph), strict=True)
-    needed = [node for slot, node in results if slot.kind == "input_gradient"] + list(filter(is_collective, calls))
+    needed = [node for slot, node in results if slot.kind == "input_gradient"] + list(
+        filter(is_collective, calls)
+    )
     urgent = operations_behind(needed)
     return [node for node in calls if node not in urgent]
 
@@ -88,8 +99,11 @@ class _Attributes(dict):  # type: ignore[type-arg]
         )
 
 
-def _first_half(piece: Piece, graph: Graph, copies: dict[Node, Node]) -> tuple[list[Node], list[Node]]:
-    """The operations of the first half with the hand-over at their end, and all placeholders of the merged graph."""
+def _first_half(
+    piece: Piece, graph: Graph, copies: dict[Node, Node]
+) -> tuple[list[Node], list[Node]]:
+    """The operations of the first half with the hand-over at their end, and all placeholders of the
+    merged graph."""
     nodes = _copy(piece, graph, copies, "first_")
     arriving = [copies[node] for node in piece.module.graph.find_nodes(op="placeholder")]
     take, give = graph.placeholder("take"), graph.placeholder("give")
@@ -97,7 +111,9 @@ def _first_half(piece: Piece, graph: Graph, copies: dict[Node, Node]) -> tuple[l
     return [*nodes, graph.call_function(hand_over, (take, results))], [*arriving, take, give]
 
 
-def _second_half(piece: Piece, graph: Graph, copies: dict[Node, Node]) -> tuple[list[Node], list[Node]]:
+def _second_half(
+    piece: Piece, graph: Graph, copies: dict[Node, Node]
+) -> tuple[list[Node], list[Node]]:
     """The operations of the second half after the request for its inputs, and its results."""
     give = next(node for node in graph.find_nodes(op="placeholder") if node.target == "give")
     asked = graph.call_function(ask, (give,))
@@ -125,19 +141,25 @@ def _copy(piece: Piece, graph: Graph, copies: dict[Node, Node], prefix: str) -> 
 LITTLE = 200  # of this many parts of both halves' work one is too little to switch before it
 
 
-def interleave(first: Sequence[Node], second: Sequence[Node], fill: Sequence[Node] = ()) -> list[Node]:
-    """Both halves in one order that keeps the order of each, except that waits stand right before their first user.
+def interleave(
+    first: Sequence[Node], second: Sequence[Node], fill: Sequence[Node] = ()
+) -> list[Node]:
+    """Both halves in one order that keeps the order of each, except that waits stand right before
+    their first user.
 
-    The half with less to do before its first collective begins. It runs up to a wait; then the other half runs, for its
-    share of its remaining work (which has to cover all the waits to come) or up to its own next wait; then the first
-    half continues. A wait that has been covered already stops nobody. If both halves stand at waits, what is ready of
-    `fill` runs, and then the wait of the collective that began earlier. Costs are the bytes that a node moves.
+    The half with less to do before its first collective begins. It runs up to a wait; then the
+    other half runs, for its share of its remaining work (which has to cover all the waits to come)
+    or up to its own next wait; then the first half continues. A wait that has been covered already
+    stops nobody. If both halves stand at waits, what is ready of `fill` runs, and then the wait of
+    the collective that began earlier. Costs are the bytes that a node moves.
     """
     halves, pending = [late_waits(first), late_waits(second)], list(fill)
     waits = [sum(map(is_wait, half)) for half in halves]
     little = sum(map(_work, (*first, *second))) / LITTLE
     order: list[Node] = []
-    begun: dict[Node, tuple[float, float]] = {}  # collectives: the work done before, and how much covers one
+    begun: dict[
+        Node, tuple[float, float]
+    ] = {}  # collectives: the work done before, and how much covers one
     placed, excused = set[Node](), set[Node]()
     done = 0.0
     current, budget = int(_before_a_wait(halves[1]) < _before_a_wait(halves[0])), float("inf")
@@ -161,11 +183,17 @@ def interleave(first: Sequence[Node], second: Sequence[Node], fill: Sequence[Nod
             if pending and _is_ready(pending[0], placed):
                 place(pending.pop(0))
             else:
-                current = 1 - current if other and _began(begun, other[0]) <= _began(begun, half[0]) else current
+                current = (
+                    1 - current
+                    if other and _began(begun, other[0]) <= _began(begun, half[0])
+                    else current
+                )
                 excused.add(halves[current][0])
             continue
         if other and (not half or waiting or (budget <= 0 and _work(half[0]) > little)):
-            budget = max(sum(map(_work, other)) / max(waits[current], 1), 1) if waiting else float("inf")
+            budget = (
+                max(sum(map(_work, other)) / max(waits[current], 1), 1) if waiting else float("inf")
+            )
             current = 1 - current
             continue
         node = half.pop(0)
@@ -182,8 +210,11 @@ def _began(begun: Mapping[Node, tuple[float, float]], wait: Node) -> float:
 
 
 def _work(node: Node) -> int:
-    """The bytes for which a node keeps the host or the compute stream busy; a collective proceeds elsewhere."""
-    return bytes_moved(node) if isinstance(node.target, OpOverload) and not is_collective(node) else 0
+    """The bytes for which a node keeps the host or the compute stream busy; a collective proceeds
+    elsewhere."""
+    return (
+        bytes_moved(node) if isinstance(node.target, OpOverload) and not is_collective(node) else 0
+    )
 
 
 def _before_a_wait(half: Sequence[Node]) -> float:

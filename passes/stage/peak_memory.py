@@ -17,19 +17,30 @@ ALIVE = (*RESIDENT, "accumulator")  # before and after, whatever runs
 
 
 def transient_bytes(
-    stage: StageProgram, name: str, buffered: bool = False, views: bool = False, local: Set[Slot] = frozenset()
+    stage: StageProgram,
+    name: str,
+    buffered: bool = False,
+    views: bool = False,
+    local: Set[Slot] = frozenset(),
 ) -> int:
-    """The most bytes of one microbatch that are alive at once while the pass `name` of `stage` runs.
+    """The most bytes of one microbatch that are alive at once while the pass `name` of `stage`
+    runs.
 
-    Counted are what waited for the pass or arrives for it, what it makes on its way and what it returns; not
-    parameters, buffers, gradient buffers and the user's inputs, nor what a kernel allocates for itself. A value is
-    freed after its last use; an input only if no later pass reads it, perhaps by another view, and, where messages are
-    `buffered`, what arrived not before the pass ends, unless it is `local`: from a stage on the same rank. Saved views
-    of a parameter count only with `views`: graphs that were read from files share no storages, so that these are
+    Counted are what waited for the pass or arrives for it, what it makes on its way and what it
+    returns; not parameters, buffers, gradient buffers and the user's inputs, nor what a kernel
+    allocates for itself. A value is freed after its last use; an input only if no later pass reads
+    it, perhaps by another view, and, where messages are `buffered`, what arrived not before the
+    pass ends, unless it is `local`: from a stage on the same rank. Saved views of a parameter count
+    only with `views`: graphs that were read from files share no storages, so that these are
     unknown.
     """
     piece = stage.pieces[name]
-    later = [holder for each in LATER[name] if each in stage.pieces for holder in _holders(stage.pieces[each])]
+    later = [
+        holder
+        for each in LATER[name]
+        if each in stage.pieces
+        for holder in _holders(stage.pieces[each])
+    ]
     kept = {slot for slot, _ in later}
     if buffered:
         kept |= {slot for slot in piece.inputs if slot.kind in ARRIVING} - local
@@ -43,13 +54,15 @@ def peak_bytes(
     resident: Set[int] = frozenset(),
     read_later: Set[int] = frozenset(),
 ) -> int:
-    """The same of a graph alone; `kept` are inputs that a later pass reads, `resident` storages that do not count, and
-    `read_later` those that stay if they arrive."""
+    """The same of a graph alone; `kept` are inputs that a later pass reads, `resident` storages
+    that do not count, and `read_later` those that stay if they arrive."""
     graph = piece.module.graph
     holders = [*_holders(piece)]
     fixed = [node for slot, node in holders if slot.kind in ALIVE or slot == LOSS]
     uncounted = resident | storages_behind([*fixed, *graph.find_nodes(op="get_attr")])
-    staying = storages_behind([*(node for slot, node in holders if slot in kept), *output_values(graph)])
+    staying = storages_behind(
+        [*(node for slot, node in holders if slot in kept), *output_values(graph)]
+    )
     arriving = storages_behind(node for _, node in holders)
     sizes = alive_bytes([*graph.nodes], arriving, staying | (arriving & read_later), uncounted)
     return max(sizes, default=0)
@@ -60,7 +73,8 @@ def _holders(piece: Piece) -> Iterator[tuple[Slot, Node]]:
 
 
 def _resident(stage: StageProgram) -> set[int]:
-    """What a pass saves may be a view of a parameter, which is no input of the pass that reads it."""
+    """What a pass saves may be a view of a parameter, which is no input of the pass that
+    reads it."""
     pieces = stage.pieces.values()
     changed = {slot.name for piece in pieces for slot in piece.outputs if slot.kind == "mutation"}
     holders = (holder for piece in pieces for holder in _holders(piece))

@@ -1,6 +1,7 @@
 """The compiled form of one stage: its graphs, what they keep and send, and what they cost.
 
-B, W and BW add each gradient into a buffer that they take (an accumulator), and return it only with `exact=True`.
+B, W and BW add each gradient into a buffer that they take (an accumulator), and return it only with
+`exact=True`.
 
     stage   piece  takes                                              makes
     first   F      input, parameter, buffer                           activation, saved, mutation
@@ -16,9 +17,9 @@ B, W and BW add each gradient into a buffer that they take (an accumulator), and
             W      saved, accumulator                                 -
             BW     parameter, input, saved, tangent, accumulator      input_gradient
 
-What travels between ranks: the activations that F takes (`receives`) and makes (`sends`), the tangents that B or BW
-takes (`gradients_in`, the gradients of what was sent) and the input gradients that it makes (`gradients_out`). What is
-saved stays on the rank, from F to B and W or from B to W.
+What travels between ranks: the activations that F takes (`receives`) and makes (`sends`), the
+tangents that B or BW takes (`gradients_in`, the gradients of what was sent) and the input gradients
+that it makes (`gradients_out`). What is saved stays on the rank, from F to B and W or from B to W.
 """
 
 from collections.abc import Mapping
@@ -38,7 +39,8 @@ from zbcompile.passes.stage.piece import Piece
 
 @dataclass(frozen=True)
 class Crossing:
-    """The bytes that wait between the passes of a stage, by storage; parameters and inputs not at all.
+    """The bytes that wait between the passes of a stage, by storage; parameters and inputs not at
+    all.
 
     `kept` is everything alive between F and B, `residue` everything alive between B and W; the
     other three divide them by the pass that makes them, or receives them, and the one that reads.
@@ -66,12 +68,12 @@ class Recomputation:
 class StageProgram:
     """One compiled stage. `pieces` has F, B, W and BW, or F alone if the stage only runs forward.
 
-    Boundary tensors are listed in the order in which they travel: `receives` and
-    `sends` are the activations that arrive and leave in F; `gradients_in` and `gradients_out` the gradients that arrive
-    and leave in B, by the name of their activation. `flops` is per pass and microbatch, a multiply-add counts as two.
-    `original` is the stage that was compiled: another one where its graphs are used, renamed. `recomputed` says what B
-    recomputes, None if nothing; `deferred` along which
-    dimensions of the mesh the gradient of a parameter is still to be summed.
+    Boundary tensors are listed in the order in which they travel: `receives` and `sends` are the
+    activations that arrive and leave in F; `gradients_in` and `gradients_out` the gradients that
+    arrive and leave in B, by the name of their activation. `flops` is per pass and microbatch, a
+    multiply-add counts as two. `original` is the stage that was compiled: another one where its
+    graphs are used, renamed. `recomputed` says what B recomputes, None if nothing; `deferred` along
+    which dimensions of the mesh the gradient of a parameter is still to be summed.
     """
 
     stage: int
@@ -113,24 +115,31 @@ class StageProgram:
 
 
 def bind_groups(program: StageProgram, names: Mapping[str, str]) -> StageProgram:
-    """`program` with this process's names of the groups in its graphs (`zbcompile.passes.graph.process_groups`)."""
+    """`program` with this process's names of the groups in its graphs
+    (`zbcompile.passes.graph.process_groups`)."""
     if not names:
         return program
-    pieces = {key: replace(piece, module=with_groups(piece.module, names)) for key, piece in program.pieces.items()}
+    pieces = {
+        key: replace(piece, module=with_groups(piece.module, names))
+        for key, piece in program.pieces.items()
+    }
     return replace(program, pieces=pieces)
 
 
 def tensor_spec(value: torch.Tensor, needs_gradient: bool = False) -> TensorSpec:
     """Shape, strides, dtype and device of a (fake) tensor."""
     dtype = str(value.dtype).removeprefix("torch.")
-    return TensorSpec(tuple(value.shape), tuple(value.stride()), dtype, str(value.device), needs_gradient)
+    return TensorSpec(
+        tuple(value.shape), tuple(value.stride()), dtype, str(value.device), needs_gradient
+    )
 
 
 @dataclass(frozen=True)
 class Collective:
-    """An exchange in pass `name` ("F", "B", "W" or "BW"): which `kind`, along which `dimension` of the mesh, with how
-    many `bytes` (see `exchanged_bytes`), by which `operation` of the graph. It `hides` unless the operation itself
-    waits. A prediction adds its `seconds`, and what runs `behind` it."""
+    """An exchange in pass `name` ("F", "B", "W" or "BW"): which `kind`, along which `dimension` of
+    the mesh, with how many `bytes` (see `exchanged_bytes`), by which `operation` of the graph. It
+    `hides` unless the operation itself waits. A prediction adds its `seconds`, and what runs
+    `behind` it."""
 
     name: str
     kind: str
@@ -145,8 +154,12 @@ class Collective:
 def collectives_of(program: StageProgram) -> list[Collective]:
     """The collectives of a stage, pass by pass, in the order in which they are issued."""
     found = []
-    for name, node in ((name, node) for name, piece in program.pieces.items() for node in piece.module.graph.nodes):
+    for name, node in (
+        (name, node) for name, piece in program.pieces.items() for node in piece.module.graph.nodes
+    ):
         if (group := group_of(node)) is not None:
             kind = node.target.overloadpacket.__name__
-            found.append(Collective(name, kind, group, exchanged_bytes(node), node.name, is_under_way(node)))
+            found.append(
+                Collective(name, kind, group, exchanged_bytes(node), node.name, is_under_way(node))
+            )
     return found

@@ -1,7 +1,7 @@
 """Proves that a schedule is complete, legal, free of deadlock and within its memory.
 
-What each rank runs is counted, its messages are compared with those that its passes need, and one run of the order
-graph proves the rest. Errors show the grid around the culprit.
+What each rank runs is counted, its messages are compared with those that its passes need, and one
+run of the order graph proves the rest. Errors show the grid around the culprit.
 """
 
 from collections import defaultdict
@@ -34,20 +34,29 @@ from zbcompile.schedules.ir.actions import (
 )
 from zbcompile.schedules.ir.costs import Costs
 from zbcompile.schedules.ir.dependencies import routes_of
-from zbcompile.schedules.ir.kinds import COMPUTE_OPS, MESSAGE_OPS, OPS, OPTIMIZER_OPS, result_of, work_of
+from zbcompile.schedules.ir.kinds import (
+    COMPUTE_OPS,
+    MESSAGE_OPS,
+    OPS,
+    OPTIMIZER_OPS,
+    result_of,
+    work_of,
+)
 from zbcompile.schedules.ir.schedule import Schedule, require_schedule
 from zbcompile.schedules.lowering.collectives import collectives_of
 from zbcompile.schedules.lowering.updates import with_exchanges
 
-OWN_WEIGHT_ORDER = frozenset(("zb-h1-lazy",))  # declares another order of accumulation than that of the microbatches
+OWN_WEIGHT_ORDER = frozenset(
+    ("zb-h1-lazy",)
+)  # declares another order of accumulation than that of the microbatches
 WeightOrder = Literal["microbatch", "any"]
 
 
 class Report(NamedTuple):
     """The figures of a correct schedule, per rank.
 
-    `peak_memory` is in the unit of `costs.activation`; `receive_buffers` is the largest number of receives that are
-    posted and not yet consumed, `None` for a schedule without messages.
+    `peak_memory` is in the unit of `costs.activation`; `receive_buffers` is the largest number of
+    receives that are posted and not yet consumed, `None` for a schedule without messages.
     """
 
     peak_memory: tuple[float, ...]
@@ -63,12 +72,13 @@ def check(
 ) -> Report:
     """Raises `ScheduleError` with the culprit shown unless `schedule` is right.
 
-    Every microbatch runs F and B+W (or BW; F alone if it is forward-only) once on every stage, on the stage's rank, in
-    an order that its dependencies allow; forwards of the last stage in the order of microbatches (per model copy),
-    weight gradients too (`weight_order`; `None`: unless the schedule of this name declares otherwise); peak memory
-    within `memory_limit` (unit of `costs.activation`, default 1 per stage). If it has messages, these are exactly those
-    needed, none overtakes another on a channel, and it cannot deadlock even if every send blocks until its receive is
-    posted.
+    Every microbatch runs F and B+W (or BW; F alone if it is forward-only) once on every stage, on
+    the stage's rank, in an order that its dependencies allow; forwards of the last stage in the
+    order of microbatches (per model copy), weight gradients too (`weight_order`; `None`: unless the
+    schedule of this name declares otherwise); peak memory within `memory_limit` (unit of
+    `costs.activation`, default 1 per stage). If it has messages, these are exactly those needed,
+    none overtakes another on a channel, and it cannot deadlock even if every send blocks until its
+    receive is posted.
 
     >>> from zbcompile.schedules import build
     >>> check(build("1f1b", ranks=2, microbatches=4)).peak_memory
@@ -80,7 +90,9 @@ def check(
     require_stages(schedule, costs)
     if schedule.placement.copies > 1 and (schedule.ranks % 2 or schedule.microbatches % 2):
         counts = f"{schedule.ranks} ranks and {schedule.microbatches} microbatches"
-        raise ScheduleError(f"{schedule.name}: {counts}; two model copies need an even number of both")
+        raise ScheduleError(
+            f"{schedule.name}: {counts}; two model copies need an even number of both"
+        )
     compute, ranks = schedule.compute_only(), range(schedule.ranks)
     for rank in ranks:
         _check_counts(schedule, rank)
@@ -93,12 +105,16 @@ def check(
     peaks = peak_memory(compute, costs)
     for rank, peak in enumerate(peaks if memory_limit is not None else ()):
         if peak > memory_limit * (1 + 1e-9):  # type: ignore[operator]  # sums of floats differ in their last bits
-            owner = [index for index, step in enumerate(compute.orders[rank]) for _ in flatten((step,))]
+            owner = [
+                index for index, step in enumerate(compute.orders[rank]) for _ in flatten((step,))
+            ]
             memory = zip(owner, accumulate(deltas(compute.orders[rank], costs)), strict=True)
             index = next(index for index, amount in memory if amount > memory_limit)  # type: ignore[operator]
             what = f"rank {rank} needs {peak} of memory; the limit is {memory_limit}, exceeded here"
             raise schedule_error_at(f"{schedule.name}: {what}", compute.orders, rank, index)
-    return Report(peaks, tuple(_receive_buffers(schedule, r) for r in ranks) if schedule.is_lowered else None)
+    return Report(
+        peaks, tuple(_receive_buffers(schedule, r) for r in ranks) if schedule.is_lowered else None
+    )
 
 
 def _check_counts(schedule: Schedule, rank: int) -> None:
@@ -110,15 +126,21 @@ def _check_counts(schedule: Schedule, rank: int) -> None:
         if stage in schedule.shards:
             ops += [S] if is_forward_only else [S, T]
             ops += collectives_of(schedule) if schedule.is_lowered else ()
-        missing |= dict.fromkeys((op, stage, m) for op in ops for m in schedule.microbatches_of(stage, rank))
+        missing |= dict.fromkeys(
+            (op, stage, m) for op in ops for m in schedule.microbatches_of(stage, rank)
+        )
         missing |= dict.fromkeys((op, stage, 0) for op in once)
     missing |= dict.fromkeys((op, rank, 0) for op in schedule.ops.intersection(EXCHANGES))
-    for (op, stage), (source, destination, _) in routes_of(schedule, rank).items() if schedule.is_lowered else ():
+    for (op, stage), (source, destination, _) in (
+        routes_of(schedule, rank).items() if schedule.is_lowered else ()
+    ):
         if source != destination:
             missing |= dict.fromkeys((op, stage, m) for m in schedule.microbatches_of(stage, rank))
     for index, step in enumerate(order):
         if isinstance(step, Pair) and (step.first.op, step.second.op) not in PAIRED:
-            reason = f"a pair is a forward F and a backward B or BW, or an F or B and a W, not {step}"
+            reason = (
+                f"a pair is a forward F and a backward B or BW, or an F or B and a W, not {step}"
+            )
             raise _error_at(schedule, rank, index, reason)
         for action in step if isinstance(step, Pair) else (step,):
             try:
@@ -134,7 +156,9 @@ def _check_counts(schedule: Schedule, rank: int) -> None:
 
 
 def _error_at(schedule: Schedule, rank: int, index: int, reason: str) -> ScheduleError:
-    return schedule_error_at(f"{schedule.name}: rank {rank}, step {index}: {reason}", schedule.orders, rank, index)
+    return schedule_error_at(
+        f"{schedule.name}: rank {rank}, step {index}: {reason}", schedule.orders, rank, index
+    )
 
 
 def _why_wrong(schedule: Schedule, rank: int, action: object) -> str:
@@ -147,8 +171,12 @@ def _why_wrong(schedule: Schedule, rank: int, action: object) -> str:
         counts = f"stages 0 to {schedule.stages - 1}, microbatches 0 to {schedule.microbatches - 1}"
         return f"{action} is of stage {stage}, microbatch {microbatch}; this schedule has {counts}"
     if op in COMPUTE_OPS and schedule.rank_of(stage, microbatch) != rank:
-        return f"{action} is on rank {rank}; its place is rank {schedule.rank_of(stage, microbatch)}"
-    return f"{action} appears a second time, beside a BW that includes it, or where nothing needs it"
+        return (
+            f"{action} is on rank {rank}; its place is rank {schedule.rank_of(stage, microbatch)}"
+        )
+    return (
+        f"{action} appears a second time, beside a BW that includes it, or where nothing needs it"
+    )
 
 
 def _check_optimizer(schedule: Schedule, rank: int) -> None:
@@ -159,11 +187,19 @@ def _check_optimizer(schedule: Schedule, rank: int) -> None:
     for index, action in actions:
         if spec := OPTIMIZER_OPS.get(action.op):
             after, before = (
-                [i for i, a in actions if a.stage == action.stage and not {*ops}.isdisjoint(work_of(a.op))]
+                [
+                    i
+                    for i, a in actions
+                    if a.stage == action.stage and not {*ops}.isdisjoint(work_of(a.op))
+                ]
                 for ops in (spec.after, spec.before)
             )
             if not max(after, default=-1) < index < min(before, default=len(order)):
-                rule = f"after all {', '.join(spec.after)}" if spec.after else f"before all {', '.join(spec.before)}"
+                rule = (
+                    f"after all {', '.join(spec.after)}"
+                    if spec.after
+                    else f"before all {', '.join(spec.before)}"
+                )
                 raise _error_at(schedule, rank, index, f"{action}: expected {rule} of its stage")
 
 
@@ -177,13 +213,19 @@ def _check_accumulation(schedule: Schedule, rank: int, weight_order: WeightOrder
                 what = "forwards of the last stage" if op == F else "weight gradients of stage"
                 later = latest.get((what, stage), microbatch)
                 if later > microbatch:
-                    reason = f"{what} {stage} run microbatch {later} before {microbatch}; expected ascending order"
-                    raise schedule_error_at(f"{schedule.name}: rank {rank}: {reason}", schedule.orders, rank, index)
+                    reason = (
+                        f"{what} {stage} run microbatch {later} before {microbatch}; expected"
+                        " ascending order"
+                    )
+                    raise schedule_error_at(
+                        f"{schedule.name}: rank {rank}: {reason}", schedule.orders, rank, index
+                    )
                 latest[what, stage] = microbatch
 
 
 def _check_communication(schedule: Schedule) -> None:
-    """Requires receives in the order of the sends on every channel, and collectives and exchanges in one order."""
+    """Requires receives in the order of the sends on every channel, and collectives and exchanges
+    in one order."""
     sent, received = (defaultdict[tuple[int, int], list[Action]](list) for _ in range(2))
     first: list[tuple[Any, ...]] = []
     for rank, order in enumerate(schedule.orders):
@@ -198,18 +240,28 @@ def _check_communication(schedule: Schedule) -> None:
                 posted.append((step[0], step[2]))  # type: ignore[misc]
                 if posted != first[: len(posted)] and first:
                     op, microbatch = first[len(posted) - 1]
-                    what = f"{step} is posted where another rank posts {op} of microbatch {microbatch}"
+                    what = (
+                        f"{step} is posted where another rank posts {op} of microbatch {microbatch}"
+                    )
                     raise _error_at(schedule, rank, index, what)
         first = first or posted
         compute = [step for step in order if step[0] not in EXCHANGES]
-        for index, (step, due) in enumerate(zip(order, with_exchanges(rank, compute, schedule.ops), strict=True)):
+        for index, (step, due) in enumerate(
+            zip(order, with_exchanges(rank, compute, schedule.ops), strict=True)
+        ):
             if step != due:
-                raise _error_at(schedule, rank, index, "all ranks run the same exchanges around all other steps")
+                raise _error_at(
+                    schedule, rank, index, "all ranks run the same exchanges around all other steps"
+                )
     for channel in sent:
         for place, (send, receive) in enumerate(zip(sent[channel], received[channel], strict=True)):
             if send != receive:
-                what = f"message {place} is that for {send}, but that for {receive} is posted for it"
-                raise ScheduleError(f"{schedule.name}: channel {channel[0]} -> {channel[1]}: {what}")
+                what = (
+                    f"message {place} is that for {send}, but that for {receive} is posted for it"
+                )
+                raise ScheduleError(
+                    f"{schedule.name}: channel {channel[0]} -> {channel[1]}: {what}"
+                )
 
 
 def _receive_buffers(schedule: Schedule, rank: int) -> int:
@@ -218,6 +270,8 @@ def _receive_buffers(schedule: Schedule, rank: int) -> int:
     for (op, stage), (source, destination, _) in routes_of(schedule, rank).items():
         if op in RECEIVES and source != destination:
             change[op, stage] = 1
-            change |= {(user, stage): -1 for user in COMPUTE_OPS if result_of(user) == MESSAGE_OPS[op]}
+            change |= {
+                (user, stage): -1 for user in COMPUTE_OPS if result_of(user) == MESSAGE_OPS[op]
+            }
     actions = flatten(schedule.orders[rank])
     return max(accumulate(change.get((op, stage), 0) for op, stage, _ in actions), default=0)

@@ -1,4 +1,5 @@
-"""The memory that a rank holds: F adds `activation`, B shrinks that to `residue`, W frees the rest."""
+"""The memory that a rank holds: F adds `activation`, B shrinks that to `residue`, W frees
+the rest."""
 
 from collections.abc import Sequence
 from itertools import accumulate

@@ -1,9 +1,10 @@
 """The graph of an order: the inputs of every step, and the longest-path run that times it.
 
-A node is a step of a rank: an action, or a pair of actions that run together. Its rank runs it after the step before
-it. Further inputs are results of the same rank, messages of other ranks, and barriers over the vocabulary shards,
-which are nodes without a rank. In a lowered schedule a SEND also waits until its receive is posted, so a graph that
-runs to its end cannot deadlock, in whatever order the ranks proceed.
+A node is a step of a rank: an action, or a pair of actions that run together. Its rank runs it
+after the step before it. Further inputs are results of the same rank, messages of other ranks, and
+barriers over the vocabulary shards, which are nodes without a rank. In a lowered schedule a SEND
+also waits until its receive is posted, so a graph that runs to its end cannot deadlock, in whatever
+order the ranks proceed.
 
 The simulator, idle causes, critical path, deadlock text, `check` and `lower` read this graph.
 """
@@ -17,7 +18,19 @@ from functools import cache
 from typing import NamedTuple
 
 from zbcompile.schedules.errors import ScheduleError
-from zbcompile.schedules.ir.actions import BW, COLLECTIVES, COMPUTE, EXCHANGES, SENDS, Action, B, Pair, S, Step, W
+from zbcompile.schedules.ir.actions import (
+    BW,
+    COLLECTIVES,
+    COMPUTE,
+    EXCHANGES,
+    SENDS,
+    Action,
+    B,
+    Pair,
+    S,
+    Step,
+    W,
+)
 from zbcompile.schedules.ir.costs import Costs
 from zbcompile.schedules.ir.dependencies import needs, routes_of, shard_dependencies
 from zbcompile.schedules.ir.kinds import COMPUTE_OPS, MESSAGE_OPS, OPS
@@ -30,8 +43,9 @@ Delayed = list[tuple[int, float]]  # nodes, each with the delay of its link
 class EdgeKind(NamedTuple):
     """The kind of an input of a node, which decides how long the result is sent.
 
-    `kind` is "local" (the same rank, no delay), "message" (across the boundary behind `stage`), "shards" (a collective
-    of the vocabulary shards) or "rendezvous" (until a receive is posted; no delay).
+    `kind` is "local" (the same rank, no delay), "message" (across the boundary behind `stage`),
+    "shards" (a collective of the vocabulary shards) or "rendezvous" (until a receive is posted; no
+    delay).
     """
 
     kind: str
@@ -52,8 +66,9 @@ LOCAL, SHARDS, RENDEZVOUS = EdgeKind("local"), EdgeKind("shards"), EdgeKind("ren
 class OrderGraph:
     """The nodes of a schedule, rank after rank, and the inputs of each.
 
-    * `steps[n]`: what node `n` runs. `first[rank]`: the first node of a rank; `first[-1]` ends the last rank. Barriers
-      come after all ranks: their steps are actions of the operation that every shard must have finished.
+    * `steps[n]`: what node `n` runs. `first[rank]`: the first node of a rank; `first[-1]` ends the
+      last rank. Barriers come after all ranks: their steps are actions of the operation that every
+      shard must have finished.
     * `inputs[n]`: pairs of a node, or `MISSING`, and the number of a link in `links`.
     """
 
@@ -67,7 +82,9 @@ class OrderGraph:
         self.steps: list[Step] = [step for order in schedule.orders for step in order]
         self.inputs: list[tuple[tuple[int, int], ...]] = []
         self._link_numbers: dict[EdgeKind, int] = {}
-        self._nodes: dict[tuple[str, int], list[int]] = {}  # by operation and stage, then by microbatch
+        self._nodes: dict[
+            tuple[str, int], list[int]
+        ] = {}  # by operation and stage, then by microbatch
         self._none = [MISSING] * schedule.microbatches
         try:
             self._number_nodes()
@@ -98,9 +115,12 @@ class OrderGraph:
         return [link.delay(costs) for link in self.links]
 
     def inputs_and_users(self, costs: Costs) -> tuple[list[Delayed], list[Delayed]]:
-        """Returns the inputs of every node, and the nodes that it is an input of, each with the delay of the link."""
+        """Returns the inputs of every node, and the nodes that it is an input of, each with the
+        delay of the link."""
         delays = self.delays(costs)
-        inputs: list[Delayed] = [[(producer, delays[link]) for producer, link in links] for links in self.inputs]
+        inputs: list[Delayed] = [
+            [(producer, delays[link]) for producer, link in links] for links in self.inputs
+        ]
         users: list[Delayed] = [[] for _ in inputs]
         for user, delayed in enumerate(inputs):
             for producer, delay in delayed:
@@ -132,7 +152,9 @@ class OrderGraph:
 
     def _connect(self) -> None:
         schedule, numbers = self.schedule, self._link_numbers
-        barriers: dict[str, list[int]] = {}  # by operation that every shard must have run, the node of each microbatch
+        barriers: dict[
+            str, list[int]
+        ] = {}  # by operation that every shard must have run, the node of each microbatch
         for op in dict.fromkeys(self._shard_needs.values()):
             barriers[op] = [*range(len(self.steps), len(self.steps) + schedule.microbatches)]
             self.steps += [Action(op, schedule.shards[0], m) for m in range(schedule.microbatches)]
@@ -144,7 +166,10 @@ class OrderGraph:
                     rule = rules.get((op, stage))
                     if rule is None:
                         rule = rules[op, stage] = [
-                            (self._nodes.get((o, s), self._none), numbers.setdefault(link, len(numbers)))
+                            (
+                                self._nodes.get((o, s), self._none),
+                                numbers.setdefault(link, len(numbers)),
+                            )
                             for o, s, link in self._needs(rank, op, stage)
                         ]
                         if (op, stage) in self._shard_needs:
@@ -161,7 +186,8 @@ class OrderGraph:
             self.inputs += [tuple((table[m], local) for table in tables) for m in range(len(nodes))]
 
     def needed_by(self, node: int) -> Iterator[tuple[Action, int]]:
-        """Yields the actions that a node of a rank needs, each with its node; of a barrier those of every shard."""
+        """Yields the actions that a node of a rank needs, each with its node; of a barrier those of
+        every shard."""
         step, rank = self.steps[node], self.rank(node)
         for op, stage, microbatch in step if isinstance(step, Pair) else (step,):
             needed = [(result, origin) for result, origin, _ in self._needs(rank, op, stage)]
@@ -175,7 +201,8 @@ class OrderGraph:
                     yield Action(BW if is_fused else result, origin, microbatch), producer
 
     def _needs(self, rank: int, op: str, stage: int) -> Iterator[tuple[str, int, EdgeKind]]:
-        """Yields what `op` on `stage` of `rank` needs, without barriers: operation, stage and link."""
+        """Yields what `op` on `stage` of `rank` needs, without barriers: operation, stage
+        and link."""
         schedule, routes = self.schedule, self._routes[rank]
         if op not in EXCHANGES and stage not in schedule.placement.stages_of(rank):
             raise KeyError
@@ -189,7 +216,9 @@ class OrderGraph:
                     yield result, origin, LOCAL
         elif op == S:
             if not schedule.is_lowered:
-                yield from ((result, origin, SHARDS) for result, origin in needs(op, stage, schedule.stages))
+                yield from (
+                    (result, origin, SHARDS) for result, origin in needs(op, stage, schedule.stages)
+                )
         elif op in COMPUTE_OPS:  # `check` proves the place of all others in the order of their rank
             for result, origin in needs(op, stage, schedule.stages):
                 source = rank if origin == stage else routes[f"RECV_{result}", stage].source
@@ -203,7 +232,8 @@ class OrderGraph:
 
 
 class NodeTimes(NamedTuple):
-    """When every node starts and ends; None for those that never run. `stuck[rank]`: the node at which a rank stops."""
+    """When every node starts and ends; None for those that never run. `stuck[rank]`: the node at
+    which a rank stops."""
 
     start: list[float]
     end: list[float]
@@ -213,7 +243,8 @@ class NodeTimes(NamedTuple):
 def run(graph: OrderGraph, times: Sequence[float], delays: Sequence[float]) -> NodeTimes:
     """Runs every rank until it is done or blocked for good: the longest path to every node.
 
-    In a schedule messages are buffered without limit; in a lowered one a SEND blocks until its receive is posted.
+    In a schedule messages are buffered without limit; in a lowered one a SEND blocks until its
+    receive is posted.
     """
     inputs, ranks, last = graph.inputs, graph.schedule.ranks, len(graph.steps)
     start: list[float] = [None] * last  # type: ignore[list-item]
@@ -245,11 +276,16 @@ def run(graph: OrderGraph, times: Sequence[float], delays: Sequence[float]) -> N
             break
         position[rank] = n
     end.pop()
-    return NodeTimes(start, end, {rank: n for rank, n in enumerate(position[:ranks]) if n < stop[rank]})
+    return NodeTimes(
+        start, end, {rank: n for rank, n in enumerate(position[:ranks]) if n < stop[rank]}
+    )
 
 
-def blocking(graph: OrderGraph, node: int, end: Sequence[float], delays: Sequence[float]) -> int | None:
-    """Returns the input that arrived after the rank was free and delayed a node; None if there is none.
+def blocking(
+    graph: OrderGraph, node: int, end: Sequence[float], delays: Sequence[float]
+) -> int | None:
+    """Returns the input that arrived after the rank was free and delayed a node; None if there is
+    none.
 
     For a barrier it is the shard that came last.
     """
@@ -281,12 +317,16 @@ def require_stages(schedule: Schedule, costs: Costs) -> None:
     """Raises `ScheduleError` unless there is one cost per stage."""
     if costs.stages != schedule.stages:
         hint = f"see costs.resized({schedule.stages})"
-        raise ScheduleError(f"costs of {costs.stages} stages for {schedule.stages} stages of {schedule.name}; {hint}")
+        raise ScheduleError(
+            f"costs of {costs.stages} stages for {schedule.stages} stages of {schedule.name};"
+            f" {hint}"
+        )
 
 
 @contextmanager
 def gc_disabled() -> Iterator[None]:
-    """Pauses the garbage collector, also as a decorator: for functions that make no reference cycles.
+    """Pauses the garbage collector, also as a decorator: for functions that make no reference
+    cycles.
 
     Halves the time of `lower` on 200,000 actions; the collector is left as it was found.
     """

@@ -1,11 +1,13 @@
-"""DualPipe and DualPipeV: two directions at once, in overlapped pairs (DeepSeek-V3, arXiv 2412.19437, section 3.2.1).
+"""DualPipe and DualPipeV: two directions at once, in overlapped pairs (DeepSeek-V3, arXiv
+2412.19437, section 3.2.1).
 
-Both follow the same eight phases. A rank has a *near* side, whose microbatches reach it early, and a *far* side: two
-model copies that run in opposite directions (DualPipe), or the two chunks of a V (DualPipeV: DualPipe cut in half,
-without the second copy). `depth` is the distance from the near side's entrance, `turn` the number of ranks up to the
-turn.
+Both follow the same eight phases. A rank has a *near* side, whose microbatches reach it early, and
+a *far* side: two model copies that run in opposite directions (DualPipe), or the two chunks of a V
+(DualPipeV: DualPipe cut in half, without the second copy). `depth` is the distance from the near
+side's entrance, `turn` the number of ranks up to the turn.
 
-An order has fused backwards and split ones. A W that runs alone is always the oldest pending W of its rank.
+An order has fused backwards and split ones. A W that runs alone is always the oldest pending W of
+its rank.
 """
 
 from zbcompile.schedules.generators.order_writer import Writer
@@ -16,10 +18,10 @@ from zbcompile.schedules.generators.task import Order, Task, each_rank
 def dualpipe(task: Task, rank: int) -> Order:
     """Microbatches from both ends of the pipeline, through two copies of the model.
 
-    Microbatches below m/2 enter at rank 0 (copy 0), the others at rank p-1 (copy 1). Idle time with F = T_B:
-    (p/2-1)(F&B + T_B+T_W - 3 T_W), F&B the time of a pair; peak p+1 activations; twice the parameters. The gradients
-    of a stage add up copy by copy. On 2 ranks, 4 microbatches (microbatches 2 and 3 run through copy 1, whose stage 0
-    is on rank 1)::
+    Microbatches below m/2 enter at rank 0 (copy 0), the others at rank p-1 (copy 1). Idle time with
+    F = T_B: (p/2-1)(F&B + T_B+T_W - 3 T_W), F&B the time of a pair; peak p+1 activations; twice the
+    parameters. The gradients of a stage add up copy by copy. On 2 ranks, 4 microbatches
+    (microbatches 2 and 3 run through copy 1, whose stage 0 is on rank 1)::
 
         F0.0  F1.2  F0.1  BW1.2  (F1.3|BW0.0)  BW1.3  B0.1  W0.1
         F0.2  F1.0  F0.3  BW1.0  (F1.1|BW0.2)  BW1.1  B0.3  W0.3
@@ -33,10 +35,11 @@ def dualpipe(task: Task, rank: int) -> Order:
 
 @each_rank
 def dualpipe_v(task: Task, rank: int) -> Order:
-    """DualPipe on a V placement: one copy of the model, two chunks a rank (DeepSeek's and Sea AI Lab's "cut-in-half").
+    """DualPipe on a V placement: one copy of the model, two chunks a rank (DeepSeek's and Sea AI
+    Lab's "cut-in-half").
 
-    Idle time with F = T_B per chunk: (p-1)(F&B + T_B+T_W - 3 T_W) in times of a chunk; peak 2p+1 chunk activations. On
-    2 ranks, 4 microbatches::
+    Idle time with F = T_B per chunk: (p-1)(F&B + T_B+T_W - 3 T_W) in times of a chunk; peak 2p+1
+    chunk activations. On 2 ranks, 4 microbatches::
 
         F0.0  F0.1  F0.2  F3.0  B3.0  W3.0   F3.1  (F0.3|BW3.1)
               F1.0  F2.0  F1.1  F2.1  F1.2   BW2.0
@@ -45,11 +48,16 @@ def dualpipe_v(task: Task, rank: int) -> Order:
         (F2.2|BW1.0)  (F1.3|BW2.1)  (F2.3|BW1.1)  BW2.2  BW1.2  B2.3  B1.3  W2.3  W1.3
     """
     near, far = rank, 2 * task.ranks - 1 - rank
-    return _phases(Writer(task.microbatches), near, far, task.microbatches, midpoint=task.ranks, depth=rank)
+    return _phases(
+        Writer(task.microbatches), near, far, task.microbatches, midpoint=task.ranks, depth=rank
+    )
 
 
-def _phases(write: Writer, near: int, far: int, microbatches: int, midpoint: int, depth: int) -> Order:
-    """Writes `microbatches` through the near stage and the far one; phase numbers are DeepSeek's."""
+def _phases(
+    write: Writer, near: int, far: int, microbatches: int, midpoint: int, depth: int
+) -> Order:
+    """Writes `microbatches` through the near stage and the far one; phase numbers are
+    DeepSeek's."""
     outer = midpoint - depth - 1
     for _ in range(2 * outer):  # 1
         write.f(near)
@@ -61,7 +69,9 @@ def _phases(write: Writer, near: int, far: int, microbatches: int, midpoint: int
         write.w()
         write.f(far)
     for index in range(microbatches - 2 * midpoint + depth + 1):  # 4
-        if outer == 0 and index == 0:  # at the turn the first backward needs the forward that it would be paired with
+        if (
+            outer == 0 and index == 0
+        ):  # at the turn the first backward needs the forward that it would be paired with
             write.f(near)
             write.bw(far)
         else:
@@ -70,7 +80,9 @@ def _phases(write: Writer, near: int, far: int, microbatches: int, midpoint: int
     for _ in range(outer):  # 5
         write.bw(far)
         write.pair(far, near)
-    for index in range(2 * (depth + 1)):  # 6: backwards, fused in their first half and split in the second
+    for index in range(
+        2 * (depth + 1)
+    ):  # 6: backwards, fused in their first half and split in the second
         (write.bw if index <= depth else write.b)(near if index % 2 else far)
     for _ in range(outer):  # 7
         write.w()

@@ -1,7 +1,9 @@
-"""Event-driven dispatching: ranks that choose their next action when they are free, instead of following an order.
+"""Event-driven dispatching: ranks that choose their next action when they are free, instead of
+following an order.
 
-The generators that have no closed rule for a part of their order (ZB-V with few microbatches, warm-up and cool-down of
-V-Half and V-Min, vocabulary passes) state what a rank prefers and read the order off the clock.
+The generators that have no closed rule for a part of their order (ZB-V with few microbatches,
+warm-up and cool-down of V-Half and V-Min, vocabulary passes) state what a rank prefers and read the
+order off the clock.
 """
 
 import math
@@ -36,22 +38,32 @@ def sequential_order(placement: Placement, microbatches: int, barriers: int = 0)
 
 
 class DispatchState:
-    """The clock, the actions that are ready and since when, how many have started, and the memory in use.
+    """The clock, the actions that are ready and since when, how many have started, and the memory
+    in use.
 
-    The passes of one operation and stage run in order of their microbatches; BW counts as B. Vocabulary passes take no
-    memory.
+    The passes of one operation and stage run in order of their microbatches; BW counts as B.
+    Vocabulary passes take no memory.
     """
 
     def __init__(self, task: Task, barriers: int = 0) -> None:
         self.placement, self.costs, self.barriers = task.placement, task.costs_or_equal, barriers
         self.now: float = 0
         self.memory: list[float] = [0] * task.ranks
-        self.started = {(op, stage): 0 for op in (F, B, W, S, T) for stage in range(task.placement.stages)}
-        self.ready_at: dict[tuple[str, int, int], float] = {(F, 0, m): 0 for m in range(task.microbatches)}
-        self._passes = [[(op, s) for s in task.placement.stages_of(r) for op in (F, B, W)] for r in range(task.ranks)]
+        self.started = {
+            (op, stage): 0 for op in (F, B, W, S, T) for stage in range(task.placement.stages)
+        }
+        self.ready_at: dict[tuple[str, int, int], float] = {
+            (F, 0, m): 0 for m in range(task.microbatches)
+        }
+        self._passes = [
+            [(op, s) for s in task.placement.stages_of(r) for op in (F, B, W)]
+            for r in range(task.ranks)
+        ]
         self._times = {op: self.costs.times(op) for op in (F, B, W, BW, S, T)}
         self._added = {op: self.costs.added(op) for op in (F, B, W, BW)}
-        self._graph = graph = OrderGraph(sequential_order(task.placement, task.microbatches, barriers))
+        self._graph = graph = OrderGraph(
+            sequential_order(task.placement, task.microbatches, barriers)
+        )
         self._rank = [rank for rank in range(task.ranks) for _ in graph.nodes(rank)]
         inputs, self._users = graph.inputs_and_users(self.costs)
         self._missing = [*map(len, inputs)]
@@ -67,7 +79,8 @@ class DispatchState:
         return Action(*head) if self.ready_at.get(head, math.inf) <= self.now else None
 
     def ready(self, rank: int) -> list[Action]:
-        """Returns the F, B and W of `rank` that could begin now, at most one of each operation on each stage."""
+        """Returns the F, B and W of `rank` that could begin now, at most one of each operation on
+        each stage."""
         now, started, ready_at = self.now, self.started, self.ready_at
         heads = [(op, stage, started[op, stage]) for op, stage in self._passes[rank]]
         return [Action(*head) for head in heads if ready_at.get(head, math.inf) <= now]
@@ -82,19 +95,29 @@ class DispatchState:
         return self._added[action.op][action.stage] if action.op in self._added else 0
 
     def fits_forward(self, rank: int, forward: Action, limit: float) -> bool:
-        """Returns whether `forward` leaves room for the oldest microbatch to finish its forwards on its rank.
+        """Returns whether `forward` leaves room for the oldest microbatch to finish its forwards on
+        its rank.
 
-        So the oldest microbatch can always proceed, and no limit ends in a deadlock (banker's algorithm).
+        So the oldest microbatch can always proceed, and no limit ends in a deadlock (banker's
+        algorithm).
         """
         stages = self.placement.stages_of(rank)
         oldest = min(self.started[B, stage] for stage in stages)
         owed = [Action(F, stage, oldest) for stage in stages if self.started[F, stage] <= oldest]
         needed = sum(map(self.added, (forward, *(action for action in owed if action != forward))))
-        return self.memory[rank] + needed <= limit * (1 + 1e-9)  # sums of sizes count as equal up to rounding
+        return self.memory[rank] + needed <= limit * (
+            1 + 1e-9
+        )  # sums of sizes count as equal up to rounding
 
     def start(self, rank: int, step: Step) -> list[tuple[float, int]]:
-        """Runs `step` now; returns when which ranks choose again: first its own, then those of what gets ready."""
-        end, arrivals, missing, ranks = self.now + self.time(step), self._arrival, self._missing, self._rank
+        """Runs `step` now; returns when which ranks choose again: first its own, then those of what
+        gets ready."""
+        end, arrivals, missing, ranks = (
+            self.now + self.time(step),
+            self._arrival,
+            self._missing,
+            self._rank,
+        )
         wakes = [(end, rank)]
         for action in step if isinstance(step, Pair) else (step,):
             op, stage, microbatch = action
@@ -117,12 +140,14 @@ class DispatchState:
 
 
 def oldest(actions: Iterable[Action]) -> Action | None:
-    """Returns the action of the earliest microbatch, and of the latest stage among several; None without any."""
+    """Returns the action of the earliest microbatch, and of the latest stage among several; None
+    without any."""
     return min(actions, key=lambda action: (action.microbatch, -action.stage), default=None)
 
 
 def dispatch(state: DispatchState, choose: Callable[[DispatchState, int], Step | None]) -> Orders:
-    """Lets every free rank start what `choose(state, rank)` returns; None waits until something else gets ready."""
+    """Lets every free rank start what `choose(state, rank)` returns; None waits until something
+    else gets ready."""
     orders: list[list[Step]] = [[] for _ in range(state.placement.ranks)]
     free_at: list[float] = [0] * len(orders)
     wakes = [(0.0, rank) for rank in range(len(orders))]
@@ -140,7 +165,8 @@ def dispatch(state: DispatchState, choose: Callable[[DispatchState, int], Step |
 
 
 def starts(task: Task, orders: Orders) -> dict[Action, float]:
-    """Returns the start of every action of `orders` (which have no pairs), if each starts as early as it can."""
+    """Returns the start of every action of `orders` (which have no pairs), if each starts as early
+    as it can."""
     graph, run = run_to_end(task.schedule(orders), task.costs_or_equal)
     return dict(zip(flatten(graph.steps), run.start, strict=True))
 

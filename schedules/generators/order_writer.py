@@ -1,4 +1,5 @@
-"""Writes the order of one rank: keeps count of the next microbatch, so that a generator reads like its paper."""
+"""Writes the order of one rank: keeps count of the next microbatch, so that a generator reads like
+its paper."""
 
 from collections.abc import Mapping
 
@@ -7,9 +8,11 @@ from zbcompile.schedules.ir.kinds import result_of
 
 
 class Writer:
-    """Writes the order of one rank. Each call adds the next microbatch of that operation on that stage.
+    """Writes the order of one rank. Each call adds the next microbatch of that operation on that
+    stage.
 
-    `microbatches` is how many each stage runs, `first` the number of a stage's first one, where that is not 0.
+    `microbatches` is how many each stage runs, `first` the number of a stage's first one, where
+    that is not 0.
 
     >>> write = Writer(2)
     >>> write.f(0), write.f(0), write.b(0), write.bw(0), write.w(0)

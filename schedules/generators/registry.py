@@ -1,6 +1,7 @@
 """Every schedule by name, with its placement, the counts that it admits, and its generator.
 
-`zbcompile.schedules.searching.by_name` builds them. Every name has a generator, except "auto", whose order is searched.
+`zbcompile.schedules.searching.by_name` builds them. Every name has a generator, except "auto",
+whose order is searched.
 """
 
 import difflib
@@ -14,7 +15,15 @@ from zbcompile.field_check import is_amount
 from zbcompile.schedules.errors import ScheduleError
 from zbcompile.schedules.execution.deadlock import run_to_end
 from zbcompile.schedules.execution.order_graph import gc_disabled
-from zbcompile.schedules.generators import dualpipe, gpipe_1f1b, interleaved, v_half_v_min, zb_auto, zb_h, zb_v
+from zbcompile.schedules.generators import (
+    dualpipe,
+    gpipe_1f1b,
+    interleaved,
+    v_half_v_min,
+    zb_auto,
+    zb_h,
+    zb_v,
+)
 from zbcompile.schedules.generators.task import Generator, Task
 from zbcompile.schedules.ir.costs import Costs
 from zbcompile.schedules.ir.placement import Placement, require_count
@@ -22,7 +31,8 @@ from zbcompile.schedules.ir.schedule import Schedule
 
 
 class MicrobatchRule(NamedTuple):
-    """`holds(ranks, microbatches)` says which numbers of microbatches a schedule admits, `text` describes them.
+    """`holds(ranks, microbatches)` says which numbers of microbatches a schedule admits, `text`
+    describes them.
 
     Every rule is periodic in 2 x ranks or holds from 2 x ranks on.
     """
@@ -33,10 +43,13 @@ class MicrobatchRule(NamedTuple):
 
 ANY_COUNT = MicrobatchRule("any number of microbatches", lambda ranks, microbatches: True)
 EVEN_GROUPS = MicrobatchRule(
-    "any number below 2 x ranks, multiples of ranks, and what microbatches // ranks divides: groups of equal size",
+    "any number below 2 x ranks, multiples of ranks, and what microbatches // ranks divides: groups"
+    " of equal size",
     interleaved.even_groups,
 )
-WIDE = MicrobatchRule("microbatches >= 2 x ranks", lambda ranks, microbatches: microbatches >= 2 * ranks)
+WIDE = MicrobatchRule(
+    "microbatches >= 2 x ranks", lambda ranks, microbatches: microbatches >= 2 * ranks
+)
 WIDE_AND_EVEN = MicrobatchRule(
     "even ranks and even microbatches >= 2 x ranks",
     lambda ranks, microbatches: microbatches >= 2 * ranks and ranks % 2 == microbatches % 2 == 0,
@@ -47,7 +60,8 @@ WIDE_AND_EVEN = MicrobatchRule(
 class Family:
     """One name of the registry.
 
-    `options` are the keywords that `build` passes to the generator. `generate` is None if the order is searched.
+    `options` are the keywords that `build` passes to the generator. `generate` is None if the order
+    is searched.
     """
 
     name: str
@@ -74,7 +88,9 @@ FAMILIES = (
     Family("1f1b", gpipe_1f1b.one_f_one_b, alias="pipedream-flush"),
     Family("1f1b-overlap", gpipe_1f1b.overlapped_one_f_one_b),
     Family("interleaved-1f1b", interleaved.interleaved_one_f_one_b, "looped", EVEN_GROUPS, GROUP),
-    Family("interleaved-1f1b-overlap", interleaved.overlapped_interleaved, "looped", EVEN_GROUPS, GROUP),
+    Family(
+        "interleaved-1f1b-overlap", interleaved.overlapped_interleaved, "looped", EVEN_GROUPS, GROUP
+    ),
     Family("looped-bfs", gpipe_1f1b.looped_bfs, "looped"),
     Family("zb-h1", zb_h.zb_h1),
     Family("zb-h1-lazy", zb_h.zb_h1_lazy, options=("exact",)),
@@ -82,7 +98,12 @@ FAMILIES = (
     Family("zb-1p", zb_auto.zb_1p),
     Family("zb-2p", zb_auto.zb_2p),
     Family(
-        "interleaved-zb", interleaved.interleaved_zero_bubble, "looped", EVEN_GROUPS, GROUP, "interleaved-zero-bubble"
+        "interleaved-zb",
+        interleaved.interleaved_zero_bubble,
+        "looped",
+        EVEN_GROUPS,
+        GROUP,
+        "interleaved-zero-bubble",
     ),
     Family("zb-v", zb_v.zb_v, "v", alias="zbv-zero-bubble"),
     Family("v-half", v_half_v_min.v_half, "v"),
@@ -103,18 +124,30 @@ def names() -> tuple[str, ...]:
 
 
 def find(name: str) -> Family:
-    """Returns the family called `name` in any spelling; raises `ScheduleError` with the nearest names."""
+    """Returns the family called `name` in any spelling; raises `ScheduleError` with the nearest
+    names."""
     spelled, families = _normalize(name), _families_by_spelling()
     if spelled in families:
         return families[spelled]
-    near = [families[match].name for match in difflib.get_close_matches(spelled, families, n=3, cutoff=0.5)]
-    hint = f"did you mean {' or '.join(dict.fromkeys(near))}?" if near else f"known names: {', '.join(names())}"
+    near = [
+        families[match].name
+        for match in difflib.get_close_matches(spelled, families, n=3, cutoff=0.5)
+    ]
+    hint = (
+        f"did you mean {' or '.join(dict.fromkeys(near))}?"
+        if near
+        else f"known names: {', '.join(names())}"
+    )
     raise ScheduleError(f"no schedule is called {name!r}; {hint}")
 
 
 @cache
 def _families_by_spelling() -> dict[str, Family]:
-    spellings = ((_normalize(text), family) for family in (*FAMILIES, AUTO) for text in (family.name, family.alias))
+    spellings = (
+        (_normalize(text), family)
+        for family in (*FAMILIES, AUTO)
+        for text in (family.name, family.alias)
+    )
     return {spelling: family for spelling, family in spellings if spelling}
 
 
@@ -132,7 +165,8 @@ def build_named(
     chunks: int | None = None,
     **options: Any,
 ) -> Schedule:
-    """Returns the schedule of a family that a rule generates; arguments and errors as of `build`."""
+    """Returns the schedule of a family that a rule generates; arguments and errors as of
+    `build`."""
     assert family.generate is not None
     placement, group = placement_of(family, ranks, chunks), options.get("group")
     require_count("microbatches", microbatches)
@@ -141,11 +175,17 @@ def build_named(
     elif not family.rule.holds(ranks, microbatches):
         near = [_next_admitted(family, ranks, microbatches, step) for step in (-1, 1)]
         counts_near = " and ".join(str(count) for count in near if count)
-        hint = f"the nearest that work: {counts_near}" if counts_near else f"no number works on {ranks} ranks"
+        hint = (
+            f"the nearest that work: {counts_near}"
+            if counts_near
+            else f"no number works on {ranks} ranks"
+        )
         counts = f"{microbatches} microbatches on {ranks} ranks"
         raise ScheduleError(f"{family.name}: {counts}; it admits {family.rule.text}; {hint}")
     if costs is not None and costs.stages != placement.stages:
-        raise ScheduleError(f"{family.name}: costs of {costs.stages} stages for a schedule of {placement.stages}")
+        raise ScheduleError(
+            f"{family.name}: costs of {costs.stages} stages for a schedule of {placement.stages}"
+        )
     task = Task(placement, microbatches, costs, memory_limit)
     schedule = Schedule(family.name, placement, microbatches, family.generate(task, **options))
     if group is not None:
@@ -153,8 +193,9 @@ def build_named(
     peaks = task.peaks(schedule.orders) if memory_limit is not None else (0,)
     if max(peaks) > (memory_limit or 0) * (1 + 1e-9):  # sums of sizes count as equal up to rounding
         raise ScheduleError(
-            f"{schedule.name}: rank {peaks.index(max(peaks))} holds {max(peaks)} at its peak, but memory_limit is "
-            f"{memory_limit}; raise the limit or choose a schedule that needs less (v-half, v-min)"
+            f"{schedule.name}: rank {peaks.index(max(peaks))} holds {max(peaks)} at its peak, but"
+            f" memory_limit is {memory_limit}; raise the limit or choose a schedule that needs less"
+            " (v-half, v-min)"
         )
     return schedule
 
@@ -171,7 +212,9 @@ def admits(name: str, ranks: int, microbatches: int) -> bool:
     return ranks >= 1 and microbatches >= 1 and find(name).rule.holds(ranks, microbatches)
 
 
-def smallest_microbatches(name: str, ranks: int, at_least: int = 1, chunks: int | None = None) -> int:
+def smallest_microbatches(
+    name: str, ranks: int, at_least: int = 1, chunks: int | None = None
+) -> int:
     """Returns the smallest admitted number of microbatches that is not below `at_least`.
 
     Raises `ScheduleError` if no number is admitted on that many ranks.
@@ -189,14 +232,18 @@ def smallest_microbatches(name: str, ranks: int, at_least: int = 1, chunks: int 
 
 
 def _next_admitted(family: Family, ranks: int, microbatches: int, step: int) -> int | None:
-    """Returns the first admitted number of microbatches from this one on, up or down; None if there is none."""
+    """Returns the first admitted number of microbatches from this one on, up or down; None if there
+    is none."""
     counts = range(microbatches, max(0, microbatches + step * (4 * ranks + 2)), step)
     return next((count for count in counts if family.rule.holds(ranks, count)), None)
 
 
 def placement_of(family: Family, ranks: int, chunks: int | None) -> Placement:
-    """Returns the placement of a family; `chunks=None`: with its default number of stages per rank."""
+    """Returns the placement of a family; `chunks=None`: with its default number of stages
+    per rank."""
     if chunks is not None and chunks != family.chunks and not family.free_chunks:
         require_count("chunks", chunks)
-        raise ScheduleError(f"{family.name}: chunks={chunks}; a rank holds exactly {family.chunks} (leave it out)")
+        raise ScheduleError(
+            f"{family.name}: chunks={chunks}; a rank holds exactly {family.chunks} (leave it out)"
+        )
     return Placement.named(family.placement, ranks, family.chunks if chunks is None else chunks)

@@ -1,4 +1,5 @@
-"""ZB-1p and ZB-2p: the automatic heuristic under a memory limit (Qi et al., arXiv 2401.10241, section 3.1).
+"""ZB-1p and ZB-2p: the automatic heuristic under a memory limit (Qi et al., arXiv 2401.10241,
+section 3.1).
 
 It reads the times, hops and memory of each stage; the published runtime gives it medians.
 """
@@ -20,7 +21,8 @@ ROUNDING = 1e-9  # share up to which sums of measured times and sizes count as e
 def zb_1p(task: Task) -> Orders:
     """The shortest order found in the memory of 1F1B: p activations of its stage on every rank.
 
-    If all stages are equal it is ZB-H1, which is optimal in that memory. On 2 ranks, 3 microbatches at equal times::
+    If all stages are equal it is ZB-H1, which is optimal in that memory. On 2 ranks, 3 microbatches
+    at equal times::
 
         F0.0  F0.1        B0.0  W0.0  F0.2  B0.1  W0.1  B0.2  W0.2
               F1.0  B1.0  F1.1  B1.1  W1.0  F1.2  B1.2  W1.1  W1.2
@@ -29,7 +31,8 @@ def zb_1p(task: Task) -> Orders:
 
 
 def zb_2p(task: Task) -> Orders:
-    """The shortest order found in twice the memory of 1F1B: almost no bubble on a rank's own clock where W is light.
+    """The shortest order found in twice the memory of 1F1B: almost no bubble on a rank's own clock
+    where W is light.
 
     On 2 ranks, 3 microbatches at equal times::
 
@@ -40,20 +43,31 @@ def zb_2p(task: Task) -> Orders:
 
 
 def _automatic(task: Task, times_1f1b: int) -> Orders:
-    """Returns the best of the heuristic's eight variants and of the handcrafted orders that fit into the limit."""
+    """Returns the best of the heuristic's eight variants and of the handcrafted orders that fit
+    into the limit."""
     activation, limit = task.costs_or_equal.activation, task.memory_limit
     if limit is not None and limit < max(activation):
-        where = f"stage {activation.index(max(activation))} alone needs {max(activation)} for one microbatch"
+        where = (
+            f"stage {activation.index(max(activation))} alone needs {max(activation)} for one"
+            " microbatch"
+        )
         raise ScheduleError(f"memory_limit={limit}: {where}; allow at least that")
-    limits = [(times_1f1b * task.ranks * size if limit is None else limit) * (1 + ROUNDING) for size in activation]
-    candidates = [_Heuristic(task, limits, *switches).orders() for switches in product((False, True), repeat=3)]
+    limits = [
+        (times_1f1b * task.ranks * size if limit is None else limit) * (1 + ROUNDING)
+        for size in activation
+    ]
+    candidates = [
+        _Heuristic(task, limits, *switches).orders()
+        for switches in product((False, True), repeat=3)
+    ]
     handcrafted = zb_h1(task), zb_h2(task)
     candidates += [orders for orders in handcrafted if all(map(le, task.peaks(orders), limits))]
     return min(candidates, key=lambda orders: (*spans(task, orders), max(task.peaks(orders))))
 
 
 class _Rank:
-    """One rank while its order is written: clock, memory, idle time since its first action, what it has run."""
+    """One rank while its order is written: clock, memory, idle time since its first action, what it
+    has run."""
 
     def __init__(self, costs: Costs, stage: int, limit: float) -> None:
         self.stage, self.limit = stage, limit
@@ -89,11 +103,11 @@ class _Rank:
 class _Heuristic:
     """One run of the published procedure with one setting of its switches.
 
-    After the warm-up it goes round by round: in round i every rank may issue one F, first rank to last, and then issues
-    B of microbatch i, last rank to first. W fills the waits. The switches:
+    After the warm-up it goes round by round: in round i every rank may issue one F, first rank to
+    last, and then issues B of microbatch i, last rank to first. W fills the waits. The switches:
 
-    * `spare_first_backward`: a forward that would delay the first B is not issued before it (else it is, rather than
-      leaving a gap);
+    * `spare_first_backward`: a forward that would delay the first B is not issued before it (else
+      it is, rather than leaving a gap);
     * `prioritise_backward`: skip a forward that would delay a B if the next rank has enough work;
     * `fill_every_gap`: run W in gaps too small for it even on ranks that can afford the gap.
     """
@@ -108,7 +122,10 @@ class _Heuristic:
     ) -> None:
         costs, last = task.costs_or_equal, task.ranks - 1
         self.microbatches, self.last = task.microbatches, last
-        self.spare_first_backward, self.prioritise_backward = spare_first_backward, prioritise_backward
+        self.spare_first_backward, self.prioritise_backward = (
+            spare_first_backward,
+            prioritise_backward,
+        )
         self.fill_every_gap = fill_every_gap
         self.ranks = [_Rank(costs, stage, limit) for stage, limit in enumerate(limits)]
         self._worst_bubble: float = 0
@@ -131,7 +148,8 @@ class _Heuristic:
         return tuple(tuple(rank.order) for rank in self.ranks)
 
     def _warm_up(self) -> None:
-        """Issues one forward per rank, and more that fit into memory and into the wait for the first B."""
+        """Issues one forward per rank, and more that fit into memory and into the wait for the
+        first B."""
         for index in range(len(self.ranks)):
             self._issue(F, index)
         extra, ready = [0] * len(self.ranks), 0.0  # when the first B can start
@@ -147,7 +165,9 @@ class _Heuristic:
                 extra[index] += 1
                 now += rank.time[F]
             ready = max(now, ready) + rank.time[B] + self._hop_up[index - 1]
-        for index in range(1, len(extra)):  # a rank far from the end has more microbatches in flight
+        for index in range(
+            1, len(extra)
+        ):  # a rank far from the end has more microbatches in flight
             extra[index] = max(0, min(extra[index], extra[index - 1] - 1))
         for index, count in enumerate(extra):
             for _ in range(count):
@@ -182,7 +202,8 @@ class _Heuristic:
         self._worst_bubble = max(self._worst_bubble, rank.bubble)
 
     def _grants(self, microbatch: int) -> list[bool]:
-        """Returns which ranks issue a forward before B of `microbatch`; a rank does so only if the next rank does."""
+        """Returns which ranks issue a forward before B of `microbatch`; a rank does so only if the
+        next rank does."""
         grants, estimate = [False] * len(self.ranks), 0.0  # of the end of that B on the successor
         for index, rank in reversed(list(enumerate(self.ranks))):
             arrival, forwards = estimate + self._hop_up[index], len(rank.ends[F])
@@ -190,9 +211,12 @@ class _Heuristic:
             if allowed and self.prioritise_backward and index < self.last:
                 end = rank.clock + rank.weights_before_forward() * rank.time[W] + rank.time[F]
                 bubble = rank.bubble + max(0, arrival - rank.clock)
-                is_early = forwards >= len(self.ranks[index + 1].ends[F]) + 2  # the successor does not need it yet
+                # the successor does not need it yet
+                is_early = forwards >= len(self.ranks[index + 1].ends[F]) + 2
                 affordable = bubble <= self._worst_bubble + self._tolerance
                 allowed = not (is_early and arrival < end and affordable)
             grants[index] = forwards <= microbatch or allowed
-            estimate = max(rank.clock + (rank.time[F] if grants[index] else 0), arrival) + rank.time[B]
+            estimate = (
+                max(rank.clock + (rank.time[F] if grants[index] else 0), arrival) + rank.time[B]
+            )
         return grants

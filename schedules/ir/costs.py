@@ -14,7 +14,8 @@ from zbcompile.untrusted_text import parse_json
 
 
 class Link(NamedTuple):
-    """Messages from rank `source` to rank `destination` take latency + size / bandwidth (`None`: no size term)."""
+    """Messages from rank `source` to rank `destination` take latency + size / bandwidth (`None`: no
+    size term)."""
 
     source: int
     destination: int
@@ -24,20 +25,24 @@ class Link(NamedTuple):
 
 @dataclass(frozen=True)
 class Costs:
-    """Times (any one unit) and memory (any one unit), one entry per stage; ints and fractions stay exact.
+    """Times (any one unit) and memory (any one unit), one entry per stage; ints and fractions stay
+    exact.
 
-    * `forward`, `backward` (input gradient), `weight`: time of F, B and W. BW takes backward + weight, less what is
-      `saved` by not splitting.
-    * `forward_exchange`, `backward_exchange`: the part of F's and B's time in which the rank is idle until
-      collectives of the model end. The other half of a pair hides it while it computes; in BW the weight products do.
-    * `vocab_s`, `vocab_t`: time of the vocabulary passes S and T of the shard that a stage names, `vocab_state` what
-      the shard holds from S to T. Their collectives take `comm`.
+    * `forward`, `backward` (input gradient), `weight`: time of F, B and W. BW takes backward +
+      weight, less what is `saved` by not splitting.
+    * `forward_exchange`, `backward_exchange`: the part of F's and B's time in which the rank is
+      idle until collectives of the model end. The other half of a pair hides it while it computes;
+      in BW the weight products do.
+    * `vocab_s`, `vocab_t`: time of the vocabulary passes S and T of the shard that a stage names,
+      `vocab_state` what the shard holds from S to T. Their collectives take `comm`.
     * `optimizer`: time of the optimizer step of a stage.
-    * `activation`: memory that F adds; `residue`: what is left of it from B until W (default: all of it).
+    * `activation`: memory that F adds; `residue`: what is left of it from B until W (default: all
+      of it).
     * `message`: size of what a stage sends onwards, and of the gradient that comes back for it.
-    * `comm`: latency of a hop between two ranks, `bandwidth` its size term (`None`: none); `links` overrides both for
-      single links.
-    * `time_unit`, `memory_unit`: "s", "FLOP" and "B" are written with a suitable multiple; any other unit, or none.
+    * `comm`: latency of a hop between two ranks, `bandwidth` its size term (`None`: none); `links`
+      overrides both for single links.
+    * `time_unit`, `memory_unit`: "s", "FLOP" and "B" are written with a suitable multiple; any
+      other unit, or none.
 
     Raises `ScheduleError` for lengths that differ and for values that are negative or not finite.
 
@@ -81,18 +86,28 @@ class Costs:
         self._require_amounts()
 
     def _require_amounts(self) -> None:
-        amounts = {f"{name}[{stage}]": value for name in PER_STAGE for stage, value in enumerate(getattr(self, name))}
+        amounts = {
+            f"{name}[{stage}]": value
+            for name in PER_STAGE
+            for stage, value in enumerate(getattr(self, name))
+        }
         amounts["comm"] = self.comm
         for link in self.links:
             amounts[f"latency of {link!r:.80}"] = link.latency
             if type(link.source) is not int or type(link.destination) is not int:
-                raise ScheduleError(f"costs: links={link!r:.80}; expected two ranks, a latency and a bandwidth")
+                raise ScheduleError(
+                    f"costs: links={link!r:.80}; expected two ranks, a latency and a bandwidth"
+                )
         for name, value in amounts.items():
             if not is_amount(value):
-                raise ScheduleError(f"costs: {name}={value!r:.80}; expected a finite number, 0 or more")
+                raise ScheduleError(
+                    f"costs: {name}={value!r:.80}; expected a finite number, 0 or more"
+                )
         for bandwidth in (self.bandwidth, *(link.bandwidth for link in self.links)):
             if bandwidth is not None and not (is_amount(bandwidth) and bandwidth > 0):
-                raise ScheduleError(f"costs: bandwidth={bandwidth!r:.80}; expected a positive number or None")
+                raise ScheduleError(
+                    f"costs: bandwidth={bandwidth!r:.80}; expected a positive number or None"
+                )
         for unit in (self.time_unit, self.memory_unit):
             if not isinstance(unit, str):
                 raise ScheduleError(f"costs: unit {unit!r:.80}; expected a string")
@@ -110,8 +125,16 @@ class Costs:
         *,
         optimizer: float = 0,
     ) -> "Costs":
-        """Returns the same costs for each of `stages` stages; `residue=None`: all of `activation` stays until W."""
-        amounts = forward, backward, weight, 0, activation, activation if residue is None else residue
+        """Returns the same costs for each of `stages` stages; `residue=None`: all of `activation`
+        stays until W."""
+        amounts = (
+            forward,
+            backward,
+            weight,
+            0,
+            activation,
+            activation if residue is None else residue,
+        )
         per_stage: Any = ((amount,) * stages for amount in amounts)
         return replace(cls(*per_stage), comm=comm, optimizer=(optimizer,) * stages)
 
@@ -122,54 +145,78 @@ class Costs:
     def times(self, op: str) -> tuple[float, ...]:
         """Returns the time of the compute operation `op` on every stage."""
         if op not in COMPUTE:
-            raise ScheduleError(f"costs: {op!r} has no time; expected one of {', '.join(sorted(COMPUTE))}")
+            raise ScheduleError(
+                f"costs: {op!r} has no time; expected one of {', '.join(sorted(COMPUTE))}"
+            )
         total = self._sum((COMPUTE_OPS.get(op) or OPTIMIZER_OPS[op]).time)
         if op != BW:
             return total
         columns = zip(total, self.backward_exchange, self.weight, self.saved, strict=True)
-        return tuple(time - min(exchange, weight) - saved for time, exchange, weight, saved in columns)
+        return tuple(
+            time - min(exchange, weight) - saved for time, exchange, weight, saved in columns
+        )
 
     def added(self, op: str) -> tuple[float, ...]:
-        """Returns what the compute operation `op` adds to the memory of its rank on every stage; below 0: frees."""
+        """Returns what the compute operation `op` adds to the memory of its rank on every stage;
+        below 0: frees."""
         spec = COMPUTE_OPS.get(op)
-        return tuple(map(sub, self._sum(spec.adds), self._sum(spec.frees))) if spec else (0,) * self.stages
+        return (
+            tuple(map(sub, self._sum(spec.adds), self._sum(spec.frees)))
+            if spec
+            else (0,) * self.stages
+        )
 
     def _sum(self, names: Sequence[str]) -> tuple[float, ...]:
-        return tuple(map(sum, zip((0,) * self.stages, *(getattr(self, name) for name in names), strict=True)))
+        return tuple(
+            map(sum, zip((0,) * self.stages, *(getattr(self, name) for name in names), strict=True))
+        )
 
     def time(self, op: str, stage: int) -> float:
         """Returns the time of the compute operation `op` on `stage`."""
         return self.times(op)[stage]
 
     def exchange(self, op: str, stage: int) -> float:
-        """Returns the part of a pass's time in which its rank is idle until collectives of the model end."""
+        """Returns the part of a pass's time in which its rank is idle until collectives of the
+        model end."""
         times = {F: self.forward_exchange, B: self.backward_exchange}
         if op == BW:
             return max(self.backward_exchange[stage] - self.weight[stage], 0)
         return min(times[op][stage], self.time(op, stage)) if op in times else 0
 
     def waits(self, step: Step) -> float:
-        """Returns how long a rank waits during `step` for collectives of the model that nothing hides."""
+        """Returns how long a rank waits during `step` for collectives of the model that nothing
+        hides."""
         if isinstance(step, Action):
             return self.exchange(step.op, step.stage)
         (op, stage, _), (partner_op, partner, _) = step
         return (
-            self.exchange(op, stage) + self.exchange(partner_op, partner) - self._hidden(op, stage, partner_op, partner)
+            self.exchange(op, stage)
+            + self.exchange(partner_op, partner)
+            - self._hidden(op, stage, partner_op, partner)
         )
 
     def pair_time(self, op: str, stage: int, partner_op: str, partner: int) -> float:
-        """Returns the time of a pair of passes. Each hides what the other exchanges while it computes."""
-        return self.time(op, stage) + self.time(partner_op, partner) - self._hidden(op, stage, partner_op, partner)
+        """Returns the time of a pair of passes. Each hides what the other exchanges while it
+        computes."""
+        return (
+            self.time(op, stage)
+            + self.time(partner_op, partner)
+            - self._hidden(op, stage, partner_op, partner)
+        )
 
     def _hidden(self, op: str, stage: int, partner_op: str, partner: int) -> float:
         exchange, partner_exchange = self.exchange(op, stage), self.exchange(partner_op, partner)
         computing = self.time(op, stage) - exchange
-        return min(exchange, self.time(partner_op, partner) - partner_exchange) + min(partner_exchange, computing)
+        return min(exchange, self.time(partner_op, partner) - partner_exchange) + min(
+            partner_exchange, computing
+        )
 
     def hop(self, stage: int, source: int, destination: int) -> float:
-        """Returns the delay between the end of a pass on rank `source` and the use of its message on `destination`.
+        """Returns the delay between the end of a pass on rank `source` and the use of its message
+        on `destination`.
 
-        `stage` is the one whose output is sent: forwards of `stage` itself, backwards of `stage` + 1. The same rank: 0.
+        `stage` is the one whose output is sent: forwards of `stage` itself, backwards of `stage` +
+        1. The same rank: 0.
         """
         if source == destination:
             return 0
@@ -182,13 +229,16 @@ class Costs:
     def resized(self, stages: int) -> "Costs":
         """Returns the costs of the same model cut into another number of stages.
 
-        Neighbours are merged, or each stage is cut into equal parts, so that schedules with different numbers of
-        chunks compare on one model. Raises `ScheduleError` unless one of the two numbers divides the other.
+        Neighbours are merged, or each stage is cut into equal parts, so that schedules with
+        different numbers of chunks compare on one model. Raises `ScheduleError` unless one of the
+        two numbers divides the other.
         """
         if stages == self.stages:
             return self
         if stages < 1 or (stages % self.stages and self.stages % stages):
-            raise ScheduleError(f"costs of {self.stages} stages do not fit {stages}: give costs for {stages} stages")
+            raise ScheduleError(
+                f"costs of {self.stages} stages do not fit {stages}: give costs for {stages} stages"
+            )
         merged = max(1, self.stages // stages)  # stages into one
         parts = max(1, stages // self.stages)  # of a stage
         values: dict[str, Any] = {}
@@ -206,14 +256,19 @@ class Costs:
     def scaled(self, factor: float, time_unit: str) -> "Costs":
         """Returns the costs with all times multiplied, in another unit of time."""
         times = set(PER_STAGE) - {"activation", "residue", "vocab_state", "message"}
-        values: dict[str, Any] = {name: tuple(factor * time for time in getattr(self, name)) for name in times}
+        values: dict[str, Any] = {
+            name: tuple(factor * time for time in getattr(self, name)) for name in times
+        }
         connections = [Link(0, 0, self.comm, self.bandwidth), *self.links]
         connections = [
-            hop._replace(latency=factor * hop.latency, bandwidth=hop[3] and hop[3] / factor) for hop in connections
+            hop._replace(latency=factor * hop.latency, bandwidth=hop[3] and hop[3] / factor)
+            for hop in connections
         ]
         _, _, comm, bandwidth = connections[0]
         links = tuple(connections[1:])
-        return replace(self, **values, comm=comm, bandwidth=bandwidth, links=links, time_unit=time_unit)
+        return replace(
+            self, **values, comm=comm, bandwidth=bandwidth, links=links, time_unit=time_unit
+        )
 
     def to_json(self) -> str:
         """Returns one JSON object, as `from_json` reads it; fractions become floats."""
@@ -221,9 +276,10 @@ class Costs:
 
     @classmethod
     def from_json(cls, text: str) -> "Costs":
-        """Reads the object that `to_json` writes; only `forward`, `backward` and `weight` are required.
+        """Reads the object that `to_json` writes; only `forward`, `backward` and `weight` are
+        required.
 
-        >>> Costs.from_json('{"forward": [1, 2], "backward": [1, 2], "weight": [1, 1], "comm": 0.1}').stages
+        >>> Costs.from_json('{"forward": [1, 2], "backward": [1, 2], "weight": [1, 1]}').stages
         2
         """
         return cls.from_dict(parse_json(text, ScheduleError, "costs: "))
@@ -233,7 +289,9 @@ class Costs:
         """Returns the costs in the value of a JSON text."""
         names = [f.name for f in fields(cls)]
         if not isinstance(data, Mapping):
-            raise ScheduleError(f"costs: received {type(data).__name__}; expected an object with {', '.join(names)}")
+            raise ScheduleError(
+                f"costs: received {type(data).__name__}; expected an object with {', '.join(names)}"
+            )
         missing = [name for name in ("forward", "backward", "weight") if name not in data]
         if missing or not set(data) <= set(names):
             unknown = ", ".join(f"{name!s:.40}" for name in data if name not in names)

@@ -1,7 +1,8 @@
 """Schedules as files: CSV that torch's own loader reads, and JSON with placement and costs.
 
-torch (distributed/pipelining/schedules.py, `_load_csv`, 2.11 to 2.15) expects one row per rank and one action per cell;
-it reads schedules as format "compute_only" and lowered programs as "compute_comms". It knows no second model copy.
+torch (distributed/pipelining/schedules.py, `_load_csv`, 2.11 to 2.15) expects one row per rank and
+one action per cell; it reads schedules as format "compute_only" and lowered programs as
+"compute_comms". It knows no second model copy.
 """
 
 import csv
@@ -17,7 +18,14 @@ from zbcompile.schedules.errors import ScheduleError
 from zbcompile.schedules.ir.actions import SENDS, Step, flatten
 from zbcompile.schedules.ir.costs import Costs
 from zbcompile.schedules.ir.placement import Placement, require_count
-from zbcompile.schedules.ir.schedule import Letters, Schedule, compute_only, format_step, parse_step, require_schedule
+from zbcompile.schedules.ir.schedule import (
+    Letters,
+    Schedule,
+    compute_only,
+    format_step,
+    parse_step,
+    require_schedule,
+)
 from zbcompile.untrusted_text import parse_json, read_text
 
 # Actions of torch between those of a schedule.
@@ -31,8 +39,8 @@ MAX_LISTED = 16  # ranks, and stages of each, in a message
 def to_csv(schedule: Schedule, letters: Letters = "torch", waits: bool = False) -> str:
     """Returns one row per rank, one action per cell.
 
-    `waits`: with the WAIT_SEND_F and WAIT_SEND_B that torch 2.15 expects among messages and earlier releases do not
-    know, each before the rank's next send.
+    `waits`: with the WAIT_SEND_F and WAIT_SEND_B that torch 2.15 expects among messages and earlier
+    releases do not know, each before the rank's next send.
 
     >>> from zbcompile.schedules import build
     >>> print(to_csv(build("1f1b", ranks=2, microbatches=2)))
@@ -42,7 +50,10 @@ def to_csv(schedule: Schedule, letters: Letters = "torch", waits: bool = False) 
     """
     require_schedule(schedule)
     if letters == "torch" and schedule.placement.copies > 1:
-        raise ScheduleError(f"{schedule.name}: torch supports one copy of a stage; use dualpipe-v, or letters='papers'")
+        raise ScheduleError(
+            f"{schedule.name}: torch supports one copy of a stage; use dualpipe-v, or"
+            " letters='papers'"
+        )
     if schedule.barriers != 1 or schedule.lookups:
         what = "lookups" if schedule.lookups else f"its {schedule.barriers} barriers"
         raise ScheduleError(f"{schedule.name}: a CSV cannot hold {what}; write .json")
@@ -63,17 +74,21 @@ def to_csv(schedule: Schedule, letters: Letters = "torch", waits: bool = False) 
 def from_csv(text: str, name: str = "csv") -> Schedule:
     """Returns the schedule that `to_csv` or torch's `_dump_csv` wrote.
 
-    Empty cells (torch's bubbles), SEND and RECV, and torch's UNSHARD, RESHARD, REDUCE_GRAD and waits are left out:
-    `lower` places messages again. The placement is read off the rows.
+    Empty cells (torch's bubbles), SEND and RECV, and torch's UNSHARD, RESHARD, REDUCE_GRAD and
+    waits are left out: `lower` places messages again. The placement is read off the rows.
     """
     try:
         rows = list(islice(filter(None, csv.reader(io.StringIO(text))), MAX_RANKS + 1))
     except csv.Error as error:
         raise ScheduleError(f"invalid CSV: {error}") from None
     if len(rows) > MAX_RANKS:
-        raise ScheduleError(f"this CSV has more than {MAX_RANKS} rows; expected one row of actions per rank")
+        raise ScheduleError(
+            f"this CSV has more than {MAX_RANKS} rows; expected one row of actions per rank"
+        )
     orders = compute_only(_parse_cells(rank, row) for rank, row in enumerate(rows))
-    microbatches = 1 + max((action.microbatch for order in orders for action in flatten(order)), default=-1)
+    microbatches = 1 + max(
+        (action.microbatch for order in orders for action in flatten(order)), default=-1
+    )
     if not microbatches:
         raise ScheduleError("this CSV holds no actions; expected one row of actions per rank")
     placement = infer_placement(orders)
@@ -105,24 +120,38 @@ def infer_placement(orders: Sequence[Sequence[Step]]) -> Placement:
         if [dual.stages_of(rank) for rank in range(dual.ranks)] == stages:
             return dual
     owners = {stage: rank for rank, owned in enumerate(stages) for stage in owned}
-    if all(stages) and sorted(stage for owned in stages for stage in owned) == [*range(len(owners))]:
+    if all(stages) and sorted(stage for owned in stages for stage in owned) == [
+        *range(len(owners))
+    ]:
         return Placement.of_ranks(owners[stage] for stage in range(len(owners)))
     listing = "; ".join(
-        f"rank {rank}: {', '.join(map(str, owned[:MAX_LISTED])) or 'none'}{', ...' * (len(owned) > MAX_LISTED)}"
+        f"rank {rank}:"
+        f" {', '.join(map(str, owned[:MAX_LISTED])) or 'none'}{', ...' * (len(owned) > MAX_LISTED)}"
         for rank, owned in enumerate(stages[:MAX_LISTED])
     )
     listing += "; ..." * (len(stages) > MAX_LISTED)
-    expected = "each of the stages 0 to n-1 on one rank, at least one on every rank (or two copies of the model, dual)"
+    expected = (
+        "each of the stages 0 to n-1 on one rank, at least one on every rank (or two copies of the"
+        " model, dual)"
+    )
     raise ScheduleError(f"stages by rank ({listing}) match no placement; expected {expected}")
 
 
-def _require_counts(placement: Placement, microbatches: int, orders: Sequence[Sequence[Step]]) -> None:
-    """Raises `ScheduleError` for counts above the number of actions, before memory is allocated for them."""
+def _require_counts(
+    placement: Placement, microbatches: int, orders: Sequence[Sequence[Step]]
+) -> None:
+    """Raises `ScheduleError` for counts above the number of actions, before memory is allocated for
+    them."""
     require_count("microbatches", microbatches)
     actions = len(orders) + sum(map(len, orders)) * 2
     if placement.ranks != len(orders) or max(placement.stages, microbatches) > actions:
-        counts = f"{placement.ranks} ranks with {placement.chunks} chunks and {microbatches} microbatches"
-        raise ScheduleError(f"{counts}, but orders of {len(orders)} ranks with at most {actions} actions")
+        counts = (
+            f"{placement.ranks} ranks with {placement.chunks} chunks and {microbatches}"
+            " microbatches"
+        )
+        raise ScheduleError(
+            f"{counts}, but orders of {len(orders)} ranks with at most {actions} actions"
+        )
 
 
 class Document(NamedTuple):
@@ -160,19 +189,26 @@ def from_dict(data: Any) -> Document:
     """Returns the document in the value of a JSON text."""
     try:
         if data["version"] != JSON_VERSION:
-            raise ScheduleError(f"JSON version {data['version']!r:.80}; this release reads version {JSON_VERSION}")
+            raise ScheduleError(
+                f"JSON version {data['version']!r:.80}; this release reads version {JSON_VERSION}"
+            )
         orders = tuple(tuple(map(parse_step, row)) for row in data["orders"])
         placement = Placement.parse(data["placement"], len(orders))
-        name, microbatches, barriers, lookups = (data[k] for k in ("name", "microbatches", "barriers", "lookups"))
+        name, microbatches, barriers, lookups = (
+            data[k] for k in ("name", "microbatches", "barriers", "lookups")
+        )
         _require_counts(placement, microbatches, orders)
         if type(name) is not str or barriers not in (1, 2) or type(lookups) is not bool:
             raise ScheduleError(
-                f"a schedule called {name!r:.80} with barriers={barriers!r:.80}, lookups={lookups!r:.80}"
+                f"a schedule called {name!r:.80} with barriers={barriers!r:.80},"
+                f" lookups={lookups!r:.80}"
             )
         schedule = Schedule(name, placement, microbatches, orders, barriers, lookups)
         return Document(schedule, Costs.from_dict(data["costs"]) if "costs" in data else None)
     except (KeyError, TypeError, AttributeError) as error:
-        raise ScheduleError(f"JSON that describes no schedule: {error!r:.200}; write it with `to_json`") from None
+        raise ScheduleError(
+            f"JSON that describes no schedule: {error!r:.200}; write it with `to_json`"
+        ) from None
 
 
 def save(schedule: Schedule, path: str | Path, costs: Costs | None = None) -> None:

@@ -1,4 +1,5 @@
-"""The operations of a schedule: one small table each for passes, messages, collectives and the optimizer's actions.
+"""The operations of a schedule: one small table each for passes, messages, collectives and the
+optimizer's actions.
 
 `EXCHANGE_OPS` are what all ranks run once, before or after everything else of a step.
 """
@@ -12,8 +13,8 @@ class ComputeOp(NamedTuple):
     * `torch`: the letter that torch writes ("": it has none).
     * `does`: the operations whose work it does; others wait for the first of them.
     * `after`: what its microbatch must have run before on its stage.
-    * `time`: the `Costs` per stage that add up to its time; `adds`, `frees`: those that it adds to the memory of its
-      rank, and frees.
+    * `time`: the `Costs` per stage that add up to its time; `adds`, `frees`: those that it adds to
+      the memory of its rank, and frees.
     """
 
     meaning: str
@@ -27,9 +28,13 @@ class ComputeOp(NamedTuple):
 
 COMPUTE_OPS = {
     "F": ComputeOp("forward", "F", ("F",), (), ("forward",), ("activation",)),
-    "B": ComputeOp("input gradient", "I", ("B",), ("F",), ("backward",), ("residue",), ("activation",)),
+    "B": ComputeOp(
+        "input gradient", "I", ("B",), ("F",), ("backward",), ("residue",), ("activation",)
+    ),
     "W": ComputeOp("weight gradient", "W", ("W",), ("B",), ("weight",), (), ("residue",)),
-    "BW": ComputeOp("fused backward", "B", ("B", "W"), ("F",), ("backward", "weight"), (), ("activation",)),
+    "BW": ComputeOp(
+        "fused backward", "B", ("B", "W"), ("F",), ("backward", "weight"), (), ("activation",)
+    ),
     "S": ComputeOp("vocabulary S", "", ("S",), (), ("vocab_s",), ("vocab_state",)),
     "T": ComputeOp("vocabulary T", "", ("T",), ("S",), ("vocab_t",), (), ("vocab_state",)),
 }
@@ -37,7 +42,8 @@ COMPUTE_OPS = {
 # The pass whose result a message carries to or from the next stage, or the one before.
 MESSAGE_OPS = {"RECV_F": "F", "RECV_B": "B", "SEND_F": "F", "SEND_B": "B"}
 
-COLLECTIVE_OPS = {  # of the vocabulary shards, with the pass whose result they carry ("": they need none)
+# of the vocabulary shards, with the pass whose result they carry ("": they need none)
+COLLECTIVE_OPS = {
     "CAST": "F",  # the output of the last stage to all shards
     "STATS": "S",  # the statistics of S
     "SUM": "T",  # the input gradient of T
@@ -47,7 +53,8 @@ COLLECTIVE_OPS = {  # of the vocabulary shards, with the pass whose result they 
 
 
 class OptimizerOp(NamedTuple):
-    """An action that each stage runs once per step, `after` all of some operations of its stage, `before` others."""
+    """An action that each stage runs once per step, `after` all of some operations of its stage,
+    `before` others."""
 
     meaning: str
     after: tuple[str, ...] = ()

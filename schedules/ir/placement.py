@@ -10,7 +10,12 @@ from typing import Any
 from zbcompile.schedules.errors import ScheduleError
 
 ANY = range(1, sys.maxsize)
-KINDS = {"linear": (1,), "v": ANY[1:], "looped": ANY, "dual": (1,)}  # with the chunks that each admits
+KINDS = {
+    "linear": (1,),
+    "v": ANY[1:],
+    "looped": ANY,
+    "dual": (1,),
+}  # with the chunks that each admits
 MOST_STAGES = 1 << 20
 
 
@@ -22,7 +27,8 @@ def require_count(what: str, value: Any) -> None:
 
 @dataclass(frozen=True)
 class Placement:
-    """`owners[stage]`: the ranks that own a stage, one for each copy of the model; every rank owns a stage."""
+    """`owners[stage]`: the ranks that own a stage, one for each copy of the model; every rank owns
+    a stage."""
 
     owners: tuple[tuple[int, ...], ...]
 
@@ -32,8 +38,8 @@ class Placement:
 
         * `linear`: stage s on rank s (one chunk per rank);
         * `looped`: stage s on rank s mod p;
-        * `v`: down the ranks and back up, two chunks per rank or more: stage s on rank s for s < p, on rank 2p-1-s for
-          p <= s < 2p, and so on;
+        * `v`: down the ranks and back up, two chunks per rank or more: stage s on rank s for s < p,
+          on rank 2p-1-s for p <= s < 2p, and so on;
         * `dual`: two copies of the model, copy 0 has stage s on rank s, copy 1 on rank p-1-s.
         """
         require_count("ranks", ranks)
@@ -48,7 +54,9 @@ class Placement:
             return cls(tuple((rank, ranks - 1 - rank) for rank in range(ranks)))
         down = tuple((rank,) for rank in range(ranks))
         up = down[::-1] if kind == "v" else down
-        return cls(tuple(owners for chunk in range(chunks) for owners in (up if chunk % 2 else down)))
+        return cls(
+            tuple(owners for chunk in range(chunks) for owners in (up if chunk % 2 else down))
+        )
 
     @classmethod
     def of_ranks(cls, ranks: Iterable[int]) -> "Placement":
@@ -60,12 +68,16 @@ class Placement:
         owners = tuple((rank,) for rank in ranks)
         if {*owners} != {(rank,) for rank in range(max(1, len({*owners})))}:
             listing = f"{[rank for (rank,) in owners]!r:.80}"
-            raise ScheduleError(f"placement of stages on ranks {listing}: expected ranks 0 to n-1, each with a stage")
+            raise ScheduleError(
+                f"placement of stages on ranks {listing}: expected ranks 0 to n-1, each with a"
+                " stage"
+            )
         return cls(owners)
 
     @classmethod
     def parse(cls, text: str, ranks: int) -> "Placement":
-        """Returns the placement written as `linear`, `looped:2` (with its chunks), `v`, `v:4`, `dual` or `map:0,0,1`.
+        """Returns the placement written as `linear`, `looped:2` (with its chunks), `v`, `v:4`,
+        `dual` or `map:0,0,1`.
 
         >>> Placement.parse("looped:4", ranks=2).stages
         8
@@ -74,7 +86,10 @@ class Placement:
         if kind == "map" and re.fullmatch(r"\d{1,9}(,\d{1,9})*", chunks):
             return cls.of_ranks(map(int, chunks.split(",")))
         if not re.fullmatch(r"linear|dual|looped:\d{1,9}|v(:\d{1,9})?", text):
-            kinds = "linear, looped:N (N stages on each rank), v, v:N, dual or map:R,R,... (the rank of each stage)"
+            kinds = (
+                "linear, looped:N (N stages on each rank), v, v:N, dual or map:R,R,... (the rank of"
+                " each stage)"
+            )
             raise ScheduleError(f"placement {text!r:.80}; expected {kinds}")
         return cls.named(kind, ranks, int(chunks or 1 + (kind == "v")))
 

@@ -1,7 +1,8 @@
-"""A schedule is data: for every rank the order of its actions, and where each stage lives; and its printed form.
+"""A schedule is data: for every rank the order of its actions, and where each stage lives; and its
+printed form.
 
-Actions are written in the papers' letters or in torch's: `F0.3`, `B0.3`, `BW0.3` (operation, stage, microbatch) or
-`0F3`, `0I3`, `0B3` (stage, operation, microbatch; torch's I is our B, its B our BW).
+Actions are written in the papers' letters or in torch's: `F0.3`, `B0.3`, `BW0.3` (operation, stage,
+microbatch) or `0F3`, `0I3`, `0B3` (stage, operation, microbatch; torch's I is our B, its B our BW).
 """
 
 import re
@@ -24,8 +25,8 @@ Orders = tuple[tuple[Step, ...], ...]
 class Picturable:
     """Shown in notebooks as a picture of its steps.
 
-    The package sets `picture`, because the room of pictures imports this one. The steps of a schedule take the times
-    of `Costs`' defaults.
+    The package sets `picture`, because the room of pictures imports this one. The steps of a
+    schedule take the times of `Costs`' defaults.
     """
 
     picture: ClassVar[Callable[[Any], str]]
@@ -38,14 +39,14 @@ class Picturable:
 class Schedule(Picturable):
     """`orders[rank]` is the tuple of that rank's actions, or pairs of them.
 
-    `lower` adds the messages. Execution semantics of a schedule with messages, which `check` proves safe and every
-    runtime must keep: a RECV posts a receive and returns; a compute action blocks until its receives are complete; a
-    SEND may block until the matching receive is posted. On every channel (ordered pair of ranks) receives are posted
-    in the order in which the peer sends.
+    `lower` adds the messages. Execution semantics of a schedule with messages, which `check` proves
+    safe and every runtime must keep: a RECV posts a receive and returns; a compute action blocks
+    until its receives are complete; a SEND may block until the matching receive is posted. On every
+    channel (ordered pair of ranks) receives are posted in the order in which the peer sends.
 
-    If there are vocabulary passes, `barriers` says what the backward of the last stage needs: S of every shard (1)
-    or T of every shard (2). `lookups` says that the embedding is sharded too: the first stage receives the rows that
-    all shards have looked up.
+    If there are vocabulary passes, `barriers` says what the backward of the last stage needs: S of
+    every shard (1) or T of every shard (2). `lookups` says that the embedding is sharded too: the
+    first stage receives the rows that all shards have looked up.
     """
 
     name: str
@@ -81,7 +82,8 @@ class Schedule(Picturable):
         return replace(self, orders=compute_only(self.orders))
 
     def copy_of(self, microbatch: int) -> int:
-        """Returns the model copy that a microbatch runs through: 0, or with two copies 1 for the second half."""
+        """Returns the model copy that a microbatch runs through: 0, or with two copies 1 for the
+        second half."""
         return int(self.placement.copies > 1 and microbatch >= self.microbatches // 2)
 
     def rank_of(self, stage: int, microbatch: int) -> int:
@@ -102,14 +104,19 @@ class Schedule(Picturable):
 
     @cached_property
     def shards(self) -> tuple[int, ...]:
-        """The vocabulary shards, each named by a stage of its rank, in order of their ranks; none without S."""
+        """The vocabulary shards, each named by a stage of its rank, in order of their ranks; none
+        without S."""
         if S not in self.ops:
             return ()
-        by_rank = ({step.stage for step in order if step[0] == S and type(step) is Action} for order in self.orders)
+        by_rank = (
+            {step.stage for step in order if step[0] == S and type(step) is Action}
+            for order in self.orders
+        )
         return tuple(stage for stages in by_rank for stage in sorted(stages))
 
     def beside(self, op: str, stage: int) -> Counter[str]:
-        """Counts what runs together with the `op` passes of a stage: "own W" in BW, "W1" in a pair, or "nothing".
+        """Counts what runs together with the `op` passes of a stage: "own W" in BW, "W1" in a pair,
+        or "nothing".
 
         >>> from zbcompile.schedules import build
         >>> build("1f1b-overlap", ranks=1, microbatches=3).beside("F", 0)
@@ -119,21 +126,32 @@ class Schedule(Picturable):
         for actions in (flatten((step,)) for order in self.orders for step in order):
             for action in actions:
                 if action.stage == stage and op in (action.op, result_of(action.op)):
-                    partners = [f"{partner.op}{partner.stage}" for partner in actions if partner != action]
-                    counts["own W" if action.op == BW and op == B else "".join(partners) or "nothing"] += 1
+                    partners = [
+                        f"{partner.op}{partner.stage}" for partner in actions if partner != action
+                    ]
+                    counts[
+                        "own W" if action.op == BW and op == B else "".join(partners) or "nothing"
+                    ] += 1
         return counts
 
     def weight_order(self, stage: int) -> tuple[int, ...]:
-        """Returns the microbatches in the order in which the weight gradients of `stage` accumulate, copy by copy."""
+        """Returns the microbatches in the order in which the weight gradients of `stage`
+        accumulate, copy by copy."""
         ranks = dict.fromkeys(self.placement.owners[stage])
         actions = (action for rank in ranks for action in flatten(self.orders[rank]))
-        return tuple(action.microbatch for action in actions if action.op in (W, BW) and action.stage == stage)
+        return tuple(
+            action.microbatch
+            for action in actions
+            if action.op in (W, BW) and action.stage == stage
+        )
 
 
 def require_schedule(schedule: Any) -> None:
     """Raises `ScheduleError` unless `schedule` is one."""
     if not isinstance(schedule, Schedule):
-        raise ScheduleError(f"received {schedule!r:.80}; expected a Schedule, such as `build` and `lower` make")
+        raise ScheduleError(
+            f"received {schedule!r:.80}; expected a Schedule, such as `build` and `lower` make"
+        )
 
 
 Letters = Literal["papers", "torch"]
@@ -155,9 +173,13 @@ def format_step(step: Step, letters: Letters = "papers") -> str:
     if letters == "papers":
         return str(step)
     if isinstance(step, Pair):
-        return f"({format_step(step.first, letters)};{format_step(step.second, letters)})OVERLAP_F_B"
+        return (
+            f"({format_step(step.first, letters)};{format_step(step.second, letters)})OVERLAP_F_B"
+        )
     if step.op not in TORCH_LETTERS:
-        raise ScheduleError(f"{step}: torch has no letter for {step.op}; write it in the papers' letters")
+        raise ScheduleError(
+            f"{step}: torch has no letter for {step.op}; write it in the papers' letters"
+        )
     return f"{step.stage}{TORCH_LETTERS[step.op]}{step.microbatch}"
 
 
@@ -168,7 +190,11 @@ def parse_step(text: str) -> Step:
     (Action(op='B', stage=0, microbatch=3), Action(op='W', stage=1, microbatch=2))
     """
     pair = _PAIR.fullmatch(text)
-    return Pair(*(_parse_action(half.strip()) for half in pair.groups() if half)) if pair else _parse_action(text)
+    return (
+        Pair(*(_parse_action(half.strip()) for half in pair.groups() if half))
+        if pair
+        else _parse_action(text)
+    )
 
 
 def _parse_action(text: str) -> Action:
@@ -176,7 +202,9 @@ def _parse_action(text: str) -> Action:
     match = papers or torch
     op = "" if match is None else match["op"] if papers else _FROM_TORCH.get(match["op"], "")
     if match is None or op not in OPS:
-        raise ScheduleError(f"{text!r:.80} is not an action such as F0.3, BW0.3, SEND_F0.3 or torch's 0F3, 0I3, 0B3")
+        raise ScheduleError(
+            f"{text!r:.80} is not an action such as F0.3, BW0.3, SEND_F0.3 or torch's 0F3, 0I3, 0B3"
+        )
     return Action(op, int(match["stage"]), int(match["microbatch"]))
 
 
@@ -194,7 +222,9 @@ def parse_order(text: str) -> tuple[Step, ...]:
     return tuple(parse_step(word) for word in text.split())
 
 
-def format_schedule(schedule: Schedule, letters: Letters = "papers", width: int | None = None) -> str:
+def format_schedule(
+    schedule: Schedule, letters: Letters = "papers", width: int | None = None
+) -> str:
     """Returns a grid, one line per rank, step under step.
 
     With `width` (characters of a terminal) the grid is folded into bands that fit.
@@ -208,8 +238,15 @@ def format_schedule(schedule: Schedule, letters: Letters = "papers", width: int 
     require_schedule(schedule)
     placement, chunks = schedule.placement, schedule.placement.chunks
     kind = str(placement) if placement.kind == "map" else placement.kind
-    title = [f"{schedule.name}: {schedule.ranks} ranks", f"{schedule.microbatches} microbatches", f"{kind} placement"]
-    title += [f"{chunks} chunk{'s' * (chunks != 1)}", *[f"{schedule.barriers} barriers"] * (schedule.barriers != 1)]
+    title = [
+        f"{schedule.name}: {schedule.ranks} ranks",
+        f"{schedule.microbatches} microbatches",
+        f"{kind} placement",
+    ]
+    title += [
+        f"{chunks} chunk{'s' * (chunks != 1)}",
+        *[f"{schedule.barriers} barriers"] * (schedule.barriers != 1),
+    ]
     title += ["lookups"] * schedule.lookups + ["with messages"] * schedule.is_lowered
     labels = [f"rank {rank}" for rank in range(len(schedule.orders))]
     label_width = max(map(len, labels), default=0)
@@ -220,7 +257,9 @@ def format_schedule(schedule: Schedule, letters: Letters = "papers", width: int 
         if not rows or (width is not None and used + column_width > width):
             lines += [*map(str.rstrip, rows), ""] if rows else []
             rows, used = [label.ljust(label_width) for label in labels], label_width
-        rows = [f"{row}  {cell.ljust(column_width - 2)}" for row, cell in zip(rows, column, strict=True)]
+        rows = [
+            f"{row}  {cell.ljust(column_width - 2)}" for row, cell in zip(rows, column, strict=True)
+        ]
         used += column_width
     return "\n".join([*lines, *map(str.rstrip, rows or labels)])
 

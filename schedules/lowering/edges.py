@@ -1,4 +1,5 @@
-"""The producer, consumer and message of each value of a step, which plans, records and memory figures read."""
+"""The producer, consumer and message of each value of a step, which plans, records and memory
+figures read."""
 
 from typing import NamedTuple
 
@@ -7,14 +8,14 @@ from zbcompile.schedules.ir.dependencies import routes_of, shard_dependencies
 from zbcompile.schedules.ir.kinds import MESSAGE_OPS, result_of
 from zbcompile.schedules.ir.schedule import Schedule
 
-# Messages between stages and vocabulary shards: the last stage's output and its gradient, the gradient of what the
-# shards have looked up for the first stage.
+# Messages between stages and vocabulary shards: the last stage's output and its gradient, the
+# gradient of what the shards have looked up for the first stage.
 HIDDEN_MESSAGE, GRADIENT_MESSAGE, ROWS_MESSAGE = "HIDDEN", "GRADIENT", "ROWS"
 
 
 class Message(NamedTuple):
-    """The `F` or `B` values that arrive at `stage` for `microbatch`, or the values of a collective of the vocabulary
-    passes at that stage."""
+    """The `F` or `B` values that arrive at `stage` for `microbatch`, or the values of a collective
+    of the vocabulary passes at that stage."""
 
     kind: str
     stage: int
@@ -22,8 +23,8 @@ class Message(NamedTuple):
 
 
 class Edge(NamedTuple):
-    """The values of an action. A compute action needs the messages `needs` and makes others, each for a rank; a SEND
-    `carries` one to `peer`, a RECV one from there."""
+    """The values of an action. A compute action needs the messages `needs` and makes others, each
+    for a rank; a SEND `carries` one to `peer`, a RECV one from there."""
 
     needs: tuple[Message, ...] = ()
     makes: tuple[tuple[Message, int], ...] = ()
@@ -57,7 +58,11 @@ def edges_of(schedule: Schedule, rank: int) -> dict[Action, Edge]:
         if (f"RECV_{result}", stage) in routes:
             needs.append(Message(result, stage, microbatch))
         if (op, stage) in collectives:
-            needs.append(Message(GRADIENT_MESSAGE if result == B else collectives[op, stage], stage, microbatch))
+            needs.append(
+                Message(
+                    GRADIENT_MESSAGE if result == B else collectives[op, stage], stage, microbatch
+                )
+            )
         if (f"SEND_{result}", stage) in routes:
             _, destination, target = routes[f"SEND_{result}", stage]
             makes.append((Message(result, target, microbatch), destination))

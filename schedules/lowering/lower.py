@@ -2,17 +2,19 @@
 
 It is safe even when every send blocks until its receive is posted (rendezvous).
 
-Run the orders once with messages that are buffered without limit: every compute action X gets a start and an end. Then
+Run the orders once with messages that are buffered without limit: every compute action X gets a
+start and an end. Then
 
 * SEND(X) stands right after X;
-* RECV(X) stands on the receiving rank before the action that runs when X begins: early enough that the sender finds it
-  posted and the transfer hides behind computation, late enough that at most one producer's duration of receives is open
-  beyond what is in flight anyway.
+* RECV(X) stands on the receiving rank before the action that runs when X begins: early enough that
+  the sender finds it posted and the transfer hides behind computation, late enough that at most one
+  producer's duration of receives is open beyond what is in flight anyway.
 
-Why this cannot deadlock: number RECV(X) with X's start, SEND(X) with X's end, compute with its own start. Whatever
-can wait in front of RECV(X) on its rank began before X did, a consumer begins no earlier than X ends, and times are
-positive: so every wait (send for receive, compute for send, next for previous on a rank) is for a smaller number. As
-the producers on one rank begin in the order in which they send, each channel's receives are posted in that order.
+Why this cannot deadlock: number RECV(X) with X's start, SEND(X) with X's end, compute with its own
+start. Whatever can wait in front of RECV(X) on its rank began before X did, a consumer begins no
+earlier than X ends, and times are positive: so every wait (send for receive, compute for send, next
+for previous on a rank) is for a smaller number. As the producers on one rank begin in the order in
+which they send, each channel's receives are posted in that order.
 """
 
 from dataclasses import replace
@@ -27,18 +29,21 @@ from zbcompile.schedules.ir.kinds import COMPUTE_OPS, MESSAGE_OPS, result_of
 from zbcompile.schedules.ir.schedule import Schedule, require_schedule
 from zbcompile.schedules.lowering.collectives import Posts, post, post_collectives
 
-# By operation and stage of a rank: the rank that gets the results, and the ready-made actions by microbatch.
+# By operation and stage of a rank: the rank that gets the results, and the ready-made actions by
+# microbatch.
 Peers = dict[tuple[str, int], tuple[int, list[Action], list[Action]]]
 
 
 @gc_disabled()
 def lower(schedule: Schedule, costs: Costs | None = None) -> Schedule:
-    """Returns the schedule with SEND, RECV and (with vocabulary passes) collective actions in every rank's order.
+    """Returns the schedule with SEND, RECV and (with vocabulary passes) collective actions in every
+    rank's order.
 
-    `costs` (default: uniform) only say when each receive will be needed; whatever they are, the result is safe.
-    Messages that the orders have already are placed again.
+    `costs` (default: uniform) only say when each receive will be needed; whatever they are, the
+    result is safe. Messages that the orders have already are placed again.
 
-    Raises `ScheduleError` if the orders wait for each other in a circle, which no placement of messages can resolve.
+    Raises `ScheduleError` if the orders wait for each other in a circle, which no placement of
+    messages can resolve.
 
     >>> from zbcompile.schedules import build
     >>> " ".join(map(str, lower(build("1f1b", ranks=2, microbatches=1)).orders[0]))
@@ -65,10 +70,13 @@ def lower(schedule: Schedule, costs: Costs | None = None) -> Schedule:
 
 
 def _with_positive_times(costs: Costs) -> Costs:
-    """Returns the costs, in which a pass of no time takes a very short one: the proof above needs positive times."""
+    """Returns the costs, in which a pass of no time takes a very short one: the proof above needs
+    positive times."""
     times = {name: getattr(costs, name) for spec in COMPUTE_OPS.values() for name in spec.time}
     tiny = min((t for values in times.values() for t in values if t > 0), default=1) / 1024
-    positive: dict[str, Any] = {name: tuple(t or tiny for t in values) for name, values in times.items()}
+    positive: dict[str, Any] = {
+        name: tuple(t or tiny for t in values) for name, values in times.items()
+    }
     return replace(costs, **positive)
 
 
@@ -79,13 +87,16 @@ def _peers_of(schedule: Schedule, rank: int, microbatches: tuple[int, ...]) -> P
             payload = MESSAGE_OPS[send]
             sends = [Action(send, stage, m) for m in microbatches]
             receives = [Action(f"RECV_{payload}", target, m) for m in microbatches]
-            for op in (op for op in COMPUTE_OPS if result_of(op) == payload):  # B and BW send the same
+            for op in (
+                op for op in COMPUTE_OPS if result_of(op) == payload
+            ):  # B and BW send the same
                 peers[op, stage] = peer, sends, receives
     return peers
 
 
 def _interleave(order: tuple[Step, ...], peers: Peers, posts: Posts) -> tuple[Step, ...]:
-    """Returns the steps with the posts in front of them; sends follow their step, after the posts of the next."""
+    """Returns the steps with the posts in front of them; sends follow their step, after the posts
+    of the next."""
     program: list[Step] = []
     sends: list[Action] = []
     for step, posted in zip(order, posts, strict=False):

@@ -1,13 +1,13 @@
-"""Actions that run once per step, not once per microbatch: the optimizer's in the orders of all ranks, and the
-exchanges around their programs.
+"""Actions that run once per step, not once per microbatch: the optimizer's in the orders of all
+ranks, and the exchanges around their programs.
 
-VALIDATE and GATHER end the previous training step, before the first forward of their stage.
-REDUCE starts the sum of the stage's gradients right after its last W. OPT comes after everything that another
-rank needs and, where there are sums, one place behind REDUCE, so that a sum has that long.
+VALIDATE and GATHER end the previous training step, before the first forward of their stage. REDUCE
+starts the sum of the stage's gradients right after its last W. OPT comes after everything that
+another rank needs and, where there are sums, one place behind REDUCE, so that a sum has that long.
 
-An exchange (`zbcompile.schedules.ir.actions.EXCHANGES`) comes before everything else on every rank if the table has it
-before F, otherwise behind everything, in the order of the table. So two ranks can never wait for each other in
-different exchanges.
+An exchange (`zbcompile.schedules.ir.actions.EXCHANGES`) comes before everything else on every rank
+if the table has it before F, otherwise behind everything, in the order of the table. So two ranks
+can never wait for each other in different exchanges.
 """
 
 from collections import defaultdict
@@ -35,11 +35,11 @@ UPDATES = (VALIDATE, GATHER, REDUCE, OPT)
 
 
 def with_updates(schedule: Schedule, kinds: Collection[str]) -> Schedule:
-    """Returns the schedule with the actions of these `kinds`: of VALIDATE, GATHER, REDUCE and OPT for every stage, of
-    the EXCHANGES for every rank.
+    """Returns the schedule with the actions of these `kinds`: of VALIDATE, GATHER, REDUCE and OPT
+    for every stage, of the EXCHANGES for every rank.
 
-    Under two model copies (`dual`) all parameters are complete at the end of the step only: no updates are added.
-    Raises ScheduleError for other kinds.
+    Under two model copies (`dual`) all parameters are complete at the end of the step only: no
+    updates are added. Raises ScheduleError for other kinds.
 
     >>> from zbcompile.schedules import build
     >>> print(with_updates(build("zb-h1", ranks=2, microbatches=1), ("GATHER", "REDUCE", "OPT")))
@@ -49,11 +49,16 @@ def with_updates(schedule: Schedule, kinds: Collection[str]) -> Schedule:
     """
     allowed = (*UPDATES, *EXCHANGES)
     if isinstance(kinds, str) or not set(kinds) <= set(allowed):
-        raise ScheduleError(f"updates {kinds!r}; expected a tuple with some of {', '.join(allowed)}")
+        raise ScheduleError(
+            f"updates {kinds!r}; expected a tuple with some of {', '.join(allowed)}"
+        )
     orders = schedule.orders
     if set(kinds).intersection(UPDATES) and schedule.placement.copies == 1:
         orders = tuple(_with_updates(order, kinds) for order in orders)
-    return replace(schedule, orders=tuple(with_exchanges(rank, order, kinds) for rank, order in enumerate(orders)))
+    return replace(
+        schedule,
+        orders=tuple(with_exchanges(rank, order, kinds) for rank, order in enumerate(orders)),
+    )
 
 
 def _with_updates(order: Sequence[Step], kinds: Collection[str]) -> tuple[Step, ...]:
@@ -63,7 +68,9 @@ def _with_updates(order: Sequence[Step], kinds: Collection[str]) -> tuple[Step, 
     last = {action.stage: index for index, action in actions if W in work_of(action.op)}
     awaited = max((index for index, action in actions if action.op != W), default=0)
     behind_last = sorted(last.items(), key=lambda item: item[1])
-    updates: dict[int, list[Action]] = defaultdict(list)  # by the number of the compute step that follows
+    updates: dict[int, list[Action]] = defaultdict(
+        list
+    )  # by the number of the compute step that follows
     for stage, index in behind_last:
         updates[index + 1] += [Action(REDUCE, stage, 0)] * (REDUCE in kinds)
     for stage, index in behind_last:

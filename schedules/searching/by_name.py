@@ -20,13 +20,15 @@ def build(
     chunks: int | None = None,
     **options: Any,
 ) -> Schedule:
-    """Returns the schedule called `name` (any spelling) for `ranks` ranks and `microbatches` microbatches.
+    """Returns the schedule called `name` (any spelling) for `ranks` ranks and `microbatches`
+    microbatches.
 
-    `costs` (one entry per stage) are read by the schedules that adapt to them; `memory_limit` has the unit of
-    `costs.activation`; `chunks` is the number of stages per rank, if the schedule leaves that open; `group` that of
-    microbatches in a group of an interleaved schedule (default: equal groups of at least `ranks`); `exact=True` keeps
-    the weight gradients of zb-h1-lazy in the order of microbatches. "auto" is a `search` with few passes. Raises
-    `ScheduleError` for an unknown name, an unknown option, and counts that the schedule does not admit.
+    `costs` (one entry per stage) are read by the schedules that adapt to them; `memory_limit` has
+    the unit of `costs.activation`; `chunks` is the number of stages per rank, if the schedule
+    leaves that open; `group` that of microbatches in a group of an interleaved schedule (default:
+    equal groups of at least `ranks`); `exact=True` keeps the weight gradients of zb-h1-lazy in the
+    order of microbatches. "auto" is a `search` with few passes. Raises `ScheduleError` for an
+    unknown name, an unknown option, and counts that the schedule does not admit.
 
     >>> print(*build("1f1b", ranks=2, microbatches=2).orders[1])
     F1.0 BW1.0 F1.1 BW1.1
@@ -43,7 +45,11 @@ def build(
         chunks = costs.stages // ranks
     placement = placement_of(family, ranks, chunks)
     if costs is not None and costs.stages != placement.stages:
-        raise ScheduleError(f"auto: costs of {costs.stages} stages for a schedule of {placement.stages}")
-    kinds = {1: ("linear",), 2: ("looped:2", "v")}.get(placement.chunks, (f"looped:{placement.chunks}",))
+        raise ScheduleError(
+            f"auto: costs of {costs.stages} stages for a schedule of {placement.stages}"
+        )
+    kinds = {1: ("linear",), 2: ("looped:2", "v")}.get(
+        placement.chunks, (f"looped:{placement.chunks}",)
+    )
     costs = costs or Costs.uniform(placement.stages)
     return search(costs, ranks, microbatches, memory_limit, kinds, passes=AUTO_PASSES).schedule

@@ -1,8 +1,9 @@
 """Forward-backward improvement of an order.
 
-An order is dispatched backward in time, the passes that end last first, then forward again, those first that the
-backward order starts earliest: every pass is as urgent as what still depends on it. Some noise on the priorities and
-changing patience lead to other orders; it comes from a fixed seed, so a search finds the same order every time.
+An order is dispatched backward in time, the passes that end last first, then forward again, those
+first that the backward order starts earliest: every pass is as urgent as what still depends on it.
+Some noise on the priorities and changing patience lead to other orders; it comes from a fixed seed,
+so a search finds the same order every time.
 """
 
 import math
@@ -20,9 +21,14 @@ FEW = 0.1  # the share of passes that get noise, if not all do
 FORGIVEN = 0.1  # how much longer, in mean passes on average, an order to continue from may be
 
 
-def forward_backward_pass(problem: SchedulingProblem, order: Order, patience: float = FIRST_PATIENCE) -> Order | None:
-    """Returns the order dispatched backward in time or forward again, whichever is shorter; None if none fits."""
-    backward = Direction(problem, backward=True).dispatch([-end for end in problem.ends(order)], patience)
+def forward_backward_pass(
+    problem: SchedulingProblem, order: Order, patience: float = FIRST_PATIENCE
+) -> Order | None:
+    """Returns the order dispatched backward in time or forward again, whichever is shorter; None if
+    none fits."""
+    backward = Direction(problem, backward=True).dispatch(
+        [-end for end in problem.ends(order)], patience
+    )
     if backward is None:
         return None
     forward = Direction(problem, backward=False).dispatch([-end for end in backward.end], patience)
@@ -49,7 +55,10 @@ class ForwardBackwardImprover:
         for _ in range(passes):
             if self.best <= target:
                 return
-            noise, forward = self.generator.choice(NOISE) * self.unit, self.generator.choice((False, True))
+            noise, forward = (
+                self.generator.choice(NOISE) * self.unit,
+                self.generator.choice((False, True)),
+            )
             priority = self.begin if forward else [-end for end in self.end]
             first = self._dispatch(forward, self._add_noise(priority, noise) if noise else priority)
             second = first and self._dispatch(not forward, [-end for end in first.end])
@@ -60,20 +69,27 @@ class ForwardBackwardImprover:
     def _add_noise(self, priority: Sequence[float], size: float) -> list[float]:
         few, noise = self.generator.choice((False, True)), self.generator.random
         if few:
-            return [value + 2 * size * (noise() - 0.5) if noise() < FEW else value for value in priority]
+            return [
+                value + 2 * size * (noise() - 0.5) if noise() < FEW else value for value in priority
+            ]
         return [value + size * noise() for value in priority]
 
     def _dispatch(self, forward: bool, priority: Sequence[float]) -> DispatchedOrder | None:
         dispatched = self.directions[forward].dispatch(priority, self.generator.choice(PATIENCE))
         if dispatched and dispatched.value < self.best:
             self.best = dispatched.value
-            self.best_order = dispatched.order if forward else [passes[::-1] for passes in dispatched.order]
+            self.best_order = (
+                dispatched.order if forward else [passes[::-1] for passes in dispatched.order]
+            )
         return dispatched
 
     def _continue_from(self, dispatched: DispatchedOrder, forward: bool) -> None:
-        """Takes the times of an order for the next priorities, unless it is much longer than the one before."""
+        """Takes the times of an order for the next priorities, unless it is much longer than the
+        one before."""
         _, end, value = dispatched
         if value <= self.value + self.generator.expovariate(1) * FORGIVEN * self.unit:
             self.value, self.begin, self.end = value, [*map(sub, end, self.problem.time)], end
             if not forward:  # its ends are starts
-                self.begin, self.end = ([value - time for time in times] for times in (end, self.begin))
+                self.begin, self.end = (
+                    [value - time for time in times] for times in (end, self.begin)
+                )

@@ -1,4 +1,5 @@
-"""Searches a short order for given costs: every named schedule that fits, improved by forward-backward passes."""
+"""Searches a short order for given costs: every named schedule that fits, improved by
+forward-backward passes."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,7 +14,10 @@ from zbcompile.schedules.ir.actions import has_pairs
 from zbcompile.schedules.ir.costs import Costs
 from zbcompile.schedules.ir.placement import Placement, require_count
 from zbcompile.schedules.ir.schedule import Schedule
-from zbcompile.schedules.searching.forward_backward import ForwardBackwardImprover, forward_backward_pass
+from zbcompile.schedules.searching.forward_backward import (
+    ForwardBackwardImprover,
+    forward_backward_pass,
+)
 from zbcompile.schedules.searching.problem import ROUNDING, Order, SchedulingProblem, limits_of
 from zbcompile.schedules.simulation.timeline import Timeline, simulate
 
@@ -25,7 +29,8 @@ LARGE = 10_000  # passes
 
 
 class Candidate(NamedTuple):
-    """An order of a problem, what it takes, the name or order that it was made from, and its schedule."""
+    """An order of a problem, what it takes, the name or order that it was made from, and its
+    schedule."""
 
     value: float
     problem: SchedulingProblem
@@ -39,8 +44,8 @@ class SearchResult:
     """The result of a search.
 
     * `schedule`, called "auto", and its `simulation`;
-    * `objective`: its makespan (without barrier its cost), `bound`: no order of any admitted placement is shorter,
-      `gap`: objective / bound - 1;
+    * `objective`: its makespan (without barrier its cost), `bound`: no order of any admitted
+      placement is shorter, `gap`: objective / bound - 1;
     * `origin`: the order that it was made from;
     * `named`: every named schedule that fits, with its objective and placement, the shortest first.
     """
@@ -67,8 +72,15 @@ class SearchResult:
         return next(((schedule.name, value) for value, schedule in self.named), None)
 
     def __str__(self) -> str:
-        left = "proven optimal" if self.proven else f"{float(self.gap):.1%} above the bound of {float(self.bound):.6g}"
-        text = f"auto: {float(self.objective):.6g} on placement {self.schedule.placement}, {left}; from {self.origin}"
+        left = (
+            "proven optimal"
+            if self.proven
+            else f"{float(self.gap):.1%} above the bound of {float(self.bound):.6g}"
+        )
+        text = (
+            f"auto: {float(self.objective):.6g} on placement {self.schedule.placement}, {left};"
+            f" from {self.origin}"
+        )
         name, value = self.best_name or ("none fits", 0)
         return f"{text}\nthe best name, {name}: {float(value):.6g}"
 
@@ -85,26 +97,34 @@ def search(
 ) -> SearchResult:
     """Searches a short order of `microbatches` on `ranks`; the same arguments find the same order.
 
-    `costs` are those of the whole model cut into the largest number of stages that may be used, merged for fewer.
-    `placements` ("linear", "looped:2", "v", ...) are all that the costs allow by default; "dual", which keeps two
-    copies of every stage, only on request. `memory_limit` is one number or one for each rank, in the unit of
-    `costs.activation`. With `barrier` the makespan counts, else the cost. `barriers` is that of `with_vocabulary`, for
-    costs with S and T. `passes` is the number of forward-backward passes.
+    `costs` are those of the whole model cut into the largest number of stages that may be used,
+    merged for fewer. `placements` ("linear", "looped:2", "v", ...) are all that the costs allow by
+    default; "dual", which keeps two copies of every stage, only on request. `memory_limit` is one
+    number or one for each rank, in the unit of `costs.activation`. With `barrier` the makespan
+    counts, else the cost. `barriers` is that of `with_vocabulary`, for costs with S and T. `passes`
+    is the number of forward-backward passes.
 
-    Ties are broken by peak memory. Raises `ScheduleError` if nothing fits, and for costs or placements that do not fit
-    the ranks.
+    Ties are broken by peak memory. Raises `ScheduleError` if nothing fits, and for costs or
+    placements that do not fit the ranks.
 
     >>> from zbcompile.schedules import Costs, search
     >>> found = search(Costs.uniform(2), ranks=2, microbatches=4, placements=["linear"])
     >>> found.objective, found.bound, found.proven
     (13, 13, True)
     """
-    problems = scheduling_problems(costs, ranks, microbatches, memory_limit, placements, barrier, barriers)
+    problems = scheduling_problems(
+        costs, ranks, microbatches, memory_limit, placements, barrier, barriers
+    )
     bounds = {problem: problem.lower_bound() for problem in problems}
     named = [candidate for problem in problems for candidate in _named(problem)]
     candidates = named + [candidate for problem in problems for candidate in _sequential(problem)]
-    for starts, share in ((STARTS, 8), (2, 4)):  # half of the passes for the best four, half for the best two of all
-        for seed, (value, problem, origin, order, _) in enumerate(_starts(candidates)[:starts], starts):
+    for starts, share in (
+        (STARTS, 8),
+        (2, 4),
+    ):  # half of the passes for the best four, half for the best two of all
+        for seed, (value, problem, origin, order, _) in enumerate(
+            _starts(candidates)[:starts], starts
+        ):
             improver = ForwardBackwardImprover(problem, order, value, seed)
             improver.run(passes // share, bounds[problem] * ROUNDING)
             if improver.best_order is not None:
@@ -112,8 +132,17 @@ def search(
     shortest = min(candidate.value for candidate in candidates) * ROUNDING
     best = min((candidate for candidate in candidates if candidate.value <= shortest), key=_excess)
     simulation = simulate(replace(best.schedule, name="auto"), best.problem.costs)
-    by_value = sorted(((candidate.value, candidate.schedule) for candidate in named), key=lambda pair: pair[0])
-    return SearchResult(simulation.schedule, simulation, min(bounds.values()), best.value, best.origin, tuple(by_value))
+    by_value = sorted(
+        ((candidate.value, candidate.schedule) for candidate in named), key=lambda pair: pair[0]
+    )
+    return SearchResult(
+        simulation.schedule,
+        simulation,
+        min(bounds.values()),
+        best.value,
+        best.origin,
+        tuple(by_value),
+    )
 
 
 def bound(
@@ -125,7 +154,8 @@ def bound(
     barrier: bool = True,
     barriers: int = 1,
 ) -> float:
-    """Returns what no order on this placement can be shorter than: its makespan, without `barrier` its cost.
+    """Returns what no order on this placement can be shorter than: its makespan, without `barrier`
+    its cost.
 
     Arguments and errors as of `search`.
 
@@ -133,7 +163,9 @@ def bound(
     >>> bound(Costs.uniform(4), ranks=4, microbatches=8, placement="linear")
     27
     """
-    problems = scheduling_problems(costs, ranks, microbatches, memory_limit, (placement,), barrier, barriers)
+    problems = scheduling_problems(
+        costs, ranks, microbatches, memory_limit, (placement,), barrier, barriers
+    )
     return problems[0].lower_bound()
 
 
@@ -146,27 +178,44 @@ def scheduling_problems(
     barrier: bool,
     barriers: int,
 ) -> list[SchedulingProblem]:
-    """Returns one problem for each placement whose memory suffices; raises `ScheduleError` if there is none."""
+    """Returns one problem for each placement whose memory suffices; raises `ScheduleError` if there
+    is none."""
     require_count("ranks", ranks)
     require_count("microbatches", microbatches)
     limits, problems, reasons = limits_of(memory_limit, ranks), [], []
     if isinstance(placements, str):
-        raise ScheduleError(f"placements={placements!r:.80}; expected a list, such as [{placements!r:.80}]")
+        raise ScheduleError(
+            f"placements={placements!r:.80}; expected a list, such as [{placements!r:.80}]"
+        )
     if placements is None:
         chunks, rest = divmod(costs.stages, ranks)
         if rest or not chunks:
-            raise ScheduleError(f"costs of {costs.stages} stages for {ranks} ranks; give a multiple of {ranks} stages")
+            raise ScheduleError(
+                f"costs of {costs.stages} stages for {ranks} ranks; give a multiple of {ranks}"
+                " stages"
+            )
         counts = (v for v in range(1, chunks + 1) if chunks % v == 0)
-        placements = [*("linear" if v == 1 else f"looped:{v}" for v in counts), *["v"] * (chunks % 2 == 0)]
+        placements = [
+            *("linear" if v == 1 else f"looped:{v}" for v in counts),
+            *["v"] * (chunks % 2 == 0),
+        ]
     if not placements:
         raise ScheduleError("placements is empty; name some, such as linear and v, or leave it out")
     for name in placements:
         placement = Placement.parse(name, ranks) if isinstance(name, str) else name
         if placement.ranks != ranks:
-            raise ScheduleError(f"placement {placement} is for {placement.ranks} ranks, but there are {ranks}")
+            raise ScheduleError(
+                f"placement {placement} is for {placement.ranks} ranks, but there are {ranks}"
+            )
         if costs.stages % placement.stages:
-            cannot = f"costs of {costs.stages} stages cannot be merged into the {placement.stages} stages"
-            raise ScheduleError(f"{cannot} of placement {name}; give costs for a multiple of {placement.stages} stages")
+            cannot = (
+                f"costs of {costs.stages} stages cannot be merged into the {placement.stages}"
+                " stages"
+            )
+            raise ScheduleError(
+                f"{cannot} of placement {name}; give costs for a multiple of {placement.stages}"
+                " stages"
+            )
         merged = costs.resized(placement.stages)
         problem = SchedulingProblem(placement, microbatches, merged, limits, barrier, barriers)
         if reason := problem.missing_memory():
@@ -179,12 +228,19 @@ def scheduling_problems(
 
 
 def _named(problem: SchedulingProblem) -> Iterator[Candidate]:
-    """Yields every named schedule of a placement that fits into its limits, with pairs and with pairs opened."""
+    """Yields every named schedule of a placement that fits into its limits, with pairs and with
+    pairs opened."""
     placement, limit = problem.placement, min(problem.limits) if problem.limits else None
     for family in FAMILIES:
         if family.placement == placement.kind:
             try:
-                arguments = placement.ranks, problem.microbatches, problem.costs, limit, placement.chunks
+                arguments = (
+                    placement.ranks,
+                    problem.microbatches,
+                    problem.costs,
+                    limit,
+                    placement.chunks,
+                )
                 schedule = adapted(build_named(family, *arguments), problem.costs)
                 if problem.sharded:
                     schedule = with_vocabulary(schedule, problem.sequential.barriers, problem.costs)
@@ -200,10 +256,14 @@ def _named(problem: SchedulingProblem) -> Iterator[Candidate]:
 def adapted(schedule: Schedule, costs: Costs) -> Schedule:
     """Returns a named schedule in a V after one forward-backward pass under `costs`.
 
-    V orders are made for equal times. The schedule is returned unchanged if the pass does not shorten it in both
-    objectives within its memory, and if it is large.
+    V orders are made for equal times. The schedule is returned unchanged if the pass does not
+    shorten it in both objectives within its memory, and if it is large.
     """
-    if schedule.placement.kind != "v" or schedule.ranks == 1 or sum(map(len, schedule.orders)) > LARGE:
+    if (
+        schedule.placement.kind != "v"
+        or schedule.ranks == 1
+        or sum(map(len, schedule.orders)) > LARGE
+    ):
         return schedule
     costs = replace(costs, vocab_s=(), vocab_t=())
     limits = (max(peak_memory(schedule, costs)),) * schedule.ranks
@@ -217,14 +277,19 @@ def adapted(schedule: Schedule, costs: Costs) -> Schedule:
     return improved if after.makespan < before.makespan and after.cost < before.cost else schedule
 
 
-def _candidate(problem: SchedulingProblem, origin: str, order: Order, schedule: Schedule | None = None) -> Candidate:
+def _candidate(
+    problem: SchedulingProblem, origin: str, order: Order, schedule: Schedule | None = None
+) -> Candidate:
     schedule = schedule or problem.schedule(order)
     step = simulate(schedule, problem.costs)
-    return Candidate(step.makespan if problem.barrier else step.cost, problem, origin, order, schedule)
+    return Candidate(
+        step.makespan if problem.barrier else step.cost, problem, origin, order, schedule
+    )
 
 
 def _excess(candidate: Candidate) -> float:
-    """Returns the most that a rank holds or, with limits, the most by which one exceeds its own (mostly negative)."""
+    """Returns the most that a rank holds or, with limits, the most by which one exceeds its own
+    (mostly negative)."""
     peaks = peak_memory(candidate.schedule, candidate.problem.costs)
     return max(map(sub, peaks, candidate.problem.limits or (0,) * len(peaks)))
 
@@ -240,10 +305,13 @@ def _sequential(problem: SchedulingProblem) -> Iterator[Candidate]:
 
 
 def _starts(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Returns the best orders that differ in length, at least the best of each of the best placements."""
+    """Returns the best orders that differ in length, at least the best of each of the best
+    placements."""
     distinct: dict[tuple[SchedulingProblem, float], Candidate] = {}
     for candidate in sorted(candidates, key=lambda candidate: candidate.value):
         distinct.setdefault((candidate.problem, candidate.value), candidate)
     first = {candidate.problem: candidate for candidate in reversed(distinct.values())}
-    ranked = sorted(distinct.values(), key=lambda start: (start is not first[start.problem], start.value))
+    ranked = sorted(
+        distinct.values(), key=lambda start: (start is not first[start.problem], start.value)
+    )
     return ranked[:STARTS]

@@ -1,10 +1,11 @@
-"""Pairs of a pass that exchanges tensors in the middle of a microbatch and a W whose products hide that exchange.
+"""Pairs of a pass that exchanges tensors in the middle of a microbatch and a W whose products hide
+that exchange.
 
-A pass with collectives (tensor parallelism) is idle until they end. A W needs no other rank: run as one graph with
-the pass, it fills the gaps between issue and wait. `with_pairs` moves Ws next to such passes: forward in the order to
-the pass that precedes them, or backward to a later one; a B next to its own W becomes BW. A move is made only if
-neither the simulated step nor any rank's memory suffers; the weight gradients of a stage keep their order, and so
-their bits."""
+A pass with collectives (tensor parallelism) is idle until they end. A W needs no other rank: run as
+one graph with the pass, it fills the gaps between issue and wait. `with_pairs` moves Ws next to
+such passes: forward in the order to the pass that precedes them, or backward to a later one; a B
+next to its own W becomes BW. A move is made only if neither the simulated step nor any rank's
+memory suffers; the weight gradients of a stage keep their order, and so their bits."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -36,7 +37,9 @@ def with_pairs(schedule: Schedule, costs: Costs) -> Schedule:
     rank 0  F0.0  F0.1  BW0.0  F0.2         BW0.1  BW0.2
     rank 1  F1.0  B1.0  F1.1   (B1.1|W1.0)  F1.2   (B1.2|W1.1)  W1.2
     """
-    schedule = paired = replace(schedule, orders=tuple(tuple(map(_fuse, order)) for order in schedule.orders))
+    schedule = paired = replace(
+        schedule, orders=tuple(tuple(map(_fuse, order)) for order in schedule.orders)
+    )
     before = best = simulate(schedule, costs)
     trials = max(8, WORK // sum(map(len, schedule.orders)))
     partners: list[dict[Action, Action]] = [{} for _ in schedule.orders]
@@ -45,7 +48,11 @@ def with_pairs(schedule: Schedule, costs: Costs) -> Schedule:
             continue
         ranks = enumerate(zip(schedule.orders, partners, strict=True))
         groups = [
-            [(rank, *move) for rank, (order, of_rank) in ranks for move in _nearest(order[::direction], of_rank, op)]
+            [
+                (rank, *move)
+                for rank, (order, of_rank) in ranks
+                for move in _nearest(order[::direction], of_rank, op)
+            ]
         ]
         for group in groups:  # all moves that do no harm together, or else those of each half
             candidates = [dict(of_rank) for of_rank in partners]
@@ -71,12 +78,15 @@ def with_pairs(schedule: Schedule, costs: Costs) -> Schedule:
 
 def _fuse(step: Step) -> Step:
     """Returns BW for a B paired with its W."""
-    is_same = isinstance(step, Pair) and step == Pair(step.first._replace(op=B), step.first._replace(op=W))
+    is_same = isinstance(step, Pair) and step == Pair(
+        step.first._replace(op=B), step.first._replace(op=W)
+    )
     return Action(BW, *step.first[1:]) if isinstance(step, Pair) and is_same else step
 
 
 def _nearest(order: Order, partners: Partners, op: str) -> Iterator[tuple[Action, Action]]:
-    """Yields each W with the last `op` pass in front of it that has no W yet; in a reversed order, the first behind."""
+    """Yields each W with the last `op` pass in front of it that has no W yet; in a reversed order,
+    the first behind."""
     paired_weights, free = set(partners.values()), list[Action]()
     for step in order:
         if isinstance(step, Action) and step.op == op and step not in partners:

@@ -1,8 +1,10 @@
-"""The problem of a search: the passes of a step as numbers, their inputs, and the memory of the ranks.
+"""The problem of a search: the passes of a step as numbers, their inputs, and the memory of the
+ranks.
 
-It is a view of the order graph of the sequential order, in which every microbatch runs alone. Passes of one operation
-and stage run in order of their microbatches: where stages are equal for all microbatches, as the costs say, no other
-order is shorter, and weight gradients must accumulate in this one.
+It is a view of the order graph of the sequential order, in which every microbatch runs alone.
+Passes of one operation and stage run in order of their microbatches: where stages are equal for all
+microbatches, as the costs say, no other order is shorter, and weight gradients must accumulate in
+this one.
 """
 
 import math
@@ -29,10 +31,11 @@ Order = list[list[int]]  # by rank, the passes in the order in which it runs the
 class SchedulingProblem:
     """`microbatches` on `placement` under `costs`, within `limits` (one per rank, `None`: none).
 
-    `barrier`: the objective is the makespan, else the longest span of a rank. By pass: its action, rank and time, what
-    it adds to the memory of its rank, and in `inputs` what it needs and how long that is sent; the numbers behind
-    those of the passes stand for "every shard has run it". `offset` is, by rank, what is added to the end of its last
-    pass; the largest of these sums is the objective.
+    `barrier`: the objective is the makespan, else the longest span of a rank. By pass: its action,
+    rank and time, what it adds to the memory of its rank, and in `inputs` what it needs and how
+    long that is sent; the numbers behind those of the passes stand for "every shard has run it".
+    `offset` is, by rank, what is added to the end of its last pass; the largest of these sums is
+    the objective.
     """
 
     def __init__(
@@ -55,19 +58,29 @@ class SchedulingProblem:
         added = {op: costs.added(op) for op in (F, B, W, S, T)}
         self.added = [added[op][stage] for op, stage, _ in self.actions]
         self.inputs, self.users = graph.inputs_and_users(costs)
-        total = sum(self.time) + sum(map(abs, self.added)) + sum(sum(d for _, d in inputs) for inputs in self.inputs)
+        total = (
+            sum(self.time)
+            + sum(map(abs, self.added))
+            + sum(sum(d for _, d in inputs) for inputs in self.inputs)
+        )
         if not 2 * total < math.inf:
             sums = f"placement {placement}: the times, or the bytes, of all passes add up"
             raise ScheduleError(f"{sums} to more than a float can be; give costs in a larger unit")
         self._find_heads()
-        optimizer = [sum(costs.optimizer[stage] for stage in placement.stages_of(rank)) for rank in ranks]
+        optimizer = [
+            sum(costs.optimizer[stage] for stage in placement.stages_of(rank)) for rank in ranks
+        ]
         self.offset = [max(optimizer)] * len(optimizer)
         if not barrier:
-            starts = (min(h for h, r in zip(self.heads, self.rank, strict=False) if r == rank) for rank in ranks)
+            starts = (
+                min(h for h, r in zip(self.heads, self.rank, strict=False) if r == rank)
+                for rank in ranks
+            )
             self.offset = [time - start for time, start in zip(optimizer, starts, strict=True)]
 
     def _find_heads(self) -> None:
-        """Finds the earliest start of every pass if ranks could run any number of passes in parallel."""
+        """Finds the earliest start of every pass if ranks could run any number of passes in
+        parallel."""
         self.heads: list[float] = [0] * len(self.inputs)
         missing = [*map(len, self.inputs)]
         self._topological = [n for n, count in enumerate(missing) if not count]
@@ -79,7 +92,8 @@ class SchedulingProblem:
                     self._topological.append(user)
 
     def order_of(self, schedule: Schedule) -> Order | None:
-        """Returns the order of a schedule with pairs and BW opened; None if the memory does not hold it."""
+        """Returns the order of a schedule with pairs and BW opened; None if the memory does not
+        hold it."""
         order: Order = []
         for rank, steps in enumerate(schedule.orders):
             counts: dict[tuple[str, int], int] = {}
@@ -102,7 +116,10 @@ class SchedulingProblem:
 
     def schedule(self, order: Order) -> Schedule:
         """Returns the schedule, called "auto", that runs an order."""
-        return replace(self.sequential, orders=tuple(tuple(self.actions[n] for n in passes) for passes in order))
+        return replace(
+            self.sequential,
+            orders=tuple(tuple(self.actions[n] for n in passes) for passes in order),
+        )
 
     def ends(self, order: Order) -> list[float]:
         """Returns the end of every pass of an order."""
@@ -111,14 +128,23 @@ class SchedulingProblem:
         return [ends[n] for n in range(len(self.actions))]
 
     def lower_bound(self) -> float:
-        """Returns the textbook bound: what precedes a rank's first pass, its work, and what follows its last pass.
+        """Returns the textbook bound: what precedes a rank's first pass, its work, and what follows
+        its last pass.
 
-        Within limits also: the memory that microbatches hold, times the time that they hold it, divided by the limit.
+        Within limits also: the memory that microbatches hold, times the time that they hold it,
+        divided by the limit.
         """
-        tails: list[float] = [self.offset[rank] for rank in self.rank]  # the least that follows the end of every pass
+        tails: list[float] = [
+            self.offset[rank] for rank in self.rank
+        ]  # the least that follows the end of every pass
         tails += [-math.inf] * (len(self.inputs) - len(tails))
         for n in reversed(self._topological):
-            tails[n] = max([tails[n], *(tails[user] + self.time[user] + delay for user, delay in self.users[n])])
+            tails[n] = max(
+                [
+                    tails[n],
+                    *(tails[user] + self.time[user] + delay for user, delay in self.users[n]),
+                ]
+            )
         bounds: list[float] = []
         for rank in range(self.placement.ranks):
             passes = [n for n, r in enumerate(self.rank) if r == rank]
@@ -130,23 +156,33 @@ class SchedulingProblem:
         return max(bounds)
 
     def _memory_time(self, n: int) -> float:
-        """Returns the memory of a forward times the least time until its backward ends; for a W, its residue's."""
+        """Returns the memory of a forward times the least time until its backward ends; for a W,
+        its residue's."""
         op, stage, m = self.actions[n]
         if op == F:
             backward = self.number[Action(B, stage, m)]
-            return self.costs.activation[stage] * (self.heads[backward] + self.time[backward] - self.heads[n])
+            return self.costs.activation[stage] * (
+                self.heads[backward] + self.time[backward] - self.heads[n]
+            )
         return self.costs.residue[stage] * self.time[n] if op == W else 0
 
     def missing_memory(self) -> str:
-        """Returns the rank on which not even one microbatch at a time fits, and what is missing; "" if all fit."""
+        """Returns the rank on which not even one microbatch at a time fits, and what is missing; ""
+        if all fit."""
         needs = [*map(float, peak_memory(self.sequential, self.costs))]
         limits = [*map(float, self.limits or needs)]
         rank = max(range(len(limits)), key=lambda r: needs[r] - limits[r] * ROUNDING)
         if needs[rank] <= limits[rank] * ROUNDING:
             return ""
         unit = f" {self.costs.memory_unit}" if self.costs.memory_unit else ""
-        more = f"{needs[rank] - limits[rank]:,.6g}{unit} more than its limit of {limits[rank]:,.6g}{unit}"
-        return f"placement {self.placement}: rank {rank} needs {needs[rank]:,.6g}{unit} for one microbatch, {more}"
+        more = (
+            f"{needs[rank] - limits[rank]:,.6g}{unit} more than its limit of"
+            f" {limits[rank]:,.6g}{unit}"
+        )
+        return (
+            f"placement {self.placement}: rank {rank} needs {needs[rank]:,.6g}{unit} for one"
+            f" microbatch, {more}"
+        )
 
 
 def limits_of(limit: float | Sequence[float] | None, ranks: int) -> tuple[float, ...] | None:
@@ -158,5 +194,8 @@ def limits_of(limit: float | Sequence[float] | None, ranks: int) -> tuple[float,
     for value in limits:
         require_limit(value)
     if len(limits) != ranks:
-        raise ScheduleError(f"memory_limit has {len(limits)} entries for {ranks} ranks; give one number or one a rank")
+        raise ScheduleError(
+            f"memory_limit has {len(limits)} entries for {ranks} ranks; give one number or one a"
+            " rank"
+        )
     return limits

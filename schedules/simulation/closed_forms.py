@@ -1,8 +1,10 @@
-"""Closed forms: the length of a step and the peak memory of every named schedule as sympy expressions.
+"""Closed forms: the length of a step and the peak memory of every named schedule as sympy
+expressions.
 
-They hold for equal stages, `m >= 2p` microbatches that `p` divides, `T_W <= T_F <= T_B`, `M_W <= M_B`, and
-hops that a weight gradient covers twice (`2c <= T_W/v`). `ClosedForm.assumes` names what a formula needs beyond that.
-The tests compare every formula with the simulator. The only module of this package that imports sympy.
+They hold for equal stages, `m >= 2p` microbatches that `p` divides, `T_W <= T_F <= T_B`, `M_W <=
+M_B`, and hops that a weight gradient covers twice (`2c <= T_W/v`). `ClosedForm.assumes` names what
+a formula needs beyond that. The tests compare every formula with the simulator. The only module of
+this package that imports sympy.
 """
 
 from dataclasses import dataclass
@@ -24,14 +26,16 @@ T = T_F + T_B + T_W
 class ClosedForm:
     """The formulas of one schedule; a length is None if the order depends on the costs.
 
-    Symbols: `p` ranks, `m` microbatches, `v` stages per rank; `T_F`, `T_B`, `T_W` the times of one rank's whole share
-    of the model, `c` one hop between ranks; `M_B` the memory of a microbatch on a rank from F to B, `M_W` from B to W.
+    Symbols: `p` ranks, `m` microbatches, `v` stages per rank; `T_F`, `T_B`, `T_W` the times of one
+    rank's whole share of the model, `c` one hop between ranks; `M_B` the memory of a microbatch on
+    a rank from F to B, `M_W` from B to W.
 
     * `cost`: the longest span of one rank. `makespan`: the whole step (see `Timeline`).
     * `peak_memory`: of the rank that holds most.
 
     >>> from zbcompile.schedules import Costs, build
-    >>> closed_form("1f1b").bubble.subs(symbol_values(build("1f1b", ranks=4, microbatches=8), Costs.uniform(4)))
+    >>> values = symbol_values(build("1f1b", ranks=4, microbatches=8), Costs.uniform(4))
+    >>> closed_form("1f1b").bubble.subs(values)
     3/11
     """
 
@@ -62,7 +66,9 @@ def closed_form(name: str) -> ClosedForm:
     """
     canonical = find(name).name
     if canonical not in FORMS:
-        raise ScheduleError(f"{canonical} has no closed form: its order is searched; see zbcompile.schedules.bound")
+        raise ScheduleError(
+            f"{canonical} has no closed form: its order is searched; see zbcompile.schedules.bound"
+        )
     cost, makespan, peak_memory, assumes = FORMS[canonical]
     return ClosedForm(canonical, cost, makespan, peak_memory, assumes)
 
@@ -71,7 +77,13 @@ def symbol_values(schedule: Schedule, costs: Costs) -> dict[Symbol, float]:
     """Returns the value of every symbol, for `Expr.subs`; `costs` are those of equal stages."""
     v_here = schedule.placement.chunks
     sizes = {p: schedule.ranks, m: schedule.microbatches, v: v_here, c: costs.comm}
-    shares = {T_F: costs.forward, T_B: costs.backward, T_W: costs.weight, M_B: costs.activation, M_W: costs.residue}
+    shares = {
+        T_F: costs.forward,
+        T_B: costs.backward,
+        T_W: costs.weight,
+        M_B: costs.activation,
+        M_W: costs.residue,
+    }
     return sizes | {symbol: v_here * values[0] for symbol, values in shares.items()}
 
 
@@ -80,7 +92,8 @@ def _on_several_ranks(messages: Expr) -> Expr:
 
 
 def _circulation(count: Expr) -> Expr:
-    """Returns the hops on the critical path if at most p microbatches circulate and `count` of them pay for hops."""
+    """Returns the hops on the critical path if at most p microbatches circulate and `count` of them
+    pay for hops."""
     return 2 * (p - 1) + 2 * (count - 1 - ceiling((count - 1) / p))
 
 
@@ -95,7 +108,9 @@ _SPLIT = (m + p - 1) * (T_F + T_B) + Max(1, m - p + 1) * T_W
 _H1, _LAZY = _SPLIT + _circulation(Min(m, p + 1)) * c, _SPLIT + _circulation(m) * c
 _H2_BUBBLE = (p - 1) * (T_F + T_B - 2 * T_W)
 _H2 = m * T + Max(0, _H2_BUBBLE), m * T + Max((p - 1) * T_F, _H2_BUBBLE)
-_INTERLEAVED_ZB = m * T + (p - 1) * (T_F + T_B - T_W) / v + _on_several_ranks(4 * (p - 1) + p * (v - 1)) * c
+_INTERLEAVED_ZB = (
+    m * T + (p - 1) * (T_F + T_B - T_W) / v + _on_several_ranks(4 * (p - 1) + p * (v - 1)) * c
+)
 _ZB_V = m * T + (6 * p - 8) * c, m * T + (p - 1) * T_F / 2 + (5 * p - 7) * c
 _V_HALF = m * T + (6 * floor((p - 1) / 2) - 1) * T_F / 2
 _V_MIN = m * T + (4 * p - 5) * T_F / 2
@@ -117,8 +132,18 @@ FORMS: dict[str, tuple[Expr | None, Expr | None, Expr, str]] = {
     "zb-2p": (None, None, 2 * p * M_B, ""),
     "interleaved-zb": (_INTERLEAVED_ZB, _INTERLEAVED_ZB, Min(m, p) * M_B, ""),
     "zb-v": (*_ZB_V, p * M_B, f"{EQUAL_TIMES}, p >= 2, 4c <= T_W"),
-    "v-half": (_V_HALF, _V_HALF, floor((p + 2) / 2) * M_B, f"{EQUAL_TIMES}, {FREE_MESSAGES}, p >= 3"),
-    "v-min": (_V_MIN, _V_MIN, floor((p + 4) / 3) * M_B, f"{EQUAL_TIMES}, {FREE_MESSAGES}, p = 4, 7, 10, ..."),
+    "v-half": (
+        _V_HALF,
+        _V_HALF,
+        floor((p + 2) / 2) * M_B,
+        f"{EQUAL_TIMES}, {FREE_MESSAGES}, p >= 3",
+    ),
+    "v-min": (
+        _V_MIN,
+        _V_MIN,
+        floor((p + 4) / 3) * M_B,
+        f"{EQUAL_TIMES}, {FREE_MESSAGES}, p = 4, 7, 10, ...",
+    ),
     "dualpipe": (_DUALPIPE, _DUALPIPE, (p + 1) * M_B, f"T_F = T_B, {FREE_MESSAGES}"),
     "dualpipe-v": (_DUALPIPE_V, _DUALPIPE_V, (2 * p + 1) * M_B / 2, f"T_F = T_B, {FREE_MESSAGES}"),
 }

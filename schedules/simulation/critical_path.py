@@ -13,9 +13,11 @@ from zbcompile.schedules.simulation.timeline import Timeline
 
 
 class CriticalStep(NamedTuple):
-    """`step` ran on `rank` from `start` to `end`; `travel` is how long its result was sent to the next critical step.
+    """`step` ran on `rank` from `start` to `end`; `travel` is how long its result was sent to the
+    next critical step.
 
-    `overhead`, in a measured step, is what then passed on the same rank before the next step, with nothing missing.
+    `overhead`, in a measured step, is what then passed on the same rank before the next step, with
+    nothing missing.
     """
 
     rank: int
@@ -35,7 +37,8 @@ def critical_path(timeline: Timeline) -> tuple[CriticalStep, ...]:
     Times and delays add up to `timeline.finish`.
 
     >>> from zbcompile.schedules import build, simulate
-    >>> [str(step.step) for step in critical_path(simulate(build("gpipe", ranks=2, microbatches=1)))]
+    >>> timeline = simulate(build("gpipe", ranks=2, microbatches=1))
+    >>> [str(step.step) for step in critical_path(timeline)]
     ['F0.0', 'F1.0', 'BW1.0', 'BW0.0']
     """
     graph, start, end = timeline.graph, timeline.start, timeline.end
@@ -47,7 +50,8 @@ def critical_path(timeline: Timeline) -> tuple[CriticalStep, ...]:
         step, rank = graph.steps[node], graph.rank(node)
         if step[0] not in COMMUNICATION or end[node] > start[node]:
             path.append(CriticalStep(rank, step, start[node], end[node], travel, overhead))
-            travel = overhead = 0  # those of a SEND, which takes no time, go to the step that made the message
+            # those of a SEND, which takes no time, go to the step that made the message
+            travel = overhead = 0
         producer = timeline.blocking(node)
         if producer is not None:
             travel += start[node] - end[producer]
@@ -59,8 +63,12 @@ def critical_path(timeline: Timeline) -> tuple[CriticalStep, ...]:
 
 
 def time_by_kind(path: Sequence[CriticalStep]) -> dict[str, float]:
-    """Returns how much of a path each kind of step takes ("F", "F|BW", ..., "messages", "overhead"), longest first."""
-    total = {"messages": sum(step.travel for step in path), "overhead": sum(step.overhead for step in path)}
+    """Returns how much of a path each kind of step takes ("F", "F|BW", ..., "messages",
+    "overhead"), longest first."""
+    total = {
+        "messages": sum(step.travel for step in path),
+        "overhead": sum(step.overhead for step in path),
+    }
     for step in path:
         kind = "|".join(action.op for action in flatten((step.step,)))
         total[kind] = total.get(kind, 0) + step.end - step.start

@@ -14,14 +14,16 @@ CAUSES: tuple[Cause, ...] = get_args(Cause)
 
 
 class Idle(NamedTuple):
-    """`rank` does nothing from `start` to `end`, before it runs `step` (`None`: it has nothing left to do).
+    """`rank` does nothing from `start` to `end`, before it runs `step` (`None`: it has nothing left
+    to do).
 
     `cause` is one of
 
-    * `communication`: what `step` needs has been made and is being sent (or, in a lowered schedule, the rank blocks
-      in a SEND until its receive is posted);
+    * `communication`: what `step` needs has been made and is being sent (or, in a lowered schedule,
+      the rank blocks in a SEND until its receive is posted);
     * `warm-up`: the rank has not begun its first backward: the pipeline fills;
-    * `cool-down`: the rank has run its last forward: the pipeline drains, until the last rank has finished;
+    * `cool-down`: the rank has run its last forward: the pipeline drains, until the last rank has
+      finished;
     * `wait`: any other wait: the order does not fit the costs, or another rank has more work;
     * `overhead`: its inputs were ready; only in a measured step: what the host does between passes.
 
@@ -37,17 +39,30 @@ class Idle(NamedTuple):
     source: int | None
 
     def __str__(self) -> str:
-        reason = f"waits for {self.action} of rank {self.source}" if self.action else "its inputs were ready"
+        reason = (
+            f"waits for {self.action} of rank {self.source}"
+            if self.action
+            else "its inputs were ready"
+        )
         reason = reason if self.step else "waits until the last rank has finished"
-        return f"rank {self.rank} idle {plain(self.start)} to {plain(self.end)}: {self.cause}, {reason}"
+        return (
+            f"rank {self.rank} idle {plain(self.start)} to {plain(self.end)}: {self.cause},"
+            f" {reason}"
+        )
 
 
 def idle_intervals(
-    graph: OrderGraph, rank: int, start: Sequence[float], end: Sequence[float], delays: Sequence[float]
+    graph: OrderGraph,
+    rank: int,
+    start: Sequence[float],
+    end: Sequence[float],
+    delays: Sequence[float],
 ) -> Iterator[Idle]:
-    """Yields every interval in which `rank` stands still, between the first start and the last end of all ranks.
+    """Yields every interval in which `rank` stands still, between the first start and the last end
+    of all ranks.
 
-    A gap before a node is divided: the wait until its last input was made, then the time in which that was sent.
+    A gap before a node is divided: the wait until its last input was made, then the time in which
+    that was sent.
     """
     nodes, finish = graph.nodes(rank), max(end)
     results = {n: {result_of(action.op) for action in flatten((graph.steps[n],))} for n in nodes}
@@ -56,7 +71,9 @@ def idle_intervals(
     previous: float = 0
     for n in nodes:
         if start[n] - previous > ROUNDING * finish:
-            phase: Cause = "warm-up" if n <= first_backward else "cool-down" if n > last_forward else "wait"
+            phase: Cause = (
+                "warm-up" if n <= first_backward else "cool-down" if n > last_forward else "wait"
+            )
             producer = blocking(graph, n, end, delays)
             parts: list[tuple[float, float, Cause]] = [(previous, start[n], "overhead")]
             if producer is not None:

@@ -1,4 +1,5 @@
-"""A timed step: when each action runs, the length of the step, the memory of every rank, and why ranks wait."""
+"""A timed step: when each action runs, the length of the step, the memory of every rank, and why
+ranks wait."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -30,14 +31,17 @@ class Timeline(Picturable):
     """A simulated or measured step. Times count from the first start, in the unit of the costs.
 
     * `start`, `end`: by node of `graph`.
-    * `makespan`: the whole step with an optimizer barrier: from the first start to the last end on any rank, then the
-      slowest rank's optimizer; of orders that have the optimizer's actions, to the last end.
-    * `cost`: the longest own span of a rank, from its first pass to its last end, with its own optimizer: what counts
-      if ranks may start the next step on their own (Qi et al., Zero Bubble, section 4).
-    * `work`: the sum of passes (and optimizer) on the busiest rank. `bubble` = 1 - work/makespan, `cost_bubble` =
-      1 - work/cost.
+    * `makespan`: the whole step with an optimizer barrier: from the first start to the last end on
+      any rank, then the slowest rank's optimizer; of orders that have the optimizer's actions, to
+      the last end.
+    * `cost`: the longest own span of a rank, from its first pass to its last end, with its own
+      optimizer: what counts if ranks may start the next step on their own (Qi et al., Zero Bubble,
+      section 4).
+    * `work`: the sum of passes (and optimizer) on the busiest rank. `bubble` = 1 - work/makespan,
+      `cost_bubble` = 1 - work/cost.
     * `peak_memory[rank]`, in the unit of `costs.activation`.
-    * `memory_limits[rank]`, in that unit, if the order was asked to keep within some: pictures draw them.
+    * `memory_limits[rank]`, in that unit, if the order was asked to keep within some: pictures draw
+      them.
     * `spans`: every step, rank by rank in order of time; `idle`: every gap, with its cause.
     """
 
@@ -56,7 +60,9 @@ class Timeline(Picturable):
     def busy(self) -> tuple[float, ...]:
         """The sum of the passes of every rank, without its optimizer."""
         ranks = map(self.graph.nodes, range(self.schedule.ranks))
-        return tuple(sum(self.end[n] for n in nodes) - sum(self.start[n] for n in nodes) for nodes in ranks)
+        return tuple(
+            sum(self.end[n] for n in nodes) - sum(self.start[n] for n in nodes) for nodes in ranks
+        )
 
     @cached_property
     def finish(self) -> float:
@@ -65,11 +71,15 @@ class Timeline(Picturable):
 
     @cached_property
     def optimizer(self) -> tuple[float, ...]:
-        """The time of every rank's optimizer step behind its last pass; none if actions of the orders take it."""
+        """The time of every rank's optimizer step behind its last pass; none if actions of the
+        orders take it."""
         if any(op in OPTIMIZER_OPS and OPTIMIZER_OPS[op].time for op in self.schedule.ops):
             return (0,) * self.schedule.ranks
         placement = self.schedule.placement
-        return tuple(sum(self.costs.optimizer[s] for s in placement.stages_of(r)) for r in range(placement.ranks))
+        return tuple(
+            sum(self.costs.optimizer[s] for s in placement.stages_of(r))
+            for r in range(placement.ranks)
+        )
 
     @property
     def makespan(self) -> float:
@@ -80,7 +90,9 @@ class Timeline(Picturable):
         spans: list[float] = [0]
         for rank, optimizer in enumerate(self.optimizer):
             nodes = self.graph.nodes(rank)
-            starts = (self.start[n] for n in nodes if self.graph.steps[n][0] not in (VALIDATE, GATHER))
+            starts = (
+                self.start[n] for n in nodes if self.graph.steps[n][0] not in (VALIDATE, GATHER)
+            )
             spans += [self.end[nodes[-1]] - next(starts, 0) + optimizer] if nodes else []
         return max(spans)
 
@@ -111,11 +123,13 @@ class Timeline(Picturable):
         return self.graph.delays(self.costs)
 
     def blocking(self, node: int) -> int | None:
-        """Returns the node whose result delayed `node`; None if its rank was busy until all inputs had arrived."""
+        """Returns the node whose result delayed `node`; None if its rank was busy until all inputs
+        had arrived."""
         return blocking(self.graph, node, self.end, self._delays)
 
     def messages(self) -> Iterator[tuple[int, int]]:
-        """Yields for every message between two ranks the node that makes it and the node that uses it."""
+        """Yields for every message between two ranks the node that makes it and the node that uses
+        it."""
         links = [link.kind == "message" for link in self.graph.links]
         for node, inputs in enumerate(self.graph.inputs):
             yield from ((producer, node) for producer, link in inputs if links[link])
@@ -124,13 +138,23 @@ class Timeline(Picturable):
     def idle(self) -> tuple[Idle, ...]:
         """Every gap of every rank. The gaps and passes of a rank add up to `finish`."""
         how = self.start, self.end, self._delays
-        return tuple(idle for rank in range(self.schedule.ranks) for idle in idle_intervals(self.graph, rank, *how))
+        return tuple(
+            idle
+            for rank in range(self.schedule.ranks)
+            for idle in idle_intervals(self.graph, rank, *how)
+        )
 
     @cached_property
     def idle_by_cause(self) -> tuple[dict[Cause, float], ...]:
         """The idle time of every rank by cause; overhead only if it was measured."""
-        causes = [cause for cause in CAUSES if cause != "overhead" or any(gap.cause == cause for gap in self.idle)]
-        totals: list[dict[Cause, float]] = [dict.fromkeys(causes, 0) for _ in range(self.schedule.ranks)]
+        causes = [
+            cause
+            for cause in CAUSES
+            if cause != "overhead" or any(gap.cause == cause for gap in self.idle)
+        ]
+        totals: list[dict[Cause, float]] = [
+            dict.fromkeys(causes, 0) for _ in range(self.schedule.ranks)
+        ]
         for gap in self.idle:
             totals[gap.rank][gap.cause] += gap.end - gap.start
         return tuple(totals)
@@ -140,18 +164,23 @@ class Timeline(Picturable):
         spans = self.spans_of(rank)
         owners = (span for span in spans for _ in flatten((span.step,)))
         changes = zip(owners, deltas([span.step for span in spans], self.costs), strict=True)
-        curve = [(span.start if change > 0 else span.end, change) for span, change in changes if change]
-        return tuple(zip((time for time, _ in curve), accumulate(change for _, change in curve), strict=True))
+        curve = [
+            (span.start if change > 0 else span.end, change) for span, change in changes if change
+        ]
+        return tuple(
+            zip((time for time, _ in curve), accumulate(change for _, change in curve), strict=True)
+        )
 
 
 @gc_disabled()
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     """Returns the step of a schedule under `costs` (default: passes take 1, hops are free).
 
-    Every rank runs its order; a step begins when its rank is free and what it needs has arrived. A result is available
-    on another rank `costs.hop` after its pass has ended; a hop occupies neither rank. Without
-    messages in the orders these are buffered without limit; a SEND waits until its receive is posted. Raises
-    `ScheduleError` if the orders do not run to their end; the other rules are left to `check`.
+    Every rank runs its order; a step begins when its rank is free and what it needs has arrived. A
+    result is available on another rank `costs.hop` after its pass has ended; a hop occupies neither
+    rank. Without messages in the orders these are buffered without limit; a SEND waits until its
+    receive is posted. Raises `ScheduleError` if the orders do not run to their end; the other rules
+    are left to `check`.
 
     >>> from zbcompile.schedules import build
     >>> t = simulate(build("1f1b", ranks=4, microbatches=8))
@@ -164,8 +193,11 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     return Timeline(graph, costs, run.start, run.end, peak_memory(schedule, costs))
 
 
-def measured_timeline(schedule: Schedule, costs: Costs, times: Sequence[Sequence[tuple[float, float]]]) -> Timeline:
-    """Returns the step whose steps started and ended at `times[rank]`; `costs` give its memory and delays."""
+def measured_timeline(
+    schedule: Schedule, costs: Costs, times: Sequence[Sequence[tuple[float, float]]]
+) -> Timeline:
+    """Returns the step whose steps started and ended at `times[rank]`; `costs` give its memory and
+    delays."""
     graph = OrderGraph(schedule)
     start, end = ([pair[at] for rank in times for pair in rank] for at in (0, 1))
     for inputs in graph.inputs[len(end) :]:  # a barrier ends with the last shard

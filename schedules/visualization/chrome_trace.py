@@ -10,10 +10,12 @@ from zbcompile.schedules.visualization.text import summary
 
 
 def to_chrome_trace(timeline: Timeline, microseconds: float | None = None) -> str:
-    """Returns the Trace Event Format: a process named after the schedule, in it a thread per rank with its steps and
-    idle intervals, a flow event per message between two steps, a counter per rank with its memory.
+    """Returns the Trace Event Format: a process named after the schedule, in it a thread per rank
+    with its steps and idle intervals, a flow event per message between two steps, a counter per
+    rank with its memory.
 
-    `microseconds`: how long one unit of the costs is (default: a second if that is their unit, else a millisecond).
+    `microseconds`: how long one unit of the costs is (default: a second if that is their unit, else
+    a millisecond).
 
     >>> from zbcompile.schedules import build, simulate
     >>> import json
@@ -22,32 +24,57 @@ def to_chrome_trace(timeline: Timeline, microseconds: float | None = None) -> st
     """
     unit = microseconds or (1e6 if timeline.costs.time_unit == "s" else 1000)
     step = {"step": summary(timeline)}
-    return json.dumps({"displayTimeUnit": "ms", "otherData": step, "traceEvents": list(_events(timeline, unit))})
+    return json.dumps(
+        {"displayTimeUnit": "ms", "otherData": step, "traceEvents": list(_events(timeline, unit))}
+    )
 
 
 def _events(timeline: Timeline, unit: float) -> Iterator[dict[str, Any]]:
     graph, ranks = timeline.graph, range(timeline.schedule.ranks)
     yield {"ph": "M", "name": "process_name", "pid": 0, "args": {"name": timeline.schedule.name}}
     for rank in ranks:
-        for name, args in (("thread_name", {"name": f"rank {rank}"}), ("thread_sort_index", {"sort_index": rank})):
+        for name, args in (
+            ("thread_name", {"name": f"rank {rank}"}),
+            ("thread_sort_index", {"sort_index": rank}),
+        ):
             yield {"ph": "M", "name": name, "pid": 0, "tid": rank, "args": args}
     intervals: list[tuple[Any, str, str, dict[str, Any]]] = []
     for span in timeline.spans:
         actions = flatten((span.step,))
         category = "|".join(action.op for action in actions)
-        intervals.append((span, str(span.step), category, {"actions": [action._asdict() for action in actions]}))
+        intervals.append(
+            (span, str(span.step), category, {"actions": [action._asdict() for action in actions]})
+        )
     for gap in timeline.idle:
         waits = {} if gap.action is None else {"waits for": str(gap.action), "of rank": gap.source}
         intervals.append((gap, f"idle: {gap.cause}", "idle", waits))
     for interval, name, category, args in intervals:
-        times = {"ts": float(interval.start * unit), "dur": float((interval.end - interval.start) * unit)}
-        yield {"ph": "X", "name": name, "cat": category, "pid": 0, "tid": interval.rank, **times, "args": args}
-    for number, (source, node) in enumerate(timeline.messages()):  # from the step that makes it to the one that uses it
+        times = {
+            "ts": float(interval.start * unit),
+            "dur": float((interval.end - interval.start) * unit),
+        }
+        yield {
+            "ph": "X",
+            "name": name,
+            "cat": category,
+            "pid": 0,
+            "tid": interval.rank,
+            **times,
+            "args": args,
+        }
+    for number, (source, node) in enumerate(
+        timeline.messages()
+    ):  # from the step that makes it to the one that uses it
         flow = {"name": str(graph.steps[source]), "cat": "message", "id": f"{number}", "pid": 0}
         for phase, at in (({"ph": "s"}, source), ({"ph": "f", "bp": "e"}, node)):
             middle = (timeline.start[at] + timeline.end[at]) / 2
             yield {**phase, **flow, "tid": graph.rank(at), "ts": float(middle * unit)}
     for rank in ranks:
         for time, amount in timeline.memory_curve(rank):
-            counter = {"ph": "C", "name": f"memory of rank {rank}", "pid": 0, "args": {"held": float(amount)}}
+            counter = {
+                "ph": "C",
+                "name": f"memory of rank {rank}",
+                "pid": 0,
+                "args": {"held": float(amount)},
+            }
             yield {**counter, "ts": float(time * unit)}

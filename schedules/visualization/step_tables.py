@@ -8,19 +8,35 @@ from zbcompile.tables import Figure, Table
 
 
 def rank_table(timeline: Timeline, receive_buffers: Sequence[int] = ()) -> Table:
-    """Returns the work of every rank, its idle time by cause and its peak of memory, and all ranks together."""
-    time, memory, idle = timeline.costs.time_unit, timeline.costs.memory_unit, timeline.idle_by_cause
+    """Returns the work of every rank, its idle time by cause and its peak of memory, and all ranks
+    together."""
+    time, memory, idle = (
+        timeline.costs.time_unit,
+        timeline.costs.memory_unit,
+        timeline.idle_by_cause,
+    )
     causes = [cause for cause in idle[0] if any(of_rank[cause] for of_rank in idle)]
 
     rows = []
-    for rank, (busy, of_rank, peak) in enumerate(zip(timeline.busy, idle, timeline.peak_memory, strict=True)):
+    for rank, (busy, of_rank, peak) in enumerate(
+        zip(timeline.busy, idle, timeline.peak_memory, strict=True)
+    ):
         row = [Figure("rank", rank), Figure("work", busy, time)]
         row += [Figure(f"idle: {cause}", of_rank[cause], time) for cause in causes]
         row += [Figure("peak memory", peak, memory)]
-        rows.append(row + [Figure("receive buffers", count) for count in receive_buffers[rank : rank + 1]])
+        rows.append(
+            row + [Figure("receive buffers", count) for count in receive_buffers[rank : rank + 1]]
+        )
     if len(rows) > 1:
-        columns = [column for column in zip(*rows, strict=True) if column[0].name not in ("rank", "receive buffers")]
-        totals = (Figure(column[0].name, sum(cell.value for cell in column), column[0].unit) for column in columns)
+        columns = [
+            column
+            for column in zip(*rows, strict=True)
+            if column[0].name not in ("rank", "receive buffers")
+        ]
+        totals = (
+            Figure(column[0].name, sum(cell.value for cell in column), column[0].unit)
+            for column in columns
+        )
         rows.append([Figure("rank", "all"), *totals])
     return Table("ranks", rows=rows)
 
@@ -32,12 +48,14 @@ def idle_share(timeline: Timeline) -> float:
 
 
 def pass_bubble(timeline: Timeline) -> float:
-    """Returns the share of the time from the first pass to the last that the busiest rank is idle."""
+    """Returns the share of the time from the first pass to the last that the busiest rank
+    is idle."""
     return 1 - max(timeline.busy) / timeline.finish if timeline.finish else 0.0
 
 
 def step_table(timelines: Sequence[Timeline]) -> Table:
-    """Returns the figures of a step under each of several schedules. `bubble` is that of the busiest rank."""
+    """Returns the figures of a step under each of several schedules. `bubble` is that of the
+    busiest rank."""
     rows = []
     for timeline in timelines:
         schedule, time = timeline.schedule, timeline.costs.time_unit

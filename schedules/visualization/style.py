@@ -1,7 +1,9 @@
-"""How pictures look: the colour and hatching of every operation and cause of idle time, on light and dark pages.
+"""How pictures look: the colour and hatching of every operation and cause of idle time, on light
+and dark pages.
 
-Colours are after Okabe and Ito, which colour-blind readers can distinguish; for print every operation also has its own
-hatching and its letter, and every cause of idle time its own hatching, fainter than that of work.
+Colours are after Okabe and Ito, which colour-blind readers can distinguish; for print every
+operation also has its own hatching and its letter, and every cause of idle time its own hatching,
+fainter than that of work.
 """
 
 from collections.abc import Iterator
@@ -34,7 +36,8 @@ STYLE_SHEET = """
   paint-order: stroke; stroke: #fff; stroke-width: 2.5px; stroke-linejoin: round }
 .zb .span { stroke: #333; stroke-width: .5 }
 .zb .memory { fill: #999; fill-opacity: .35; stroke: #777; stroke-width: .8 }
-.zb .limit { fill: none; stroke: #c00; stroke-width: 1; stroke-dasharray: 5 3; vector-effect: non-scaling-stroke }
+.zb .limit { fill: none; stroke: #c00; stroke-width: 1; stroke-dasharray: 5 3;
+  vector-effect: non-scaling-stroke }
 .zb .axis { stroke: #999; stroke-width: .5 }
 .zb .idle { stroke: #999; stroke-width: .3; opacity: .45 }
 .zb .saved { stroke: #777; stroke-width: 1; stroke-dasharray: 4 3 }
@@ -50,13 +53,18 @@ STYLE_SHEET = """
 
 
 def patterns() -> Iterator[str]:
-    """Yields a hatched tile for every operation and cause of idle time, and a pale one for every operation."""
+    """Yields a hatched tile for every operation and cause of idle time, and a pale one for every
+    operation."""
     yield "<defs>"
     for cause, (colour, path) in IDLE_STYLES.items():
-        yield _pattern(f"idle-{cause}", 8, f'fill="{colour}" fill-opacity=".13"', path, f'stroke="{colour}"')
+        yield _pattern(
+            f"idle-{cause}", 8, f'fill="{colour}" fill-opacity=".13"', path, f'stroke="{colour}"'
+        )
     for op, (colour, path) in OP_STYLES.items():
         stroke = 'stroke="#000" stroke-opacity=".45" stroke-width=".8"'
-        pale = "#" + "".join(f"{(int(colour[i : i + 2], 16) + 255) // 2:02x}" for i in (1, 3, 5))  # halfway to white
+        pale = "#" + "".join(
+            f"{(int(colour[i : i + 2], 16) + 255) // 2:02x}" for i in (1, 3, 5)
+        )  # halfway to white
         yield _pattern(op, 6, f'fill="{colour}"', path, stroke)
         yield _pattern(f"pale-{op}", 6, f'fill="{pale}"', path, stroke)
     yield "</defs>"

@@ -23,7 +23,8 @@ PAGE = """<!doctype html>
 
 
 def to_html(timeline: Timeline, width: int | None = None) -> str:
-    """Returns a page with the SVG picture that loads nothing from anywhere; `width` as for `to_svg`.
+    """Returns a page with the SVG picture that loads nothing from anywhere; `width` as for
+    `to_svg`.
 
     >>> from zbcompile.schedules import build, simulate
     >>> to_html(simulate(build("gpipe", 1, 1))).startswith("<!doctype html>")
@@ -33,17 +34,21 @@ def to_html(timeline: Timeline, width: int | None = None) -> str:
 
 
 def write_picture(timeline: Timeline, path: str | Path) -> Path:
-    """Writes `path`: .txt, .svg, .html, or .json (Chrome / Perfetto trace). `ScheduleError` for any other ending."""
+    """Writes `path`: .txt, .svg, .html, or .json (Chrome / Perfetto trace). `ScheduleError` for any
+    other ending."""
     return _write(Path(path), timeline, (format_timeline, to_svg, to_html, to_chrome_trace))
 
 
 def write_comparison(timelines: Sequence[Timeline], path: str | Path) -> Path:
-    """Writes the timelines under each other on one time axis: .txt, .svg or .html; `ScheduleError` for others."""
+    """Writes the timelines under each other on one time axis: .txt, .svg or .html; `ScheduleError`
+    for others."""
     if not timelines:
         raise ScheduleError(f"picture {Path(path).name}: nothing to draw")
     title = escape(" / ".join(timeline.schedule.name for timeline in timelines))
     return _write(
-        Path(path), timelines, (compare_text, compare_svg, lambda ts: PAGE.format(title=title, svg=compare_svg(ts)))
+        Path(path),
+        timelines,
+        (compare_text, compare_svg, lambda ts: PAGE.format(title=title, svg=compare_svg(ts))),
     )
 
 
@@ -51,8 +56,13 @@ def _write(path: Path, timelines: Any, by_ending: Sequence[Callable[[Any], str]]
     writers = dict(zip(ENDINGS, by_ending, strict=False))
     if path.suffix not in writers:
         svg = path.with_suffix(".svg").name
-        hint = f"for pixels write {svg}, then `rsvg-convert {svg} -o {path.stem}.png`, or open it in a browser"
+        hint = (
+            f"for pixels write {svg}, then `rsvg-convert {svg} -o {path.stem}.png`, or open it in a"
+            " browser"
+        )
         expected = f"expected one of {', '.join(writers)}"
-        raise ScheduleError(f"picture {path.name}: the ending selects the format; {expected}; {hint}")
+        raise ScheduleError(
+            f"picture {path.name}: the ending selects the format; {expected}; {hint}"
+        )
     path.write_text(writers[path.suffix](timelines) + "\n", encoding="utf-8")
     return path

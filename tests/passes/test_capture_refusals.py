@@ -23,10 +23,13 @@ def table() -> str:
     """The refusals as the page has them, with what differs from one to the other in italics."""
     remedy = unsupported.static(())
     texts = (
-        text.replace("{at}", " ({line})").replace("{static}", remedy).replace("}{", "} {") for text in REFUSALS.values()
+        text.replace("{at}", " ({line})").replace("{static}", remedy).replace("}{", "} {")
+        for text in REFUSALS.values()
     )
     rows = (re.sub(r"{(\w+)(?:!r)?}", r"*\1*", text).replace("|", "\\|") for text in texts)
-    return "\n".join(["| what is refused, and what to do |", "|---|", *(f"| {row} |" for row in rows), ""])
+    return "\n".join(
+        ["| what is refused, and what to do |", "|---|", *(f"| {row} |" for row in rows), ""]
+    )
 
 
 def test_the_page_has_every_refusal(request: pytest.FixtureRequest) -> None:
@@ -36,7 +39,9 @@ def test_the_page_has_every_refusal(request: pytest.FixtureRequest) -> None:
     if request.config.getoption("--update-golden"):
         PAGE.write_text(text[:begin] + table() + text[end:], encoding="utf-8")
         return
-    assert text[begin:end] == table(), "docs/models.md is not the table of refusals: pytest --update-golden"
+    assert text[begin:end] == table(), (
+        "docs/models.md is not the table of refusals: pytest --update-golden"
+    )
 
 
 def test_refusals_differ_and_are_sentences() -> None:
@@ -51,13 +56,25 @@ def test_nobody_else_words_a_refusal() -> None:
 
 
 def test_every_refusal_is_used() -> None:
-    texts = [file.read_text(encoding="utf-8") for file in (ROOT / "passes" / "exported").rglob("*.py")]
-    used = {name for name in REFUSALS if sum(len(re.findall(rf"\b{name}\b", text)) for text in texts) > 1}
+    texts = [
+        file.read_text(encoding="utf-8") for file in (ROOT / "passes" / "exported").rglob("*.py")
+    ]
+    used = {
+        name
+        for name in REFUSALS
+        if sum(len(re.findall(rf"\b{name}\b", text)) for text in texts) > 1
+    }
     assert sorted(REFUSALS.keys() - used) == []
 
 
 def _own_words(file: Path) -> Iterator[int]:
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         called = node.func if isinstance(node, ast.Call) else None
-        if isinstance(node, ast.Call) and isinstance(called, ast.Name) and called.id == "CaptureError":
-            yield from (node.lineno for text in node.args if isinstance(text, ast.JoinedStr | ast.Constant))
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(called, ast.Name)
+            and called.id == "CaptureError"
+        ):
+            yield from (
+                node.lineno for text in node.args if isinstance(text, ast.JoinedStr | ast.Constant)
+            )

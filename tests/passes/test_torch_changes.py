@@ -1,4 +1,5 @@
-"""What differs between the releases of torch: the table, the torch that runs, and the page that shows it."""
+"""What differs between the releases of torch: the table, the torch that runs, and the page that
+shows it."""
 
 from pathlib import Path
 
@@ -16,4 +17,6 @@ def test_the_torch_that_runs_has_what_its_release_has(change: Change) -> None:
 
 def test_the_page_has_the_table() -> None:
     rows = [f"| {'.'.join(map(str, change.since))} | {change.what} |" for change in Change]
-    assert "\n".join(["| from | what differs |", "|---|---|", *rows, ""]) in PAGE.read_text(encoding="utf-8")
+    assert "\n".join(["| from | what differs |", "|---|---|", *rows, ""]) in PAGE.read_text(
+        encoding="utf-8"
+    )

@@ -16,7 +16,8 @@ def small_schedules() -> Callable[[range, range], Iterator[Schedule]]:
 
 @pytest.fixture
 def random_costs() -> Callable[[random.Random, int], Costs]:
-    """`random_costs(generator, stages)`: whole numbers, so that every sum is exact; some passes empty."""
+    """`random_costs(generator, stages)`: whole numbers, so that every sum is exact; some passes
+    empty."""
     return _random_costs
 
 

@@ -8,7 +8,9 @@ import pytest
 
 from zbcompile import schedules
 
-MODULES = [module.name for module in pkgutil.walk_packages(schedules.__path__, "zbcompile.schedules.")]
+MODULES = [
+    module.name for module in pkgutil.walk_packages(schedules.__path__, "zbcompile.schedules.")
+]
 MODULES = ["zbcompile.schedules", *(name for name in MODULES if not name.endswith("__main__"))]
 
 

@@ -26,7 +26,9 @@ def command(*arguments: str) -> tuple[int, str, str]:
 def test_list_names_every_schedule() -> None:
     code, output, _ = command("list")
     assert code == 0
-    assert [line.split()[0] for line in output.partition("\n\n")[0].splitlines()[2:]] == list(names())
+    assert [line.split()[0] for line in output.partition("\n\n")[0].splitlines()[2:]] == list(
+        names()
+    )
     assert "interlaced" in output
 
 
@@ -50,7 +52,9 @@ def test_compare_sorts_and_says_what_it_leaves_out() -> None:
 def test_compare_runs_one_model_on_every_number_of_chunks(tmp_path: Path) -> None:
     file = tmp_path / "costs.json"
     file.write_text(Costs.uniform(8, forward=2, backward=3, weight=1, activation=5).to_json())
-    code, output, _ = command("compare", "1f1b", "zb-v", "interleaved-zb", "--costs", str(file), "--microbatches", "8")
+    code, output, _ = command(
+        "compare", "1f1b", "zb-v", "interleaved-zb", "--costs", str(file), "--microbatches", "8"
+    )
     assert code == 0
     rows = {row[0]: row for row in (line.split() for line in output.splitlines()[2:])}
     assert float(rows["1f1b"][1]) == (8 + 3) * 12
@@ -106,13 +110,20 @@ def test_show_says_what_is_wrong_with_an_order_and_how_weights_accumulate(
     assert "    3  3 4 5 6 0 1 2 7\n" in capsys.readouterr().out
 
 
-def test_check_proves_files_and_names_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    right, messages, wrong = (tmp_path / name for name in ("right.csv", "messages.json", "wrong.csv"))
+def test_check_proves_files_and_names_what_is_wrong(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    right, messages, wrong = (
+        tmp_path / name for name in ("right.csv", "messages.json", "wrong.csv")
+    )
     schedule = build("zb-h1", ranks=2, microbatches=3)
     save(schedule, right)
     save(lower(schedule), messages)
     assert main(["check", str(right), str(messages)]) == 0
-    text = "complete, legal and free of deadlock: 2 ranks, 3 microbatches, linear placement, peak memory 2, at most 2"
+    text = (
+        "complete, legal and free of deadlock: 2 ranks, 3 microbatches, linear placement, peak"
+        " memory 2, at most 2"
+    )
     assert capsys.readouterr().out.count(text) == 2
     wrong.write_text(right.read_text().replace("0I0,0W0", "0W0,0I0"))
     for arguments, why in (([right, "--memory-limit", "1"], "memory"), ([right, wrong], "W0.0")):
@@ -130,8 +141,11 @@ def test_help_has_examples() -> None:
 
 def test_the_command_imports_neither_torch_nor_sympy() -> None:
     program = (
-        "import sys; from zbcompile.schedules.__main__ import main; code = main(['compare', '1f1b', 'zb-v']);"
-        "heavy = {'torch', 'sympy'} & set(sys.modules); sys.exit(str(heavy) if heavy else code)"
+        "import sys; from zbcompile.schedules.__main__ import main; code = main(['compare', '1f1b',"
+        " 'zb-v']);heavy = {'torch', 'sympy'} & set(sys.modules); sys.exit(str(heavy) if heavy else"
+        " code)"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
     assert done.returncode == 0, done.stderr

@@ -1,7 +1,8 @@
 """Every order of every name is the published one, action for action: one digest per name.
 
-A digest covers the orders at equal times on 2 to 8 ranks, with `chunks`, `group` and `exact`, with vocabulary passes,
-and all of them with their messages. Run this file as a script to print the table.
+A digest covers the orders at equal times on 2 to 8 ranks, with `chunks`, `group` and `exact`, with
+vocabulary passes, and all of them with their messages. Run this file as a script to print the
+table.
 """
 
 import hashlib
@@ -9,7 +10,16 @@ from collections.abc import Iterator
 
 import pytest
 
-from zbcompile.schedules import Placement, Schedule, admits, build, interlaced, lower, names, with_vocabulary
+from zbcompile.schedules import (
+    Placement,
+    Schedule,
+    admits,
+    build,
+    interlaced,
+    lower,
+    names,
+    with_vocabulary,
+)
 from zbcompile.schedules.generators.forward_only import forward_only
 from zbcompile.schedules.generators.registry import find
 
@@ -39,11 +49,17 @@ DIGESTS = {
 def variants(name: str) -> Iterator[Schedule]:
     """Yields the schedules of a name, without messages."""
     if name == "interlaced":
-        yield from (interlaced(ranks, m) for ranks in range(2, 9) for m in (1, ranks, 2 * ranks + 3))
+        yield from (
+            interlaced(ranks, m) for ranks in range(2, 9) for m in (1, ranks, 2 * ranks + 3)
+        )
     elif name == "forward-only":
         placements = [Placement.parse(kind, 4) for kind in ("linear", "looped:2", "v", "dual")]
         for placement in placements:
-            yield from (forward_only(placement, 6, shards, lookups) for shards in (0, 1) for lookups in (0, 1))
+            yield from (
+                forward_only(placement, 6, shards, lookups)
+                for shards in (0, 1)
+                for lookups in (0, 1)
+            )
     else:
         family = find(name)
         for ranks in range(2, 9):
@@ -54,7 +70,9 @@ def variants(name: str) -> Iterator[Schedule]:
             if family.free_chunks:
                 yield from (build(name, ranks, m, chunks=chunks) for chunks in (1, 3, 4))
             if "group" in family.options:
-                yield from (build(name, ranks, 2 * m, group=group) for group in (ranks + 1, 2 * ranks))
+                yield from (
+                    build(name, ranks, 2 * m, group=group) for group in (ranks + 1, 2 * ranks)
+                )
             if "exact" in family.options:
                 yield build(name, ranks, m, exact=True)
             if family.placement != "dual":

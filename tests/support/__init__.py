@@ -1,4 +1,5 @@
-"""What tests and sweeps share. Its modules use the models of examples/, also when they are run outside of pytest."""
+"""What tests and sweeps share. Its modules use the models of examples/, also when they are run
+outside of pytest."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,5 @@
-"""Functions in processes of their own, forked from this one: one alone, or two that are the ranks of a group."""
+"""Functions in processes of their own, forked from this one: one alone, or two that are the ranks
+of a group."""
 
 import multiprocessing
 import tempfile
@@ -20,9 +21,12 @@ def apart(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def on_two_ranks(function: Callable[..., Any], *args: Any) -> list[Any]:
-    """What `function(*args, rank)` returns on both ranks of a group over gloo, each as of `apart`."""
+    """What `function(*args, rank)` returns on both ranks of a group over gloo, each as of
+    `apart`."""
     with tempfile.TemporaryDirectory() as folder:
-        both = [_begun(_as_rank, f"file://{folder}/store", function, *args, rank) for rank in range(2)]
+        both = [
+            _begun(_as_rank, f"file://{folder}/store", function, *args, rank) for rank in range(2)
+        ]
         return [_ended(each) for each in both]
 
 

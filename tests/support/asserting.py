@@ -1,4 +1,5 @@
-"""Ways in which a forward requires something of its values; pytest rewrites asserts in files of tests, not here."""
+"""Ways in which a forward requires something of its values; pytest rewrites asserts in files of
+tests, not here."""
 
 from collections.abc import Callable
 from typing import Any
@@ -33,10 +34,7 @@ def of_numbers(x: Tensor) -> None:
 def over_lines(x: Tensor) -> None:
     good = torch.isfinite(x).all()
     assert good, "an element is not finite"
-    assert (
-        x.max()  # of all elements
-        < 2
-    ), "an element is too large"
+    assert x.max() < 2, "an element is too large"  # of all elements
 
 
 def compared(x: Tensor) -> None:

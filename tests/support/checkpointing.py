@@ -1,4 +1,5 @@
-"""A small model that trains under several schedules, and in eager mode: what checkpoints are tested with."""
+"""A small model that trains under several schedules, and in eager mode: what checkpoints are tested
+with."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +24,9 @@ def _text(size: int) -> Batch:
 
 # tied, so that two ranks hold one matrix; with dropout, so that the number of the step matters
 PROBLEM = Problem(
-    partial(GPT, layers=2, width=16, heads=2, length=LENGTH, dropout=0.2, tied=True), next_byte_loss, _text
+    partial(GPT, layers=2, width=16, heads=2, length=LENGTH, dropout=0.2, tied=True),
+    next_byte_loss,
+    _text,
 )
 
 
@@ -39,7 +42,12 @@ def save_program(directory: Path, schedule: str, ranks: int) -> Path:
     """Compile the model once, in one process."""
     batch = PROBLEM.batches(1, SIZE)[0]
     pipe = zbcompile.pipeline(
-        PROBLEM.model(), schedule=schedule, ranks=ranks, microbatches=MICROBATCHES, loss=PROBLEM.loss, exact=True
+        PROBLEM.model(),
+        schedule=schedule,
+        ranks=ranks,
+        microbatches=MICROBATCHES,
+        loss=PROBLEM.loss,
+        exact=True,
     )
     pipe.compile(*batch.args, target=batch.target).program.save(directory)
     return directory
@@ -67,7 +75,9 @@ def train_pipe(program: str, folder: str, until: int, every: int = 10) -> list[T
     return losses
 
 
-def train_eager(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, until: int) -> list[Tensor]:
+def train_eager(
+    model: nn.Module, optimizer: torch.optim.Optimizer, first: int, until: int
+) -> list[Tensor]:
     """The same steps by the oracle."""
     losses = []
     for step, batch in list(enumerate(PROBLEM.batches(until, SIZE)))[first:]:
@@ -79,7 +89,11 @@ def train_eager(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
     names = {id(p): name for name, p in model.named_parameters()}
-    moments = {f"{names[id(p)]}.{key}": value for p, kept in optimizer.state.items() for key, value in kept.items()}
+    moments = {
+        f"{names[id(p)]}.{key}": value
+        for p, kept in optimizer.state.items()
+        for key, value in kept.items()
+    }
     return State(dict(model.state_dict()), moments)
 
 

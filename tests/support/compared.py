@@ -1,4 +1,5 @@
-"""What became of a model: trained for a step under some schedules, against eager gradient accumulation, bit by bit."""
+"""What became of a model: trained for a step under some schedules, against eager gradient
+accumulation, bit by bit."""
 
 import copy
 import re
@@ -17,7 +18,16 @@ from tests.support.training import gradients_of
 BOUND = 2e-6  # of the largest entry of each gradient
 ROWS, MICROBATCHES, RANKS = 2, 4, 2
 OURS = (zbcompile.CompileError, zbcompile.PipelineError)
-KINDS = ("bitwise", "within the bound", "refused", "torch.export fails", "eager fails", "not built", "wrong", "crash")
+KINDS = (
+    "bitwise",
+    "within the bound",
+    "refused",
+    "torch.export fails",
+    "eager fails",
+    "not built",
+    "wrong",
+    "crash",
+)
 
 
 @dataclass(frozen=True)
@@ -52,7 +62,8 @@ Step = Gradients
 def _eager(model: nn.Module, loss: Loss | None, batch: Batch) -> Step:
     """The loss, every gradient, and every buffer after the step; `model` stays as it is.
 
-    Some models change their own layers in their first forward, and draw random numbers for it: a step begins after it.
+    Some models change their own layers in their first forward, and draw random numbers for it: a
+    step begins after it.
     """
     own = copy.deepcopy(model).train()
     before = _buffers(own.named_buffers())
@@ -69,7 +80,9 @@ def _buffers(named: Any) -> dict[str, Tensor]:
     return {f"buffer {name}": tensor.clone() for name, tensor in named}
 
 
-def _under(schedule: str, model: nn.Module, loss: Loss | None, batch: Batch, expected: Step) -> Outcome:
+def _under(
+    schedule: str, model: nn.Module, loss: Loss | None, batch: Batch, expected: Step
+) -> Outcome:
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         try:
@@ -80,7 +93,9 @@ def _under(schedule: str, model: nn.Module, loss: Loss | None, batch: Batch, exp
             return Outcome("crash", f"{schedule}: {one_line(error)}")
     if worst is None:
         return Outcome("bitwise")
-    cause = next((each for each in map(str, (w.message for w in seen)) if each.startswith("zbcompile:")), "")
+    cause = next(
+        (each for each in map(str, (w.message for w in seen)) if each.startswith("zbcompile:")), ""
+    )
     kind = "within the bound" if worst[0] <= BOUND and cause else "wrong"
     return Outcome(kind, f"{schedule}: {worst[1]} by {worst[0]:.1e} {cause}"[:600])
 
@@ -88,10 +103,18 @@ def _under(schedule: str, model: nn.Module, loss: Loss | None, batch: Batch, exp
 def _pipelined(schedule: str, model: nn.Module, loss: Loss | None, batch: Batch) -> Step:
     own = copy.deepcopy(model).train()
     split: dict[str, bool | int] = {
-        f"kwargs['{name}']": True for name, tensor in batch.kwargs.items() if len(tensor) != ROWS * MICROBATCHES
+        f"kwargs['{name}']": True
+        for name, tensor in batch.kwargs.items()
+        if len(tensor) != ROWS * MICROBATCHES
     }
     pipe = zbcompile.pipeline(
-        own, schedule=schedule, microbatches=MICROBATCHES, ranks=RANKS, loss=loss, exact=True, split=split
+        own,
+        schedule=schedule,
+        microbatches=MICROBATCHES,
+        ranks=RANKS,
+        loss=loss,
+        exact=True,
+        split=split,
     )
     target = {} if batch.target is None else {"target": batch.target}
     total = pipe.step(*batch.args, **batch.kwargs, **target)
@@ -102,24 +125,36 @@ def _said(error: Exception) -> tuple[str, str]:
     """Whose failure an error of ours tells of."""
     if isinstance(error, zbcompile.FaultError):
         return "crash", one_line(error)
-    return ("torch.export fails" if "torch.export cannot capture" in str(error) else "refused"), one_line(error)
+    return (
+        "torch.export fails" if "torch.export cannot capture" in str(error) else "refused"
+    ), one_line(error)
 
 
 def _difference(found: Step, expected: Step) -> tuple[float, str] | None:
-    """The largest difference, relative to the largest entry of its tensor, and where; None if every bit is equal.
+    """The largest difference, relative to the largest entry of its tensor, and where; None if every
+    bit is equal.
 
-    Gradients that are zero but for rounding (that of a key's bias) count relative to the largest of all."""
+    Gradients that are zero but for rounding (that of a key's bias) count relative to the largest of
+    all.
+    """
     return max(_differences(found, expected), default=None)
 
 
 def _differences(found: Step, expected: Step) -> Iterator[tuple[float, str]]:
     sizes = {
-        name: float(each.double().abs().max()) for name, each in expected.items() if each is not None and each.numel()
+        name: float(each.double().abs().max())
+        for name, each in expected.items()
+        if each is not None and each.numel()
     }
     noise = 1e-6 * max(sizes.values())
     for name in found.keys() | expected.keys():
         ours, theirs = found.get(name), expected.get(name)
-        if ours is None or theirs is None or ours.shape != theirs.shape or ours.dtype != theirs.dtype:
+        if (
+            ours is None
+            or theirs is None
+            or ours.shape != theirs.shape
+            or ours.dtype != theirs.dtype
+        ):
             if ours is not None or theirs is not None:
                 yield float("inf"), name
         elif not bool(((ours == theirs) | (ours.isnan() & theirs.isnan())).all()):

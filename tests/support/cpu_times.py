@@ -1,7 +1,8 @@
 """CPU seconds of every test, its fixtures and the processes that it starts, as lines of a CSV file.
 
-`pytest --cpu-times FILE` appends to the file; all workers of pytest-xdist write to the same one. What an idle machine
-and a busy one need of the clock differs; CPU seconds hardly do. `python -m tests.support.cpu_times FILE` sums them up.
+`pytest --cpu-times FILE` appends to the file; all workers of pytest-xdist write to the same one.
+What an idle machine and a busy one need of the clock differs; CPU seconds hardly do. `python -m
+tests.support.cpu_times FILE` sums them up.
 """
 
 import csv
@@ -30,7 +31,9 @@ class CpuTimes:
         finally:
             with self.file.open("a", newline="") as out:
                 slow = "slow" if item.get_closest_marker("slow") else ""
-                spent = max(0.0, cpu_seconds() - before)  # with its last worker a pool takes its past away
+                spent = max(
+                    0.0, cpu_seconds() - before
+                )  # with its last worker a pool takes its past away
                 csv.writer(out).writerow([f"{spent:.2f}", slow, item.nodeid])
 
 
@@ -44,7 +47,9 @@ def cpu_seconds() -> float:
             continue
         parents[folder.name], spent[folder.name] = fields[1], sum(map(int, fields[11:15]))
     ours = str(os.getpid())
-    return sum(ticks for process, ticks in spent.items() if _descends(process, ours, parents)) / TICKS
+    return (
+        sum(ticks for process, ticks in spent.items() if _descends(process, ours, parents)) / TICKS
+    )
 
 
 def _descends(process: str, ancestor: str, parents: dict[str, str]) -> bool:

@@ -1,12 +1,13 @@
-"""Bits flipped in checkpoints, programs and compiled graphs, pickles put into them, and disks that are full at every
-write.
+"""Bits flipped in checkpoints, programs and compiled graphs, pickles put into them, and disks that
+are full at every write.
 
     python -m tests.support.damage --checkpoints 500 --programs 150 --caches 150 --pickles --disks
 
-from the repository's root. A flipped bit must be refused with one line of ours (or, in a cache, be repaired with a
-notice); it is silent if what was damaged is used and its values differ, raw if another exception than ours comes out.
-A pickle is put in the place of every file in turn, and beside them under every name by which torch, transformers and
-earlier releases know one: it is executed if unpickling it has left its mark.
+from the repository's root. A flipped bit must be refused with one line of ours (or, in a cache, be
+repaired with a notice); it is silent if what was damaged is used and its values differ, raw if
+another exception than ours comes out. A pickle is put in the place of every file in turn, and
+beside them under every name by which torch, transformers and earlier releases know one: it is
+executed if unpickling it has left its mark.
 """
 
 import argparse
@@ -57,15 +58,21 @@ def outcome_of(use: Callable[[], bool]) -> str:
 
 
 def flip_checkpoints(folder: Path, flips: int, seed: int = 0) -> Counts:
-    """Bits of a checkpoint with an optimizer, generators and extra: `verify_checkpoint` finds each, and a load refuses
-    those in the index and in headers."""
+    """Bits of a checkpoint with an optimizer, generators and extra: `verify_checkpoint` finds each,
+    and a load refuses those in the index and in headers."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.ones(1, 8)).sum().backward()
     optimizer.step()
-    path = zbcompile.save_checkpoint(folder, model, optimizer, extra={"seen": [1, 2.5, torch.ones(4)]}, step=7)
-    expected, counts, chance = described(model, optimizer, path), Counter[str](), random.Random(seed)
+    path = zbcompile.save_checkpoint(
+        folder, model, optimizer, extra={"seen": [1, 2.5, torch.ones(4)]}, step=7
+    )
+    expected, counts, chance = (
+        described(model, optimizer, path),
+        Counter[str](),
+        random.Random(seed),
+    )
 
     def use() -> bool:
         other = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
@@ -87,8 +94,13 @@ def flip_checkpoints(folder: Path, flips: int, seed: int = 0) -> Counts:
 def described(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> str:
     at = zbcompile.load_checkpoint(path, model, optimizer)
     torch.set_printoptions(threshold=10_000, precision=12)
-    return repr((at.step, at.extra, at.random, model.state_dict(), optimizer.state_dict()["param_groups"])) + repr(
-        sorted((number, sorted(kept.items())) for number, kept in optimizer.state_dict()["state"].items())
+    return repr(
+        (at.step, at.extra, at.random, model.state_dict(), optimizer.state_dict()["param_groups"])
+    ) + repr(
+        sorted(
+            (number, sorted(kept.items()))
+            for number, kept in optimizer.state_dict()["state"].items()
+        )
     )
 
 
@@ -106,7 +118,9 @@ def flip_programs(folder: Path, flips: int, seed: int = 0) -> Counts:
 def save_program(folder: Path) -> Path:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
-    pipe = zbcompile.pipeline(model, schedule="zb-h1", ranks=2, microbatches=4, loss=nn.functional.mse_loss)
+    pipe = zbcompile.pipeline(
+        model, schedule="zb-h1", ranks=2, microbatches=4, loss=nn.functional.mse_loss
+    )
     pipe.compile(torch.ones(4, 4), target=torch.ones(4, 4)).program.save(folder / "program")
     return folder / "program"
 
@@ -155,12 +169,20 @@ def pickles(mark: Path) -> list[bytes]:
     return [pickle.dumps(Trap(mark)), *(file.getvalue() for file in saved)]
 
 
-PICKLED_NAMES = (".metadata", "__0_0.distcp", "process.pt", "pytorch_model.bin", "optimizer.pt", "data.pkl", "extra.pt")
+PICKLED_NAMES = (
+    ".metadata",
+    "__0_0.distcp",
+    "process.pt",
+    "pytorch_model.bin",
+    "optimizer.pt",
+    "data.pkl",
+    "extra.pt",
+)
 
 
 def planted(folder: Path, mark: Path, use: Callable[[], bool]) -> Counts:
-    """A pickle in the place of every file of `folder`, and under every name that is not there. Of a cache, whose files
-    are many and alike, some are taken."""
+    """A pickle in the place of every file of `folder`, and under every name that is not there. Of a
+    cache, whose files are many and alike, some are taken."""
     counts, whole = Counter[str](), folder.with_name("whole")
     shutil.copytree(folder, whole)
     files = [path.relative_to(folder) for path in sorted(folder.rglob("*")) if path.is_file()]
@@ -178,11 +200,13 @@ def planted(folder: Path, mark: Path, use: Callable[[], bool]) -> Counts:
 
 
 def plant_pickles(folder: Path) -> Counts:
-    """In a checkpoint, in one that torch.distributed.checkpoint wrote, in a folder of weights, in a program and in the
-    cache of its compiled graphs."""
+    """In a checkpoint, in one that torch.distributed.checkpoint wrote, in a folder of weights, in a
+    program and in the cache of its compiled graphs."""
     mark, counts = folder / "mark", Counter[str]()
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    path = zbcompile.save_checkpoint(folder / "own", model, extra={"seen": [1, torch.ones(4)]}, step=7)
+    path = zbcompile.save_checkpoint(
+        folder / "own", model, extra={"seen": [1, torch.ones(4)]}, step=7
+    )
     foreign, weights = folder / "foreign", folder / "weights"
     dcp.save({"model": model.state_dict(), "trap": Trap(mark)}, checkpoint_id=foreign, no_dist=True)
     zbcompile.save_weights(weights, piped(model))
@@ -204,7 +228,9 @@ def plant_pickles(folder: Path) -> Counts:
 
 
 def piped(model: nn.Module) -> zbcompile.Pipeline:
-    pipe = zbcompile.pipeline(model, schedule="1f1b", ranks=2, microbatches=2, loss=nn.functional.mse_loss)
+    pipe = zbcompile.pipeline(
+        model, schedule="1f1b", ranks=2, microbatches=2, loss=nn.functional.mse_loss
+    )
     return pipe.compile(torch.ones(4, 8), target=torch.ones(4, 8))
 
 
@@ -220,7 +246,8 @@ CALLS = ("os.fsync", "os.replace", "os.mkdir", "os.rename", "os.unlink", "os.ope
 
 @contextmanager
 def full_at(number: int, folder: Path) -> Iterator[list[str]]:
-    """The `number`th call inside that writes in `folder` meets a full disk; gives the calls that were made."""
+    """The `number`th call inside that writes in `folder` meets a full disk; gives the calls that
+    were made."""
     made: list[str] = []
 
     def failing(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
@@ -233,7 +260,9 @@ def full_at(number: int, folder: Path) -> Iterator[list[str]]:
 
         return call
 
-    with mock.patch.multiple("os", **{n[3:]: failing(n, getattr(os, n[3:])) for n in CALLS if n.startswith("os.")}):
+    with mock.patch.multiple(
+        "os", **{n[3:]: failing(n, getattr(os, n[3:])) for n in CALLS if n.startswith("os.")}
+    ):
         yield made
 
 
@@ -244,7 +273,8 @@ def writes(name: str, args: tuple[Any, ...], folder: Path) -> bool:
 
 
 def fill_disks(folder: Path) -> Counts:
-    """A full disk at every call of a save in turn: one message with a path, and the checkpoint before stays."""
+    """A full disk at every call of a save in turn: one message with a path, and the checkpoint
+    before stays."""
     counts, model = Counter[str](), nn.Linear(4, 4)
     first = zbcompile.save_checkpoint(folder, model, step=1)
     for number in range(1000):
@@ -253,7 +283,9 @@ def fill_disks(folder: Path) -> Counts:
         if len(made) <= number:
             return counts
         left = [path.name for path in folder.iterdir() if path.name.startswith(".step")]
-        counts[outcome if not left else f"{outcome}, and left {left} at call {number}, {made[-1]}"] += 1
+        counts[
+            outcome if not left else f"{outcome}, and left {left} at call {number}, {made[-1]}"
+        ] += 1
         for path in checkpoints_in(folder):
             zbcompile.load_checkpoint(path, model)
             if path != first:
@@ -263,7 +295,9 @@ def fill_disks(folder: Path) -> Counts:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     for name in ("checkpoints", "programs", "caches"):
         parser.add_argument(f"--{name}", type=int, default=0, metavar="FLIPS")
     parser.add_argument("--pickles", action="store_true")
@@ -275,7 +309,11 @@ def main() -> None:
     for name, run in campaigns.items():
         if flips := getattr(options, name):
             with tempfile.TemporaryDirectory() as folder:
-                print(f"{flips} bits flipped in {name}: {dict(run(Path(folder), flips, options.seed))}", flush=True)
+                print(
+                    f"{flips} bits flipped in {name}:"
+                    f" {dict(run(Path(folder), flips, options.seed))}",
+                    flush=True,
+                )
     if options.pickles:
         with tempfile.TemporaryDirectory() as folder:
             print(f"pickles: {dict(plant_pickles(Path(folder)))}", flush=True)

@@ -1,4 +1,5 @@
-"""A model that decides by the values of its mask, streams of batches for it, and eager accumulation beside it."""
+"""A model that decides by the values of its mask, streams of batches for it, and eager accumulation
+beside it."""
 
 import copy
 from dataclasses import dataclass
@@ -14,8 +15,8 @@ KINDS = ("full", "padded", "both", "full", "both", "padded")
 
 
 class Attending(nn.Module):
-    """Means over a sequence: by the fast way if nothing is padded, as transformers' attention does. `extra` trains only
-    where something is padded, and `often` is used in both ways."""
+    """Means over a sequence: by the fast way if nothing is padded, as transformers' attention does.
+    `extra` trains only where something is padded, and `often` is used in both ways."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +35,8 @@ class Attending(nn.Module):
 
 
 def batch_of(kind: str, microbatches: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """Inputs, a mask and targets: nothing padded, something in every microbatch, or in every second one."""
+    """Inputs, a mask and targets: nothing padded, something in every microbatch, or in every second
+    one."""
     generator = torch.Generator().manual_seed(seed)
     rows = ROWS * microbatches
     x = torch.randn(rows, LENGTH, WIDTH, generator=generator)
@@ -66,9 +68,12 @@ class Eager:
 
 
 def different(pipe: Any, eager: Eager) -> list[str]:
-    """The names of the parameters whose gradients differ from eager's in a bit, or in being there."""
+    """The names of the parameters whose gradients differ from eager's in a bit, or in being
+    there."""
     theirs = dict(eager.model.named_parameters())
-    return [name for name, ours in pipe.named_parameters() if not _same(ours.grad, theirs[name].grad)]
+    return [
+        name for name, ours in pipe.named_parameters() if not _same(ours.grad, theirs[name].grad)
+    ]
 
 
 def _same(one: Tensor | None, other: Tensor | None) -> bool:
@@ -76,14 +81,23 @@ def _same(one: Tensor | None, other: Tensor | None) -> bool:
 
 
 def follow(
-    kinds: tuple[str, ...], schedule: str, microbatches: int, model: nn.Module | None = None, **options: Any
+    kinds: tuple[str, ...],
+    schedule: str,
+    microbatches: int,
+    model: nn.Module | None = None,
+    **options: Any,
 ) -> Any:
     """Train on a stream of batches, each compared with eager; the pipeline."""
     torch.manual_seed(0)
     model = model or Attending()
     eager = Eager(copy.deepcopy(model), microbatches)
     pipe = zbcompile.pipeline(
-        model, schedule=schedule, microbatches=microbatches, loss=nn.functional.mse_loss, exact=True, **options
+        model,
+        schedule=schedule,
+        microbatches=microbatches,
+        loss=nn.functional.mse_loss,
+        exact=True,
+        **options,
     )
     for seed, kind in enumerate(kinds):
         x, mask, target = batch_of(kind, microbatches, seed)
@@ -91,7 +105,9 @@ def follow(
         assert torch.equal(loss, eager.step(x, mask, target)), kind
         assert different(pipe, eager) == [], kind
     norm = nn.utils.get_total_norm([p.grad for p in eager.model.parameters() if p.grad is not None])
-    torch.testing.assert_close(pipe.clip_grad_norm_(1e9), norm)  # what other answers have trained counts as well
+    torch.testing.assert_close(
+        pipe.clip_grad_norm_(1e9), norm
+    )  # what other answers have trained counts as well
     return pipe
 
 

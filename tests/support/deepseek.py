@@ -1,5 +1,7 @@
-"""A model after DeepSeek-V3: latent attention, shared and routed experts whose router has a bias that is updated
-without gradients, an auxiliary loss per layer, and two heads that predict further tokens and share the output layer."""
+"""A model after DeepSeek-V3: latent attention, shared and routed experts whose router has a bias
+that is updated without gradients, an auxiliary loss per layer, and two heads that predict further
+tokens and share the output layer.
+"""
 
 from typing import Any
 
@@ -28,7 +30,10 @@ class LatentAttention(nn.Module):
         inner = WIDTH // HEADS
         self.query_down, self.query_norm = nn.Linear(WIDTH, LATENT, bias=False), nn.RMSNorm(LATENT)
         self.query_up = nn.Linear(LATENT, HEADS * (inner + ROTARY), bias=False)
-        self.latent_down, self.latent_norm = nn.Linear(WIDTH, LATENT + ROTARY, bias=False), nn.RMSNorm(LATENT)
+        self.latent_down, self.latent_norm = (
+            nn.Linear(WIDTH, LATENT + ROTARY, bias=False),
+            nn.RMSNorm(LATENT),
+        )
         self.latent_up = nn.Linear(LATENT, 2 * HEADS * inner, bias=False)
         self.out = nn.Linear(HEADS * inner, WIDTH, bias=False)
 
@@ -48,7 +53,8 @@ class LatentAttention(nn.Module):
 
 
 class Experts(nn.Module):
-    """One shared expert beside routed ones. Tokens choose by score plus `bias`, which falls for busy experts."""
+    """One shared expert beside routed ones. Tokens choose by score plus `bias`, which falls for
+    busy experts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,7 +101,9 @@ class Ahead(nn.Module):
         self.join, self.block = nn.Linear(2 * WIDTH, WIDTH, bias=False), Block()
 
     def forward(self, hidden: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
-        return self.block(self.join(torch.cat([self.norms[0](hidden), self.norms[1](embedded)], -1)))
+        return self.block(
+            self.join(torch.cat([self.norms[0](hidden), self.norms[1](embedded)], -1))
+        )
 
 
 class DeepSeek(nn.Module):
@@ -121,7 +129,9 @@ class DeepSeek(nn.Module):
 
     def loss(self, hidden: Tensor, tokens: Tensor, further: int) -> Tensor:
         logits = self.head(self.norm(hidden))
-        return F.cross_entropy(logits.flatten(0, 1), tokens[:, further : further + LENGTH].flatten())
+        return F.cross_entropy(
+            logits.flatten(0, 1), tokens[:, further : further + LENGTH].flatten()
+        )
 
 
 def model_and_tokens(rows: int) -> tuple[nn.Module, Any]:

@@ -1,5 +1,5 @@
-"""Training with batches whose gradients are too large in some steps and infinite in the last one, by an optimizer that
-waits for the norm of all gradients, or does not."""
+"""Training with batches whose gradients are too large in some steps and infinite in the last one,
+by an optimizer that waits for the norm of all gradients, or does not."""
 
 from typing import Any
 
@@ -12,7 +12,11 @@ from tests.support.oracle import Batch
 from tests.support.training import assert_same_tensors
 
 MICROBATCHES, STEPS, CLIP = 4, 40, 1.0
-CLIPPED, INFINITE = {4: 8.0, 5: 1e3, 20: 10.0}, STEPS - 1  # what is infinite stays in the parameters
+# what is infinite stays in the parameters
+CLIPPED, INFINITE = (
+    {4: 8.0, 5: 1e3, 20: 10.0},
+    STEPS - 1,
+)
 History = tuple[list[Tensor], list[float], dict[str, Any], list[str]]
 
 
@@ -25,7 +29,8 @@ def disturbed(batch: Batch, step: int) -> Batch:
 
 
 def trained(pipe: zbcompile.Pipeline, batches: list[Batch], **options: Any) -> History:
-    """The losses, the norms, the state dict, and what happened to the updates that were validated."""
+    """The losses, the norms, the state dict, and what happened to the updates that were
+    validated."""
     optimizer = pipe.optimizer(AdamW, lr=1e-3, clip=CLIP, **options)
     rate = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
     losses, norms, seen = [], [], []
@@ -49,7 +54,9 @@ def assert_bitwise(found: History, expected: History) -> None:
     for mine, theirs in zip((*found[0], *found[1]), (*expected[0], *expected[1]), strict=True):
         assert (mine is None) is (theirs is None)
         assert mine is None or torch.equal(_numbers(mine), _numbers(theirs))  # type: ignore[arg-type]
-    ours, others = ({name: _numbers(value) for name, value in each[2].items()} for each in (found, expected))
+    ours, others = (
+        {name: _numbers(value) for name, value in each[2].items()} for each in (found, expected)
+    )
     assert_same_tensors(ours, others, "state dict:")
 
 

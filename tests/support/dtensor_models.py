@@ -1,4 +1,5 @@
-"""A Llama-like model with torch's own tensor-parallel plans, and what one process and eager DTensor compute."""
+"""A Llama-like model with torch's own tensor-parallel plans, and what one process and eager DTensor
+compute."""
 
 from typing import Any
 
@@ -24,14 +25,23 @@ class Attention(nn.Module):
         self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (each(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for each in (self.q, self.k, self.v))
-        return self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        q, k, v = (
+            each(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2)
+            for each in (self.q, self.k, self.v)
+        )
+        return self.o(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        )
 
 
 class Mlp(nn.Module):
     def __init__(self, inner: int) -> None:
         super().__init__()
-        self.up, self.gate, self.down = nn.Linear(WIDTH, inner), nn.Linear(WIDTH, inner), nn.Linear(inner, WIDTH)
+        self.up, self.gate, self.down = (
+            nn.Linear(WIDTH, inner),
+            nn.Linear(WIDTH, inner),
+            nn.Linear(inner, WIDTH),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(F.silu(self.gate(x)) * self.up(x))
@@ -73,8 +83,10 @@ def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def parallelised(mesh: Any, kind: str, layers: int = LAYERS) -> Llama:
-    """ "plain": columns and rows; "sequence": with sequence parallelism; "loss": and the loss on sharded logits; "odd":
-    uneven columns, DTensors inside of the feed-forward layers, whose output a style of its own gathers; a tied head."""
+    """ "plain": columns and rows; "sequence": with sequence parallelism; "loss": and the loss on
+    sharded logits; "odd": uneven columns, DTensors inside of the feed-forward layers, whose output
+    a style of its own gathers; a tied head.
+    """
     model, split = Llama(layers, kind == "odd"), kind in ("sequence", "loss")
     along = Shard(1) if split else Replicate()
     rows = RowwiseParallel(output_layouts=along)
@@ -86,7 +98,10 @@ def parallelised(mesh: Any, kind: str, layers: int = LAYERS) -> Llama:
             use_local_output=kind != "loss",
         ),
         **{f"blocks.*.attention.{name}": ColwiseParallel() for name in "qkv"},
-        **{f"blocks.*.mlp.{name}": ColwiseParallel(use_local_output=kind != "odd") for name in ("up", "gate")},
+        **{
+            f"blocks.*.mlp.{name}": ColwiseParallel(use_local_output=kind != "odd")
+            for name in ("up", "gate")
+        },
         "blocks.*.attention.o": rows,
         "blocks.*.mlp.down": rows,
     }
@@ -100,7 +115,9 @@ def parallelised(mesh: Any, kind: str, layers: int = LAYERS) -> Llama:
         plan |= {"blocks.*.attention": inside, "blocks.*.mlp": inside}
     if kind == "odd":
         plan["blocks.*.mlp.down"] = RowwiseParallel(output_layouts=Shard(1))
-        plan["blocks.*.mlp"] = PrepareModuleOutput(output_layouts=(Shard(1),), desired_output_layouts=(Replicate(),))
+        plan["blocks.*.mlp"] = PrepareModuleOutput(
+            output_layouts=(Shard(1),), desired_output_layouts=(Replicate(),)
+        )
     parallelize_module(model, mesh, plan)
     if kind == "odd":
         model.head.weight = model.embedding.weight

@@ -1,4 +1,5 @@
-"""Jobs of torchrun whose processes are killed, and that go on by themselves with the bits of an undisturbed job.
+"""Jobs of torchrun whose processes are killed, and that go on by themselves with the bits of an
+undisturbed job.
 
     python -m tests.support.elastic_runs [--restarts 1]
 
@@ -30,18 +31,24 @@ def save_program(folder: Path) -> None:
     """The program of two ranks, and its first weights."""
     torch.manual_seed(1)
     layers = nn.Sequential(*(nn.Linear(16, 16) for _ in range(8)))
-    pipe = zbcompile.pipeline(layers, schedule="1f1b", ranks=2, microbatches=8, loss=nn.functional.mse_loss)
+    pipe = zbcompile.pipeline(
+        layers, schedule="1f1b", ranks=2, microbatches=8, loss=nn.functional.mse_loss
+    )
     pipe.compile(torch.randn(16, 16), target=torch.randn(16, 16)).program.save(folder / "program")
     zbcompile.save_weights(folder / "first.safetensors", layers)
 
 
 def batches(start: int) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Batches by their numbers. ELASTIC_KILLS names a folder: in it stand the kills that have been made."""
+    """Batches by their numbers. ELASTIC_KILLS names a folder: in it stand the kills that have been
+    made."""
     generator = torch.Generator()
     for number in itertools.count(start):
         _disturb(number)
         generator.manual_seed(number)
-        yield (torch.randn(16, 16, generator=generator),), {"target": torch.randn(16, 16, generator=generator)}
+        yield (
+            (torch.randn(16, 16, generator=generator),),
+            {"target": torch.randn(16, 16, generator=generator)},
+        )
 
 
 def _disturb(number: int) -> None:
@@ -62,9 +69,32 @@ def run(folder: Path, name: str, killed: bool) -> bytes:
     environment |= {"ELASTIC_KILLS": str(kills) if killed else ""}
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
-        *("--max-restarts", "3", "-m", "zbcompile.run", str(folder / "program"), "--data", f"{HERE}:batches"),
-        *("--weights", str(folder / "first.safetensors"), "--steps", str(STEPS), "--every", "5", "--seed", "1"),
-        *("--checkpoint", str(folder / name), "--resume", "--export", str(folder / f"{name}.safetensors")),
+        *(
+            "--max-restarts",
+            "3",
+            "-m",
+            "zbcompile.run",
+            str(folder / "program"),
+            "--data",
+            f"{HERE}:batches",
+        ),
+        *(
+            "--weights",
+            str(folder / "first.safetensors"),
+            "--steps",
+            str(STEPS),
+            "--every",
+            "5",
+            "--seed",
+            "1",
+        ),
+        *(
+            "--checkpoint",
+            str(folder / name),
+            "--resume",
+            "--export",
+            str(folder / f"{name}.safetensors"),
+        ),
         *("--timeout", "20"),
     ]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
@@ -77,7 +107,9 @@ def run(folder: Path, name: str, killed: bool) -> bytes:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Jobs of torchrun whose processes are killed.")
-    parser.add_argument("--restarts", type=int, default=1, help="jobs in which a rank is killed twice")
+    parser.add_argument(
+        "--restarts", type=int, default=1, help="jobs in which a rank is killed twice"
+    )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)

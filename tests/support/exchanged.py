@@ -9,19 +9,42 @@ from zbcompile.passes.stage.piece import Piece
 from zbcompile.passes.stage.stage_program import collectives_of
 from zbcompile.program.program import Program
 
-KEEP_SUMS = ("view", "reshape", "t", "transpose", "permute", "add", "_to_copy", "detach", "clone", "unsqueeze")
+KEEP_SUMS = (
+    "view",
+    "reshape",
+    "t",
+    "transpose",
+    "permute",
+    "add",
+    "_to_copy",
+    "detach",
+    "clone",
+    "unsqueeze",
+)
 
 
 def needless(program: Program) -> list[str]:
-    """Collectives of weight gradients, and sums of a microbatch that end in a weight gradient: the sum over ranks could
-    follow the sum over microbatches."""
-    in_w = [f"{each.kind} in W" for stage in program.stages for each in collectives_of(stage) if each.name == "W"]
-    return in_w + [found for stage in program.stages for piece in stage.pieces.values() for found in _sums(piece)]
+    """Collectives of weight gradients, and sums of a microbatch that end in a weight gradient: the
+    sum over ranks could follow the sum over microbatches."""
+    in_w = [
+        f"{each.kind} in W"
+        for stage in program.stages
+        for each in collectives_of(stage)
+        if each.name == "W"
+    ]
+    return in_w + [
+        found
+        for stage in program.stages
+        for piece in stage.pieces.values()
+        for found in _sums(piece)
+    ]
 
 
 def _sums(piece: Piece) -> Iterator[str]:
     output = piece.module.graph.output_node().args[0]
-    results = [node for slot, node in zip(piece.outputs, output, strict=True) if slot.kind == "gradient"]  # type: ignore
+    results = [
+        node for slot, node in zip(piece.outputs, output, strict=True) if slot.kind == "gradient"
+    ]  # type: ignore
     for node in filter(is_wait, piece.module.graph.nodes):
         if "all_reduce" in str(node.args[0]) and _is_addend(node, results):
             yield f"{node.name} in {piece.name}"

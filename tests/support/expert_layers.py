@@ -1,5 +1,5 @@
-"""A mixture of experts that drops no token, over the ranks of a mesh and in one process, with routers as hostile as its
-inputs say."""
+"""A mixture of experts that drops no token, over the ranks of a mesh and in one process, with
+routers as hostile as its inputs say."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,7 +7,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import all_to_all_single, all_to_all_single_autograd, wait_tensor
+from torch.distributed._functional_collectives import (
+    all_to_all_single,
+    all_to_all_single_autograd,
+    wait_tensor,
+)
 
 import zbcompile
 
@@ -78,9 +82,11 @@ def mixture_of(rank: int, *given: Any, **options: Any) -> Mixture:
     return model
 
 
-def everywhere(models: Sequence[Mixture], xs: list[Tensor], biases: Sequence[Tensor]) -> list[Tensor]:
-    """What all ranks compute, in one process, with all experts of the first of `models`: rows sorted by expert,
-    those of one expert by rank."""
+def everywhere(
+    models: Sequence[Mixture], xs: list[Tensor], biases: Sequence[Tensor]
+) -> list[Tensor]:
+    """What all ranks compute, in one process, with all experts of the first of `models`: rows
+    sorted by expert, those of one expert by rank."""
     for at, first in enumerate(models[0].layers):
         layers = [model.layers[at] for model in models]
         xs = [torch.tanh(layer.norm(layer.mix(x))) for layer, x in zip(layers, xs, strict=True)]
@@ -97,8 +103,8 @@ def everywhere(models: Sequence[Mixture], xs: list[Tensor], biases: Sequence[Ten
 
 
 def bias_of(router: str, microbatch: int, rows: int) -> Tensor:
-    """What is added to the scores: nothing ("even"); much, so that each expert gets equally many ("balanced"), or two
-    experts of one rank get all, always or in turn."""
+    """What is added to the scores: nothing ("even"); much, so that each expert gets equally many
+    ("balanced"), or two experts of one rank get all, always or in turn."""
     bias = torch.zeros(rows, EXPERTS)
     if router == "balanced":
         for token in range(rows):
@@ -112,8 +118,8 @@ def bias_of(router: str, microbatch: int, rows: int) -> Tensor:
 
 
 class LayerOfCounts(Layer):
-    """As torchtitan writes it: functional all-to-alls whose parts have sizes that the host reads. `exchange` is not
-    used."""
+    """As torchtitan writes it: functional all-to-alls whose parts have sizes that the host reads.
+    `exchange` is not used."""
 
     def forward(self, x: Tensor, bias: Tensor) -> Tensor:
         x = torch.tanh(self.norm(self.mix(x)))
@@ -121,7 +127,9 @@ class LayerOfCounts(Layer):
         if self.exchange.ranks == 1:
             return super().forward(x, bias)
         order = chosen.flatten().argsort(stable=True)
-        counts = torch.zeros(EXPERTS, dtype=torch.int64).scatter_add(0, chosen.flatten(), torch.ones_like(order))
+        counts = torch.zeros(EXPERTS, dtype=torch.int64).scatter_add(
+            0, chosen.flatten(), torch.ones_like(order)
+        )
         ranks, group = self.exchange.ranks, self.exchange.group
         with torch.no_grad():
             come = wait_tensor(all_to_all_single(counts, None, None, group))

@@ -50,10 +50,15 @@ class StepResult:
 class Runner:
     """Executes the actions of all ranks, each as soon as its inputs are there."""
 
-    def __init__(self, compiled: CompiledStep, model: nn.Module, batches: Sequence[Batch], seed: int) -> None:
+    def __init__(
+        self, compiled: CompiledStep, model: nn.Module, batches: Sequence[Batch], seed: int
+    ) -> None:
         self.compiled, self.batches, self.seed = compiled, batches, seed
         self.parameters = dict(model.named_parameters(remove_duplicate=False))
-        self.buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers(remove_duplicate=False)}
+        self.buffers = {
+            name: buffer.detach().clone()
+            for name, buffer in model.named_buffers(remove_duplicate=False)
+        }
         self.paths = [dict(leaves_with_paths(batch)) for batch in batches]
         self.values: dict[tuple[int, int, Slot], Tensor] = {}  # microbatch, stage, slot
         self.generators: dict[tuple[int, int], Tensor] = {}
@@ -77,7 +82,9 @@ class Runner:
                     self._run_pass(graph, microbatch)
         left = list(self.values)
         assert not left, f"values that no pass has read: {left[:5]}"
-        return StepResult([self.losses[i] for i in range(len(self.batches))], self._gradients(), self.buffers)
+        return StepResult(
+            [self.losses[i] for i in range(len(self.batches))], self._gradients(), self.buffers
+        )
 
     def _gradients(self) -> dict[str, Tensor]:
         gradients: dict[str, Tensor] = {}
@@ -128,7 +135,9 @@ class Runner:
 
     def _module(self, graph: PassGraph) -> Any:
         if graph.name not in self.modules:
-            self.modules[graph.name] = with_process_groups(graph.module, self.compiled.step.process_groups)
+            self.modules[graph.name] = with_process_groups(
+                graph.module, self.compiled.step.process_groups
+            )
         return self.modules[graph.name]
 
     def _input(self, graph: PassGraph, slot: Slot, microbatch: int) -> Tensor:
@@ -155,7 +164,9 @@ class Runner:
 
     def last_reader(self, stage: int, slot: Slot) -> str:
         kinds = [
-            label.kind for label, graph in self.compiled.passes.items() if label.stage == stage and slot in graph.inputs
+            label.kind
+            for label, graph in self.compiled.passes.items()
+            if label.stage == stage and slot in graph.inputs
         ]
         return kinds[-1]
 
@@ -188,7 +199,11 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def eager_step(
-    model: nn.Module, batches: Sequence[Batch], loss_fn: Callable[..., Any] | None, seed: int, in_place: bool = False
+    model: nn.Module,
+    batches: Sequence[Batch],
+    loss_fn: Callable[..., Any] | None,
+    seed: int,
+    in_place: bool = False,
 ) -> StepResult:
     """Runs the unsplit model: forward and backward of loss / m for each microbatch in turn."""
     model = model if in_place else copy.deepcopy(model)
@@ -203,7 +218,9 @@ def eager_step(
             loss = output if isinstance(output, Tensor) else output["loss"]
         losses.append(loss.detach())
         (loss / len(batches)).backward()
-    gradients = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
+    gradients = {
+        name: param.grad for name, param in model.named_parameters() if param.grad is not None
+    }
     return StepResult(losses, gradients, dict(model.named_buffers()))
 
 
@@ -257,4 +274,6 @@ def run_forward(compiled: CompiledStep, model: nn.Module, batch: Batch) -> Any:
         runner._run_action(Action(label.kind, label.stage, 0))
     assert not runner.values
     assert compiled.step.output_structure is not None
-    return compiled.step.output_structure.rebuild([value for _, value in sorted(runner.outputs[0].items())])
+    return compiled.step.output_structure.rebuild(
+        [value for _, value in sorted(runner.outputs[0].items())]
+    )

@@ -1,7 +1,8 @@
-"""A job of several processes in which one thing breaks, and how each of them ends: the cells of the fault sweep.
+"""A job of several processes in which one thing breaks, and how each of them ends: the cells of the
+fault sweep.
 
-A cell starts the processes of a job and breaks one thing. Ranks are forked from this process, which has imported torch;
-each then ends as a Python program does.
+A cell starts the processes of a job and breaks one thing. Ranks are forked from this process, which
+has imported torch; each then ends as a Python program does.
 """
 
 import contextlib
@@ -33,8 +34,8 @@ INFINITE = float("inf")
 
 @dataclass(frozen=True)
 class Fault:
-    """`what` breaks while all ranks are in `activity`: on rank `victim` (-1: the last one), or elsewhere. The store is
-    kept by the launcher, or by rank 0."""
+    """`what` breaks while all ranks are in `activity`: on rank `victim` (-1: the last one), or
+    elsewhere. The store is kept by the launcher, or by rank 0."""
 
     what: str
     activity: str = "step"
@@ -43,7 +44,10 @@ class Fault:
 
     def __str__(self) -> str:
         where = {0: "rank 0", -1: "last rank"}[self.victim] if self.what in ON_A_RANK else ""
-        return f"{self.what} in {self.activity} {where}{' (keeps the store)' if self.store == 'rank 0' else ''}".strip()
+        return (
+            f"{self.what} in {self.activity}"
+            f" {where}{' (keeps the store)' if self.store == 'rank 0' else ''}".strip()
+        )
 
     def rank(self, ranks: int) -> int:
         return self.victim % ranks
@@ -62,9 +66,18 @@ ACTIVITIES = ("step", "eval", "compile", "save", "save in a thread", "load")
 FAULTS = (
     *(Fault(what, activity, -1) for what in ("SIGKILL", "SIGSTOP") for activity in ACTIVITIES),
     *(Fault(what, activity, 0) for what in ("SIGKILL", "SIGSTOP") for activity in ACTIVITIES),
-    *(Fault(what, activity, 0, "rank 0") for what in ("SIGKILL", "SIGSTOP") for activity in ACTIVITIES),
+    *(
+        Fault(what, activity, 0, "rank 0")
+        for what in ("SIGKILL", "SIGSTOP")
+        for activity in ACTIVITIES
+    ),
     Fault(EXITS_AT_ONCE, "step", 0, "rank 0"),
-    *(Fault(what, "step", victim) for what in (*PASSES, *OUTSIDE) if what != EXITS_AT_ONCE for victim in (0, -1)),
+    *(
+        Fault(what, "step", victim)
+        for what in (*PASSES, *OUTSIDE)
+        if what != EXITS_AT_ONCE
+        for victim in (0, -1)
+    ),
     *(Fault("never arrives", "start", victim) for victim in (0, -1)),
     Fault(FROZEN_FROM_THE_START, "start"),
     *(Fault("launcher SIGKILL", activity) for activity in ("step", "compile", "save")),
@@ -110,9 +123,13 @@ class Job:
         acts: dict[str, Callable[[int], object]] = {
             "step": lambda _: pipe.step(rows(), target=rows()),
             "eval": lambda _: pipe.eval(rows()),
-            "compile": lambda number: pipe.compile(rows(8 + 4 * number), target=rows(8 + 4 * number)),
+            "compile": lambda number: pipe.compile(
+                rows(8 + 4 * number), target=rows(8 + 4 * number)
+            ),
             "save": lambda _: zbcompile.save_checkpoint(folder, pipe, optimizer, keep=1),
-            "save in a thread": lambda _: zbcompile.save_checkpoint(folder, pipe, optimizer, keep=1, wait=False),
+            "save in a thread": lambda _: zbcompile.save_checkpoint(
+                folder, pipe, optimizer, keep=1, wait=False
+            ),
             "load": lambda _: zbcompile.load_checkpoint(folder, pipe, optimizer),
         }
         return acts[self.fault.activity]
@@ -176,8 +193,16 @@ class Cell:
         host = "127.0.0.1" if self.machines is None else self.machines.address(0)
         for rank in range(self.ranks):
             if self._fork(str(rank), self.node(rank)):
-                os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(self.ranks)}
-                os.environ |= {"MASTER_ADDR": host, "MASTER_PORT": port, "LOCAL_WORLD_SIZE": str(self.ranks)}
+                os.environ |= {
+                    "RANK": str(rank),
+                    "LOCAL_RANK": str(rank),
+                    "WORLD_SIZE": str(self.ranks),
+                }
+                os.environ |= {
+                    "MASTER_ADDR": host,
+                    "MASTER_PORT": port,
+                    "LOCAL_WORLD_SIZE": str(self.ranks),
+                }
                 os.environ["TORCHELASTIC_USE_AGENT_STORE"] = str(self.fault.store == "launcher")
                 return Job(rank, self.ranks, self.fault, self.timeout, self.folder)
         return None
@@ -208,7 +233,11 @@ class Cell:
         self.close()
 
     def _only_frozen(self) -> bool:
-        silent = self.fault.what in ("SIGSTOP", "machine SIGSTOP", "never arrives") and self.fault.rank(self.ranks)
+        silent = self.fault.what in (
+            "SIGSTOP",
+            "machine SIGSTOP",
+            "never arrives",
+        ) and self.fault.rank(self.ranks)
         return silent is not False and set(range(self.ranks)) - self.ended.keys() == {silent}
 
     def _break(self) -> float:
@@ -241,7 +270,10 @@ class Cell:
             if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
                 self.queued[rank] = queued(pid)
                 status = os.waitpid(pid, 0)[1]
-                self.ended[rank], self.codes[rank] = time.monotonic() - at, os.waitstatus_to_exitcode(status)
+                self.ended[rank], self.codes[rank] = (
+                    time.monotonic() - at,
+                    os.waitstatus_to_exitcode(status),
+                )
 
     def close(self) -> None:
         """End what is left."""
@@ -268,12 +300,14 @@ class Cell:
 
     def said(self, rank: int) -> str:
         text = (self.folder / f"log-{rank}").read_text(errors="replace")
-        found = re.findall(r"^(?!frame|\[W).*(?:failed at|Error:|found no process group).*$", text, re.M)
+        found = re.findall(
+            r"^(?!frame|\[W).*(?:failed at|Error:|found no process group).*$", text, re.M
+        )
         return found[-1].strip() if found else ""
 
     def spoke_after(self, rank: int) -> float:
-        """Seconds from the fault to a rank's last word: what is left is the end of the interpreter, which takes the
-        processor 1.4 s to drop all modules."""
+        """Seconds from the fault to a rank's last word: what is left is the end of the interpreter,
+        which takes the processor 1.4 s to drop all modules."""
         return (self.folder / f"log-{rank}").stat().st_mtime - self.broken
 
     def blames(self, rank: int) -> bool:
@@ -285,7 +319,11 @@ class Cell:
             far = [other for other in range(self.ranks) if self.node(other) != self.node(rank)]
             return "the launcher at" in said or any(f"rank {other} failed" in said for other in far)
         if what == "never arrives":
-            return bool(re.search(rf"rank {victim} did not arrive|rank {victim}, which keeps the store", said))
+            return bool(
+                re.search(
+                    rf"rank {victim} did not arrive|rank {victim}, which keeps the store", said
+                )
+            )
         if what.startswith("exception in"):
             return "broken on order" in said
         return rank == victim or f"rank {victim} failed" in said
@@ -295,9 +333,13 @@ class Cell:
         return f"{self.fault} | {self.ranks} ranks, {'two nodes' if self.machines else 'one node'}"
 
     def result(self) -> dict[str, Any]:
-        """A line of the results: seconds from the fault to the last word and to the last end, and what was not good."""
+        """A line of the results: seconds from the fault to the last word and to the last end, and
+        what was not good."""
         limit, ranks = self.timeout + LIMIT, list(self.speakers())
-        spoke, said = {rank: self.spoke_after(rank) for rank in ranks}, {rank: self.said(rank) for rank in ranks}
+        spoke, said = (
+            {rank: self.spoke_after(rank) for rank in ranks},
+            {rank: self.said(rank) for rank in ranks},
+        )
         ended = {rank: self.ended.get(rank, INFINITE) for rank in ranks}
         return {
             "cell": self.name,
@@ -305,7 +347,9 @@ class Cell:
             "spoke": round(max(spoke.values()), 1),
             "ended": round(max(ended.values()), 1),
             "silent": [rank for rank in ranks if not said[rank]],
-            "wrong": {rank: said[rank][:300] for rank in ranks if said[rank] and not self.blames(rank)},
+            "wrong": {
+                rank: said[rank][:300] for rank in ranks if said[rank] and not self.blames(rank)
+            },
             "late to speak": {rank: round(spoke[rank], 1) for rank in ranks if spoke[rank] > limit},
             "late to end": {rank: round(ended[rank], 1) for rank in ranks if ended[rank] > limit},
             "queued": {rank: round(self.queued.get(rank, 0.0), 1) for rank in ranks},

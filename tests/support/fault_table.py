@@ -1,4 +1,5 @@
-"""Write the table of docs/faults.md anew: break everything there is to break and look at every rank.
+"""Write the table of docs/faults.md anew: break everything there is to break and look at every
+rank.
 
 python -m tests.support.fault_table [NAME ...]   (only the rows of these names)
 """
@@ -18,13 +19,19 @@ BEGIN, END = "<!-- table: begin -->\n", "<!-- table: end -->\n"
 def main(names: list[str]) -> None:
     before, _, rest = DOCUMENT.read_text(encoding="utf-8").partition(BEGIN)
     table, _, after = rest.partition(END)
-    rows = {s.name: [line for line in table.splitlines() if line.startswith(f"| {s.name} |")] for s in SCENARIOS}
+    rows = {
+        s.name: [line for line in table.splitlines() if line.startswith(f"| {s.name} |")]
+        for s in SCENARIOS
+    }
     chosen = [s for s in SCENARIOS if s.name in names or not names]
     rows |= {s.name: [] for s in chosen}
     with open_pool() as pool:
         for scenario in chosen:
             rows[scenario.name] += rows_of(scenario, pool)
-    head = ["| injected | on rank | rank | what it said | seconds |", "| --- | --- | --- | --- | --- |"]
+    head = [
+        "| injected | on rank | rank | what it said | seconds |",
+        "| --- | --- | --- | --- | --- |",
+    ]
     lines = [*head, *(line for found in rows.values() for line in found)]
     DOCUMENT.write_text(before + BEGIN + "\n".join(lines) + "\n" + END + after, encoding="utf-8")
 

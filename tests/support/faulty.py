@@ -1,4 +1,5 @@
-"""A model that breaks on order: in a pass of a layer, on a rank, by an exception, a signal or a long sleep."""
+"""A model that breaks on order: in a pass of a layer, on a rank, by an exception, a signal or a
+long sleep."""
 
 import contextlib
 import os
@@ -26,7 +27,8 @@ WORDS = 32  # of the output layer that is sharded
 
 @dataclass(frozen=True)
 class Order:
-    """`what` ("raise", "interrupt", "kill" or "sleep") shall happen at call number `call` of a pass on a rank."""
+    """`what` ("raise", "interrupt", "kill" or "sleep") shall happen at call number `call` of a pass
+    on a rank."""
 
     what: str = ""
     rank: int = 0
@@ -36,7 +38,8 @@ class Order:
 
 @dataclass
 class Injector:
-    """Counts the calls of the passes on this rank. It is off while the model is captured and compiled."""
+    """Counts the calls of the passes on this rank. It is off while the model is captured and
+    compiled."""
 
     order: Order = Order()
     calls: int = 0
@@ -73,7 +76,9 @@ def _(x: Tensor, pass_: str) -> Tensor:
     return torch.empty_like(x)
 
 
-def _setup(ctx: torch.autograd.function.FunctionCtx, inputs: tuple[Tensor, str], output: Tensor) -> None:
+def _setup(
+    ctx: torch.autograd.function.FunctionCtx, inputs: tuple[Tensor, str], output: Tensor
+) -> None:
     ctx.backward_pass = {"F": "B", "": "W"}.get(inputs[1], "")  # type: ignore[attr-defined]
 
 
@@ -85,7 +90,8 @@ act.register_autograd(_backward, setup_context=_setup)
 
 
 class Faulty(nn.Module):
-    """Linear layers that pass the injector in F, B and W. One parameter is tied over the first and last stage."""
+    """Linear layers that pass the injector in F, B and W. One parameter is tied over the first and
+    last stage."""
 
     def __init__(self, final: Callable[[Tensor], Tensor] = torch.tanh) -> None:
         super().__init__()
@@ -113,7 +119,8 @@ def rows(samples: int = 8) -> Tensor:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a call ended on a rank: the error, how many gradients were left, whether the parameters kept their bits."""
+    """How a call ended on a rank: the error, how many gradients were left, whether the parameters
+    kept their bits."""
 
     error: str
     message: str
@@ -140,7 +147,8 @@ def attempt(pipe: zbcompile.Pipeline, call: Callable[[], object]) -> Ended | Non
 
 
 def trained(schedule: str = "1f1b", timeout: float = 60) -> zbcompile.Pipeline:
-    """A pipeline after one good step, which from then on waits `timeout` seconds (compiling may take longer)."""
+    """A pipeline after one good step, which from then on waits `timeout` seconds (compiling may
+    take longer)."""
     pipe = make(schedule)
     pipe.step(rows(), target=rows())
     _drop_gradients(pipe)
@@ -161,14 +169,16 @@ def failing_step(order: Order, timeout: float = 60, schedule: str = "1f1b") -> E
 
 
 def failing_beside_a_stall(order: Order) -> Ended | None:
-    """As `failing_step`; a rank that looks for the reason pauses 2.6 seconds between looks, as on a busy machine."""
+    """As `failing_step`; a rank that looks for the reason pauses 2.6 seconds between looks, as on a
+    busy machine."""
     pause = SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: time.sleep(2.6))
     with patch("zbcompile.faults.watchdog.time", pause):
         return failing_step(order)
 
 
 def failing_shard(order: Order) -> Ended | None:
-    """`order` is carried out in S or T of the second step, on a rank's shard of the output layer."""
+    """`order` is carried out in S or T of the second step, on a rank's shard of the output
+    layer."""
     targets = torch.arange(8)
     model = Faulty(nn.Linear(WIDTH, WORDS, bias=False))
     pipe = make("zb-h1", model=model, loss=F.cross_entropy, vocab=1)
@@ -210,7 +220,9 @@ def _uncompiled(pipe: zbcompile.Pipeline, x: Tensor) -> Ended | None:
 def bad_batch(rank: int) -> Ended | None:
     """A rank's second batch cannot be split: its target has other rows."""
     pipe = trained()
-    return attempt(pipe, lambda: pipe.step(rows(8), target=rows(6 if dist.get_rank() == rank else 8)))
+    return attempt(
+        pipe, lambda: pipe.step(rows(8), target=rows(6 if dist.get_rank() == rank else 8))
+    )
 
 
 def other_count(rank: int) -> Ended | None:
@@ -228,7 +240,9 @@ def other_shape(rank: int) -> Ended | None:
         return attempt(pipe, lambda: pipe.step(x, target=x))
 
 
-def other_known_step(rank: int, usual: dict[str, object], other: dict[str, object], samples: int = 8) -> Ended | None:
+def other_known_step(
+    rank: int, usual: dict[str, object], other: dict[str, object], samples: int = 8
+) -> Ended | None:
     """A rank takes another step than the others, and all have compiled both."""
     pipe = make()
     pipe.step(rows(samples), target=rows(samples), **usual)
@@ -295,8 +309,8 @@ class NeverThere:
 
 
 def peer_of_a_device(rank: int, timeout: float, what: str = "") -> Ended | None:
-    """A rank does not come to a call that another one has given to its device, and goes on from; or what it is ordered
-    to do instead."""
+    """A rank does not come to a call that another one has given to its device, and goes on from; or
+    what it is ordered to do instead."""
     pipe = trained(timeout=timeout)
     watch: Any = pipe._watch
     if dist.get_rank() == rank:
@@ -336,7 +350,9 @@ class Scenario:
 
 def _raises(rank: int, pass_: str, call: int, where: str) -> Scenario:
     order = Order("raise", rank, pass_, call)
-    return Scenario(f"an exception in {pass_}", rank, failing_step, (order, 60.0, "zb-h1"), _broken(rank, where))
+    return Scenario(
+        f"an exception in {pass_}", rank, failing_step, (order, 60.0, "zb-h1"), _broken(rank, where)
+    )
 
 
 def _raises_in_pair(rank: int, pass_: str, call: int, where: str) -> Scenario:
@@ -352,7 +368,9 @@ def _raises_in_shard(rank: int, pass_: str, call: int) -> Scenario:
 
 def _dies(run: Callable[[Order], Ended | None], rank: int, pass_: str, call: int) -> Scenario:
     says = f"rank {rank} failed at .*step 1: its process ended"
-    return Scenario(f"SIGKILL in {pass_}", rank, run, (Order("kill", rank, pass_, call),), says, silent=True)
+    return Scenario(
+        f"SIGKILL in {pass_}", rank, run, (Order("kill", rank, pass_, call),), says, silent=True
+    )
 
 
 def _broken(rank: int, where: str) -> str:
@@ -371,7 +389,11 @@ SCENARIOS = (
     _raises_in_shard(0, "T", 1),
     _dies(failing_shard, 1, "S", 1),
     Scenario(
-        "Ctrl-C in F", 0, failing_step, (Order("interrupt", 0, "F", 3),), "^$|rank 0 failed at F0.*KeyboardInterrupt"
+        "Ctrl-C in F",
+        0,
+        failing_step,
+        (Order("interrupt", 0, "F", 3),),
+        "^$|rank 0 failed at F0.*KeyboardInterrupt",
     ),
     _dies(failing_step, 1, "B", 3),
     replace(_dies(failing_beside_a_stall, 1, "B", 3), name="SIGKILL in B on a busy machine"),
@@ -380,14 +402,16 @@ SCENARIOS = (
         0,
         failing_step,
         (Order("sleep", 0, "F", 5), 2.0),
-        r"rank 0 failed at F0.* of step 1: it did not finish; rank 1 waited 2 s for it at F1.* of step 1",
+        r"rank 0 failed at F0.* of step 1: it did not finish; rank 1 waited 2 s for it at F1.* of"
+        r" step 1",
     ),
     Scenario(
         "a rank that never comes, timeout=2",
         1,
         never_comes,
         (1, 2.0),
-        "rank 1 failed at its first call: it never arrived; rank 0 waited 2 s for it at the agreement of compiling",
+        "rank 1 failed at its first call: it never arrived; rank 0 waited 2 s for it at the"
+        " agreement of compiling",
         silent=True,
     ),
     Scenario(
@@ -416,52 +440,69 @@ SCENARIOS = (
         1,
         other_shape,
         (1,),
-        r"rank 1 failed at the agreement of compiling for microbatches of .* rank 0 is at (F0|BW0).* of step 1",
+        r"rank 1 failed at the agreement of compiling for microbatches of .* rank 0 is at"
+        r" (F0|BW0).* of step 1",
     ),
     Scenario(
         "a later batch of another size that was compiled before",
         1,
         other_known_step,
         (1, {}, {}, 16),
-        r"rank 1 failed at .* of step 2 of program 2 for args\[0\]\[2, 8\].* rank 0 is at .* of step 2 meanwhile",
+        r"rank 1 failed at .* of step 2 of program 2 for args\[0\]\[2, 8\].* rank 0 is at .* of"
+        r" step 2 meanwhile",
     ),
     Scenario(
         "another return_outputs= that was compiled before",
         1,
         other_known_step,
         (1, {}, {"return_outputs": True}),
-        "rank 1 failed at .* of step 2 of program 2 for .* with return_outputs=True: rank 0 is at .* of step 2 meanwh",
+        "rank 1 failed at .* of step 2 of program 2 for .* with return_outputs=True: rank 0 is at"
+        " .* of step 2 meanwh",
     ),
     Scenario(
         "outputs for the last rank alone",
         1,
         other_known_step,
         (1, {"return_outputs": True}, {"return_outputs": "last"}),
-        "rank 1 failed at .* of step 2 with return_outputs='last': rank 0 is at .* of step 2 with return_outputs=True",
+        "rank 1 failed at .* of step 2 with return_outputs='last': rank 0 is at .* of step 2 with"
+        " return_outputs=True",
     ),
-    Scenario("an exception in a call that others have left", 1, one_call_ahead, (1,), _broken(1, "F1")),
-    Scenario("eval instead of step", 1, other_call, (1,), "eval.* is at .* meanwhile. Every rank must make the same"),
+    Scenario(
+        "an exception in a call that others have left", 1, one_call_ahead, (1,), _broken(1, "F1")
+    ),
+    Scenario(
+        "eval instead of step",
+        1,
+        other_call,
+        (1,),
+        "eval.* is at .* meanwhile. Every rank must make the same",
+    ),
     Scenario(
         "another count of microbatches",
         1,
         other_program,
         (1, "microbatches"),
-        r"args\[0\] of this batch differs .* \(4 microbatches of float32 .*, and 2 microbatches of float32 ",
+        r"args\[0\] of this batch differs .* \(4 microbatches of float32 .*, and 2 microbatches of"
+        r" float32 ",
     ),
-    Scenario("another model", 1, other_program, (1, "model"), DIFFERENT + r"graphs\[1\] is \w+ on rank 0"),
+    Scenario(
+        "another model", 1, other_program, (1, "model"), DIFFERENT + r"graphs\[1\] is \w+ on rank 0"
+    ),
     Scenario(
         "another dtype",
         1,
         other_program,
         (1, "dtype"),
-        r"args\[0\] of this batch differs .* \(4 microbatches of float32 .*, and 4 microbatches of float64 ",
+        r"args\[0\] of this batch differs .* \(4 microbatches of float32 .*, and 4 microbatches of"
+        r" float64 ",
     ),
     Scenario(
         "a rank that a device waits for, timeout=2",
         1,
         peer_of_a_device,
         (1, 2.0),
-        "rank 1 failed at the end of step 0: it went no further; rank 0 waited 2 s for it at the end of step 1",
+        "rank 1 failed at the end of step 0: it went no further; rank 0 waited 2 s for it at the"
+        " end of step 1",
     ),
     Scenario(
         "a rank that a device waits for is killed",
@@ -471,8 +512,20 @@ SCENARIOS = (
         "rank 1 failed at .*: (its process ended|it went no further)",
         silent=True,
     ),
-    Scenario("another schedule", 1, other_program, (1, "schedule"), DIFFERENT + "schedule is 1f1b on rank 0 and gpipe"),
-    Scenario("another timeout=", 1, other_program, (1, "timeout"), DIFFERENT + "timeout is 60 on rank 0 and 90"),
+    Scenario(
+        "another schedule",
+        1,
+        other_program,
+        (1, "schedule"),
+        DIFFERENT + "schedule is 1f1b on rank 0 and gpipe",
+    ),
+    Scenario(
+        "another timeout=",
+        1,
+        other_program,
+        (1, "timeout"),
+        DIFFERENT + "timeout is 60 on rank 0 and 90",
+    ),
     Scenario(
         "another ZBCOMPILE_ORDERED",
         1,
@@ -487,5 +540,11 @@ SCENARIOS = (
         (1, "ZBCOMPILE_DEBUG_NAN"),
         DIFFERENT + "debug_nan is False on rank 0 and True on rank 1",
     ),
-    Scenario("another torch", 1, other_program, (1, "torch"), DIFFERENT + "torch is .* on rank 0 and 2.12.1 on rank 1"),
+    Scenario(
+        "another torch",
+        1,
+        other_program,
+        (1, "torch"),
+        DIFFERENT + "torch is .* on rank 0 and 2.12.1 on rank 1",
+    ),
 )

@@ -1,5 +1,5 @@
-"""Small models with one fault each in what their ranks exchange, after those that were found in other libraries
-(Megatron-LM 7452, NeMo Automodel 3817), and the same models without it."""
+"""Small models with one fault each in what their ranks exchange, after those that were found in
+other libraries (Megatron-LM 7452, NeMo Automodel 3817), and the same models without it."""
 
 from collections.abc import Callable
 from fnmatch import fnmatch
@@ -72,7 +72,8 @@ class Columns(Faulty):
 
 
 class Sliced(Faulty):
-    """Every rank computes with its own columns of what all have, and the results are put together: a gated norm."""
+    """Every rank computes with its own columns of what all have, and the results are put together:
+    a gated norm."""
 
     def __init__(self, mesh: Any, dimension: str, fault: str) -> None:
         super().__init__(mesh, dimension, fault)
@@ -152,7 +153,11 @@ class Counted(Faulty):
     def forward(self, x: Tensor) -> Tensor:
         own = self.along.part(x, 1)
         counts = own[..., 0] > 0
-        number = counts.sum() if self.fault else collectives.all_reduce(counts.sum(), "sum", self.along.group)
+        number = (
+            counts.sum()
+            if self.fault
+            else collectives.all_reduce(counts.sum(), "sum", self.along.group)
+        )
         return (self.layer(own).square().mean(-1) * counts).sum() / number
 
 
@@ -183,7 +188,9 @@ class Norming(Faulty):
 
     def forward(self, x: Tensor) -> Tensor:
         own = self.along.part(x, 1).detach().mean((0, 1))
-        self.mean.copy_(own if self.fault else collectives.all_reduce(own, "sum", self.along.group) / self.size)
+        self.mean.copy_(
+            own if self.fault else collectives.all_reduce(own, "sum", self.along.group) / self.size
+        )
         return self.layer(x) - self.mean
 
 
@@ -200,8 +207,8 @@ _PARTS = {"norm.*": {"tp": "partial"}, "router.*": {"tp": "partial"}}
 
 
 class Fault(NamedTuple):
-    """A model with a fault, the dimension, the placements, and what the refusal of the first step says; None: the first
-    step cannot see it, since all ranks compute the same wrong number."""
+    """A model with a fault, the dimension, the placements, and what the refusal of the first step
+    says; None: the first step cannot see it, since all ranks compute the same wrong number."""
 
     model: Callable[..., Faulty]
     dimension: str
@@ -219,7 +226,9 @@ FAULTS = {
     "dropout of a part": Fault(Columns, "tp", _SHARDS, None),
     "slice without a sum": Fault(Sliced, "tp", {}, "mix"),
     "shared norm of parts": Fault(Sliced, "tp", {}, "scale"),
-    "norm of a sequence's part": Fault(Sequence, "tp", _SHARDS | {"router.*": {"tp": "partial"}}, "norm"),
+    "norm of a sequence's part": Fault(
+        Sequence, "tp", _SHARDS | {"router.*": {"tp": "partial"}}, "norm"
+    ),
     "partial router": Fault(Sequence, "tp", _SHARDS | {"norm.*": {"tp": "partial"}}, "router"),
     "partial gate": Fault(Balanced, "tp", _SHARDS, "router"),
     "auxiliary loss counted per rank": Fault(Balanced, "tp", _SHARDS, None),
@@ -232,13 +241,17 @@ RIGHT = {kind: fault for fault, (kind, *_) in FAULTS.items()}  # one of the faul
 
 
 def step_of(fault: str, right: bool, mesh: Any) -> tuple[nn.Module, dict[str, Any], Tensor]:
-    """The model with its fault, or the `right` one, the options of its pipeline, and a batch, which is also the
-    target."""
+    """The model with its fault, or the `right` one, the options of its pipeline, and a batch, which
+    is also the target."""
     kind, dimension, placements, _ = FAULTS[fault]
     placements = placements | _PARTS if right and kind is Sequence else placements
     model = kind(mesh, dimension, "" if right else fault)
     names = [name for name, _ in model.named_parameters()]
-    placements = {pattern: each for pattern, each in placements.items() if any(fnmatch(n, pattern) for n in names)}
+    placements = {
+        pattern: each
+        for pattern, each in placements.items()
+        if any(fnmatch(n, pattern) for n in names)
+    }
     loss = _itself if kind in (Counted, Attending) else _mean
     torch.manual_seed(1)
     x = torch.randint(VOCABULARY, (2, LENGTH)) if kind is Tied else torch.randn(2, LENGTH, WIDTH)

@@ -2,8 +2,8 @@
 
     python -m tests.support.first_output        from the repository's root
 
-A command is started by both of its doors and ended as soon as it has written a first line, on either stream. On a busy
-machine the least of some attempts is the command's own time.
+A command is started by both of its doors and ended as soon as it has written a first line, on
+either stream. On a busy machine the least of some attempts is the command's own time.
 """
 
 import os
@@ -32,7 +32,13 @@ def work_for(name: str, folder: Path) -> list[str]:
     return {
         "inspect": [TARGET, "--ranks", "2"],
         "compile": [TARGET, "--output", str(folder / "compiled")],
-        "run": [str(folder / "program"), "--data", "examples/text_batches.py:batches", "--steps", "1"],
+        "run": [
+            str(folder / "program"),
+            "--data",
+            "examples/text_batches.py:batches",
+            "--steps",
+            "1",
+        ],
         "schedules": ["search", "--ranks", "4", "--microbatches", "8"],
     }[name]
 
@@ -43,8 +49,8 @@ def doors_of(name: str) -> tuple[list[str], list[str]]:
 
 
 def seconds_to_first_line(door: Sequence[str], arguments: Sequence[str]) -> tuple[float, float]:
-    """From the start of the process to the first line that it writes, by the clock and of a processor; then it is
-    killed."""
+    """From the start of the process to the first line that it writes, by the clock and of a
+    processor; then it is killed."""
     began = time.monotonic()
     with subprocess.Popen(
         [sys.executable, "-m", *door, *arguments],
@@ -65,14 +71,23 @@ def seconds_to_first_line(door: Sequence[str], arguments: Sequence[str]) -> tupl
 def least_seconds(name: str, folder: Path) -> list[float]:
     """Of each door, the least time of some attempts, by the clock."""
     arguments = work_for(name, folder)
-    return [min(seconds_to_first_line(door, arguments)[0] for _ in range(ATTEMPTS)) for door in doors_of(name)]
+    return [
+        min(seconds_to_first_line(door, arguments)[0] for _ in range(ATTEMPTS))
+        for door in doors_of(name)
+    ]
 
 
 def main() -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         rows = [(name, *least_seconds(name, Path(folder))) for name in COMMANDS]
-    print(tabulate(rows, ("command", "python -m zbcompile.NAME", "python -m zbcompile NAME"), floatfmt=".2f"))
+    print(
+        tabulate(
+            rows,
+            ("command", "python -m zbcompile.NAME", "python -m zbcompile NAME"),
+            floatfmt=".2f",
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""Programs compiled here and run by fresh processes, at two and four ranks, that cannot import the models' source.
+"""Programs compiled here and run by fresh processes, at two and four ranks, that cannot import the
+models' source.
 
-Four processes, forked from one that has imported torch and zbcompile, run each program of four ranks together, and then
-in two pairs those of two ranks.
+Four processes, forked from one that has imported torch and zbcompile, run each program of four
+ranks together, and then in two pairs those of two ranks.
 """
 
 import os
@@ -70,17 +71,30 @@ sys.exit(any(rank.exitcode for rank in ranks))
 """
 
 
-def run_alone(folder: Path, models: Sequence[str], backend: str = "fx") -> dict[tuple[str, int], Trained]:
-    """One step of every model at two and at four ranks, joined over the ranks, by model and ranks."""
+def run_alone(
+    folder: Path, models: Sequence[str], backend: str = "fx"
+) -> dict[tuple[str, int], Trained]:
+    """One step of every model at two and at four ranks, joined over the ranks, by model and
+    ranks."""
     for model in models:
         _save(model, folder, backend)
-    (folder / "zbcompile").symlink_to(ROOT / "zbcompile")  # all of this repository that they can import
-    ports = {"MASTER_PORT": free_port(), "PORT_OF_PAIR_0": free_port(), "PORT_OF_PAIR_1": free_port()}
-    place = {"WORLD_SIZE": "4", "MASTER_ADDR": "localhost"} | {name: str(port) for name, port in ports.items()}
+    (folder / "zbcompile").symlink_to(
+        ROOT / "zbcompile"
+    )  # all of this repository that they can import
+    ports = {
+        "MASTER_PORT": free_port(),
+        "PORT_OF_PAIR_0": free_port(),
+        "PORT_OF_PAIR_1": free_port(),
+    }
+    place = {"WORLD_SIZE": "4", "MASTER_ADDR": "localhost"} | {
+        name: str(port) for name, port in ports.items()
+    }
     environment = {**os.environ, **place, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", SCRIPT, *models]
     patience = 300 if backend == "fx" else 3600
-    done = subprocess.run(command, cwd=folder, env=environment, stderr=subprocess.PIPE, text=True, timeout=patience)
+    done = subprocess.run(
+        command, cwd=folder, env=environment, stderr=subprocess.PIPE, text=True, timeout=patience
+    )
     assert done.returncode == 0, done.stderr
     found = [torch.load(folder / f"found-{rank}.pt") for rank in range(4)]
     return {(model, ranks): _joined(found, model, ranks) for model in models for ranks in PLANS}
@@ -91,7 +105,8 @@ def expected(model: str, ranks: int) -> Trained:
 
 
 def _save(model: str, folder: Path, backend: str) -> None:
-    """Compile a model for two and for four ranks; beside the programs its parameters and one batch."""
+    """Compile a model for two and for four ranks; beside the programs its parameters and
+    one batch."""
     problem = problem_of(model)
     (batch,) = problem.batches(1, 2 * MICROBATCHES)
     part = next(batch.parts(MICROBATCHES))

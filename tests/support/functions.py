@@ -1,5 +1,5 @@
-"""Ways of writing a torch.autograd.Function, each as a step `way(x, layer)` of a model: `x` has WIDTH columns, `layer`
-is a Linear of WIDTH by WIDTH."""
+"""Ways of writing a torch.autograd.Function, each as a step `way(x, layer)` of a model: `x` has
+WIDTH columns, `layer` is a Linear of WIDTH by WIDTH."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -106,7 +106,9 @@ class Needed(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight if ctx.needs_input_grad[0] else None)
+        ctx.save_for_backward(
+            x if ctx.needs_input_grad[1] else None, weight if ctx.needs_input_grad[0] else None
+        )
         return x @ weight
 
     @staticmethod
@@ -135,10 +137,13 @@ class Halves(Function):
 
 
 class Chosen(Function):
-    """Arguments that are no tensors: a function, a mapping with a tensor in it, None, a string, a type."""
+    """Arguments that are no tensors: a function, a mapping with a tensor in it, None, a string, a
+    type."""
 
     @staticmethod
-    def forward(ctx: Any, run: Any, x: Tensor, given: Any, nothing: None, mode: str, dtype: torch.dtype) -> Tensor:
+    def forward(
+        ctx: Any, run: Any, x: Tensor, given: Any, nothing: None, mode: str, dtype: torch.dtype
+    ) -> Tensor:
         ctx.run, ctx.given, ctx.mode = run, given, mode
         ctx.save_for_backward(x)
         return run(x, given["scale"]).to(dtype)
@@ -168,7 +173,8 @@ class Outer(Function):
 
 
 class Module(Function):
-    """A module inside: its parameters are no arguments, and get their gradients from a backward inside the backward."""
+    """A module inside: its parameters are no arguments, and get their gradients from a backward
+    inside the backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, module: nn.Module) -> Any:
@@ -199,8 +205,8 @@ class Frozen(Function):
 
 
 class Deferring(Function):
-    """DualPipe's idea of a linear layer: the weight gradient is a closure, to be run later than the input's. It is
-    added to `.grad` by hand, and autograd is told that there is none."""
+    """DualPipe's idea of a linear layer: the weight gradient is a closure, to be run later than the
+    input's. It is added to `.grad` by hand, and autograd is told that there is none."""
 
     later: list[Callable[[], None]] | None = None  # where closures wait; None: run at once
 
@@ -414,7 +420,9 @@ def made_here(x: Any, layer: nn.Linear) -> Any:
 
 
 def reentrant(x: Any, layer: nn.Linear) -> Any:
-    return torch.utils.checkpoint.checkpoint(lambda x: F.dropout(torch.tanh(layer(x)), 0.25), x, use_reentrant=True)
+    return torch.utils.checkpoint.checkpoint(
+        lambda x: F.dropout(torch.tanh(layer(x)), 0.25), x, use_reentrant=True
+    )
 
 
 def unread(x: Any, layer: nn.Linear) -> Any:
@@ -431,7 +439,9 @@ WAYS: dict[str, Way] = {
     "vjp": lambda x, layer: AsVjp.apply(layer(x)),
     "non_differentiable": ranked,
     "once_differentiable": lambda x, layer: Once.apply(layer(x)),
-    "needs_input_grad": lambda x, layer: Needed.apply(x, layer.weight) + Needed.apply(x.detach(), layer.weight),
+    "needs_input_grad": lambda x, layer: (
+        Needed.apply(x, layer.weight) + Needed.apply(x.detach(), layer.weight)
+    ),
     "materialize_grads": halves,
     "arguments": chosen,
     "nested": lambda x, layer: Outer.apply(x, layer.weight),

@@ -1,5 +1,7 @@
-"""Searches of costs that nobody measures: no time, the largest and smallest floats, what is no number, and memory that
-is just enough. `python -m tests.support.hostile_costs --count 1000` tries more of them than the suite."""
+"""Searches of costs that nobody measures: no time, the largest and smallest floats, what is no
+number, and memory that is just enough. `python -m tests.support.hostile_costs --count 1000` tries
+more of them than the suite.
+"""
 
 import argparse
 import math
@@ -13,7 +15,21 @@ from zbcompile.schedules.searching.order_search import scheduling_problems
 
 EQUAL = 1 + 1e-9
 USUAL = (0, 1, 2.5, Fraction(1, 3), 10**20)
-STRANGE = (1e-300, 5e-324, 1e300, 1e308, 0.0, -0.0, 10**400, math.nan, math.inf, -1, None, "2", True)
+STRANGE = (
+    1e-300,
+    5e-324,
+    1e300,
+    1e308,
+    0.0,
+    -0.0,
+    10**400,
+    math.nan,
+    math.inf,
+    -1,
+    None,
+    "2",
+    True,
+)
 FIELDS = ("forward", "backward", "weight", "activation", "residue", "optimizer")
 
 
@@ -23,8 +39,12 @@ def question(number: int) -> dict[str, Any]:
     placement = rng.choice(("linear", "linear", "v", "looped:2"))
     ranks = rng.randint(1, 4)
     stages = ranks * (1 if placement == "linear" else 2)
-    some = rng.choice((USUAL, (1, 2, 3), (0, 1e-300, 1e300), (1, 1e308), (1, 1e-300), (*USUAL, *STRANGE), (0,)))
-    costs: dict[str, Any] = {name: tuple(rng.choice(some) for _ in range(stages)) for name in FIELDS}
+    some = rng.choice(
+        (USUAL, (1, 2, 3), (0, 1e-300, 1e300), (1, 1e308), (1, 1e-300), (*USUAL, *STRANGE), (0,))
+    )
+    costs: dict[str, Any] = {
+        name: tuple(rng.choice(some) for _ in range(stages)) for name in FIELDS
+    }
     for name in rng.sample(FIELDS, rng.randint(0, 5)):
         costs[name] = tuple(rng.choice((1, 2, 3)) for _ in range(stages))
     costs["comm"] = rng.choice((0, 0, 0.5, rng.choice(some)))
@@ -41,7 +61,8 @@ def question(number: int) -> dict[str, Any]:
 
 
 def outcome(number: int) -> str:
-    """Whether a search is refused, or finds what is right; raises AssertionError for what is wrong."""
+    """Whether a search is refused, or finds what is right; raises AssertionError for what
+    is wrong."""
     asked = question(number)
     limit, strange = asked.pop("limit"), asked.pop("strange")
     try:
@@ -51,20 +72,36 @@ def outcome(number: int) -> str:
         alone = simulate(problem.sequential, costs).peak_memory
         sizes = {"none": None, "least": alone, "less": [each * (1 - 1e-3) for each in alone]}
         memory = sizes.get(limit, strange if limit == "strange" else [2 * each for each in alone])
-        found = search(*task, memory, **{name: asked[name] for name in ("placements", "barrier", "passes")})
+        found = search(
+            *task, memory, **{name: asked[name] for name in ("placements", "barrier", "passes")}
+        )
     except ScheduleError as error:
-        return "refused, though it fits" if limit == "least" and "no order fits" in str(error) else "refused"
+        return (
+            "refused, though it fits"
+            if limit == "least" and "no order fits" in str(error)
+            else "refused"
+        )
     assert limit != "less" or not any(alone), "less than one microbatch needs was enough"
     check(lower(found.schedule), costs)
     step = simulate(found.schedule, costs)
-    limits = memory if isinstance(memory, (list, tuple)) else [math.inf if memory is None else memory] * task[1]
-    assert all(a <= b * EQUAL for a, b in zip(step.peak_memory, limits, strict=True)), "more memory than the limit"
-    assert found.objective == (step.makespan if asked["barrier"] else step.cost), "another objective than simulated"
+    limits = (
+        memory
+        if isinstance(memory, (list, tuple))
+        else [math.inf if memory is None else memory] * task[1]
+    )
+    assert all(a <= b * EQUAL for a, b in zip(step.peak_memory, limits, strict=True)), (
+        "more memory than the limit"
+    )
+    assert found.objective == (step.makespan if asked["barrier"] else step.cost), (
+        "another objective than simulated"
+    )
     assert 0 <= found.bound <= found.objective * EQUAL < math.inf, "the bound is above the order"
     alike = bound(*task, asked["placements"][0], memory, asked["barrier"])
     assert alike <= found.objective * EQUAL, "the bound alone is above the order"
     assert str(found)
-    assert memory is not None or found.objective <= _one_name(asked, costs) * EQUAL, "a name is shorter"
+    assert memory is not None or found.objective <= _one_name(asked, costs) * EQUAL, (
+        "a name is shorter"
+    )
     return "proven" if found.proven else "found"
 
 

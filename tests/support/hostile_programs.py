@@ -2,10 +2,10 @@
 
     python -m tests.support.hostile_programs --programs 500 --seed 0
 
-from the repository's root. Each is loaded, run and inspected, in a process of its own or by both ranks of a mesh. It is
-refused with one line of ours, or trains to the same numbers, or was edited into another program, which trains to other
-ones ("another program"). It is raw if another exception comes out, executed if a payload has left its mark, and hangs
-after a minute.
+from the repository's root. Each is loaded, run and inspected, in a process of its own or by both
+ranks of a mesh. It is refused with one line of ours, or trains to the same numbers, or was edited
+into another program, which trains to other ones ("another program"). It is raw if another exception
+comes out, executed if a payload has left its mark, and hangs after a minute.
 """
 
 import argparse
@@ -79,7 +79,8 @@ class Bending(nn.Module):
 
 
 class Halved(nn.Module):
-    """Each of two ranks has half of the columns of the first matrix and half of the rows of the second."""
+    """Each of two ranks has half of the columns of the first matrix and half of the rows of the
+    second."""
 
     def __init__(self, mesh: Any) -> None:
         super().__init__()
@@ -101,7 +102,9 @@ def model_of(name: str, mesh: Any = None) -> nn.Module:
     torch.manual_seed(0)
     activation = Bending() if name == "foreign" else nn.Tanh()
     return (
-        Branching() if name == "branching" else nn.Sequential(nn.Linear(4, 4), activation, nn.Linear(4, 8, bias=False))
+        Branching()
+        if name == "branching"
+        else nn.Sequential(nn.Linear(4, 4), activation, nn.Linear(4, 8, bias=False))
     )
 
 
@@ -115,7 +118,9 @@ FORWARD, MESH = "forward", "mesh"
 
 
 def batch_of(name: str) -> tuple[Tensor, Tensor]:
-    return torch.ones(4, 4), torch.arange(4) if name == "words" else torch.ones(4, 4 if name == "branching" else 8)
+    return torch.ones(4, 4), (
+        torch.arange(4) if name == "words" else torch.ones(4, 4 if name == "branching" else 8)
+    )
 
 
 def save_programs(folder: Path, *names: str) -> dict[str, Path]:
@@ -125,7 +130,10 @@ def save_programs(folder: Path, *names: str) -> dict[str, Path]:
             on_two_ranks(_save_on_mesh, folder / name)
         elif name == FORWARD:
             example = zbcompile.Example(model_of(name), (torch.ones(1, 4),))
-            save_here(compile_example_forward(example, "eval", build("zb-h1", 2, 4), Choices()), folder / name)
+            save_here(
+                compile_example_forward(example, "eval", build("zb-h1", 2, 4), Choices()),
+                folder / name,
+            )
         else:
             pipe = zbcompile.pipeline(model_of(name), ranks=2, microbatches=4, **STEPS[name])
             x, target = batch_of(name)
@@ -136,7 +144,10 @@ def save_programs(folder: Path, *names: str) -> dict[str, Path]:
 
 def _save_on_mesh(directory: Path, rank: int) -> None:
     mesh, (x, target) = mesh_of(pp=1, tp=2), batch_of(MESH)
-    plan: dict[str, Any] = {**STEPS["plain"], "placements": {name: {"tp": "shard"} for name in ("columns", "rows")}}
+    plan: dict[str, Any] = {
+        **STEPS["plain"],
+        "placements": {name: {"tp": "shard"} for name in ("columns", "rows")},
+    }
     pipe = zbcompile.pipeline(model_of(MESH, mesh), mesh=mesh, microbatches=4, **plan)
     pipe.compile(x, target=target).program.save(directory)
     pipe.close()
@@ -144,7 +155,9 @@ def _save_on_mesh(directory: Path, rank: int) -> None:
 
 def expected_of(directory: Path, name: str) -> list[str]:
     """The numbers of a program that nobody has edited, on each rank of its mesh."""
-    numbers = on_two_ranks(numbers_of, directory, name) if name == MESH else [numbers_of(directory, name)]
+    numbers = (
+        on_two_ranks(numbers_of, directory, name) if name == MESH else [numbers_of(directory, name)]
+    )
     assert None not in numbers, f"the program {name}, which nobody has edited, does not run"
     return numbers
 
@@ -152,20 +165,25 @@ def expected_of(directory: Path, name: str) -> list[str]:
 def numbers_of(directory: Path, name: str, rank: int = 0) -> str:
     """The loss and the gradients of a step of a program, or what its forward returns."""
     mesh = mesh_of(pp=1, tp=2) if name == MESH else None
-    pipe = zbcompile.load(directory, model_of(name, mesh).state_dict(), operators=[FOREIGN], mesh=mesh)
+    pipe = zbcompile.load(
+        directory, model_of(name, mesh).state_dict(), operators=[FOREIGN], mesh=mesh
+    )
     try:
         x, target = batch_of(name)
         if name == FORWARD:
             return repr(pipe.eval(x).tolist())
         loss = pipe.step(x, target=target)
-        gradients = [(name, p.grad.tolist()) for name, p in pipe.named_parameters() if p.grad is not None]
+        gradients = [
+            (name, p.grad.tolist()) for name, p in pipe.named_parameters() if p.grad is not None
+        ]
         return repr((float(loss), gradients))
     finally:
         pipe.close()
 
 
 def inspect(directory: Path) -> bool:
-    """Let inspect print a program, and all of its graphs. Raises PipelineError with what it says on standard error."""
+    """Let inspect print a program, and all of its graphs. Raises PipelineError with what it says on
+    standard error."""
     for arguments in ([], ["--json"], ["--graph", "0.F"], ["--graphs", str(directory / "graphs")]):
         out, err = io.StringIO(), io.StringIO()
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -194,10 +212,18 @@ def outcomes(directory: Path, name: str, expected: list[str], rank: int) -> Outc
     return found if rank else found | {"inspect": outcome_of(lambda: inspect(directory))}
 
 
-# --- edits -----------------------------------------------------------------------------------------------------------
+# --- edits
+# -----------------------------------------------------------------------------------------------------------
 
 PACKETS = ("aten._assert_async", "aten._assert_scalar", "aten._assert_tensor_metadata")
-PATHS: list[Json] = ["__import__('os').system('touch executed')", "x=exec('1')", "self", "torch", "__import__", "class"]
+PATHS: list[Json] = [
+    "__import__('os').system('touch executed')",
+    "x=exec('1')",
+    "self",
+    "torch",
+    "__import__",
+    "class",
+]
 PATHS += [
     "__class__",
     "forward",
@@ -212,15 +238,48 @@ PATHS += [
     "aten_relu_default",
 ]
 NUMBERS: list[Json] = [-1, 0, 1, 2**31, 2**63, 10**30, -(2**63), 1.5, True, None]
-TEXTS: list[Json] = ["nan", "float32", "int64", "qint8", "Tensor", "save", "load", "strided", "sparse_coo", "tp", "pp"]
-ODD: list[Json] = [[], {}, [[]], {"node": "x"}, {"float": "1_0"}, {"complex": [{"float": "inf"}, 1]}, {"dtype": "save"}]
-ODD += [{"device": "meta"}, {"layout": "load"}, {"tuple": 3}, {"slice": [1, 2, 3, 4]}, {"node": []}, {"a": 1, "b": 2}]
+TEXTS: list[Json] = [
+    "nan",
+    "float32",
+    "int64",
+    "qint8",
+    "Tensor",
+    "save",
+    "load",
+    "strided",
+    "sparse_coo",
+    "tp",
+    "pp",
+]
+ODD: list[Json] = [
+    [],
+    {},
+    [[]],
+    {"node": "x"},
+    {"float": "1_0"},
+    {"complex": [{"float": "inf"}, 1]},
+    {"dtype": "save"},
+]
+ODD += [
+    {"device": "meta"},
+    {"layout": "load"},
+    {"tuple": 3},
+    {"slice": [1, 2, 3, 4]},
+    {"node": []},
+    {"a": 1, "b": 2},
+]
 VALUES = [*PATHS, *NUMBERS, *TEXTS, *ODD]
 
 
 def places(data: Json, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     """Where something stands in a JSON value."""
-    inner = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
+    inner = (
+        data.items()
+        if isinstance(data, dict)
+        else enumerate(data)
+        if isinstance(data, list)
+        else ()
+    )
     return [each for key, value in inner for each in ((*path, key), *places(value, (*path, key)))]
 
 
@@ -249,9 +308,13 @@ def put_anything(data: Json, chance: random.Random) -> str:
 
 def graphs_in(data: Json) -> list[Json]:
     """The written graphs in a file, those inside others too."""
-    inner = list(data.values()) if isinstance(data, dict) else data if isinstance(data, list) else []
+    inner = (
+        list(data.values()) if isinstance(data, dict) else data if isinstance(data, list) else []
+    )
     own = [data] if isinstance(data, dict) and "nodes" in data else []
-    return own + [graph for each in inner if isinstance(each, dict | list) for graph in graphs_in(each)]
+    return own + [
+        graph for each in inner if isinstance(each, dict | list) for graph in graphs_in(each)
+    ]
 
 
 def any_node(data: Json, chance: random.Random) -> tuple[Json, Json]:
@@ -261,11 +324,23 @@ def any_node(data: Json, chance: random.Random) -> tuple[Json, Json]:
 
 def hostile_name(chance: random.Random) -> str:
     """The name of an operation, most of which are none."""
-    packet = chance.choice((*PACKETS, "aten.relu", "getitem", "higher_order", "higher_order.cond", "torch", "aten"))
-    names = [*dir(torch.ops.aten._assert_async), "default", "msg", "__globals__", "__builtins__", "op", "system"]
+    packet = chance.choice(
+        (*PACKETS, "aten.relu", "getitem", "higher_order", "higher_order.cond", "torch", "aten")
+    )
+    names = [
+        *dir(torch.ops.aten._assert_async),
+        "default",
+        "msg",
+        "__globals__",
+        "__builtins__",
+        "op",
+        "system",
+    ]
     everything = sorted(torch._C._dispatch_get_all_op_names())
     known = chance.choice(everything).replace("::", ".")
-    return chance.choice((f"{packet}.{chance.choice(names)}", known if known.count(".") == 2 else f"{known}.default"))
+    return chance.choice(
+        (f"{packet}.{chance.choice(names)}", known if known.count(".") == 2 else f"{known}.default")
+    )
 
 
 def put_operator(data: Json, chance: random.Random) -> str:
@@ -277,9 +352,29 @@ def put_operator(data: Json, chance: random.Random) -> str:
 def put_another(data: Json, chance: random.Random) -> str:
     """An operator in the place of another that may be called alike."""
     _, node = any_node(data, chance)
-    alike = ("sin.default", "cos.default", "add_.Tensor", "add.Tensor", "mul.Tensor", "mm.default", "copy_.default")
-    alike += ("set_.source_Tensor", "resize_as_.default", "to_sparse.default", "unbind.int", "item.default")
-    alike += ("t_.default", "sort.default", "_to_copy.default", "empty_like.default", "requires_grad_.default")
+    alike = (
+        "sin.default",
+        "cos.default",
+        "add_.Tensor",
+        "add.Tensor",
+        "mul.Tensor",
+        "mm.default",
+        "copy_.default",
+    )
+    alike += (
+        "set_.source_Tensor",
+        "resize_as_.default",
+        "to_sparse.default",
+        "unbind.int",
+        "item.default",
+    )
+    alike += (
+        "t_.default",
+        "sort.default",
+        "_to_copy.default",
+        "empty_like.default",
+        "requires_grad_.default",
+    )
     alike += ("nonzero.default", "geqrf.default")
     before, node["call"] = node["call"], f"aten.{chance.choice(alike)}"
     if chance.random() < 0.5:
@@ -342,7 +437,9 @@ def put_input(data: Json, chance: random.Random) -> str:
     graph = chance.choice([each for each in graphs_in(data) if each["inputs"]])
     value, part = chance.choice(graph["inputs"]), chance.randrange(6)
     numbers = [chance.choice([-1, 0, 1, 4, 10**6, 10**13, 2**63])] * chance.randrange(3)
-    value[part] = chance.choice((chance.choice(VALUES), numbers)) if part in (2, 3) else chance.choice(VALUES)
+    value[part] = (
+        chance.choice((chance.choice(VALUES), numbers)) if part in (2, 3) else chance.choice(VALUES)
+    )
     return f"input {part}: {value[part]!r}"
 
 
@@ -368,7 +465,9 @@ def append_call(graph: Json, call: str, *args: Json) -> None:
 def put_group(data: Json, chance: random.Random) -> str:
     graph, _ = any_node(data, chance)
     name = chance.choice(["tp", "pp", "dp", "0", "group0", *PATHS])
-    target = chance.choice(("all_reduce", "isend", "all_gather_into_tensor", "broadcast", "wait_tensor"))
+    target = chance.choice(
+        ("all_reduce", "isend", "all_gather_into_tensor", "broadcast", "wait_tensor")
+    )
     args = {"all_reduce": ["sum", name], "wait_tensor": []}.get(target, [1, name])
     append_call(graph, f"_c10d_functional.{target}.default", *args)
     return f"{target} of group {name!r}"
@@ -385,11 +484,16 @@ def put_payload(data: Json, chance: random.Random) -> str:
         (f"{packet}.{chance.choice(ways[0])}", ["__globals__"]),
         ("getitem", [{"node": first + 2}, "__builtins__"]),
         ("getitem", [{"node": first + 3}, "exec"]),
-        (f"{packet}.{chance.choice(ways[1])}", [packet.replace(".", "::"), "x", {"node": first + 4}, []]),
+        (
+            f"{packet}.{chance.choice(ways[1])}",
+            [packet.replace(".", "::"), "x", {"node": first + 4}, []],
+        ),
         (f"{packet}.__call__", [f"open({MARK!r}, 'w')"]),
     ]
     skipped = chance.randrange(8)
-    graph["nodes"] += [{"call": call, "args": args} for i, (call, args) in enumerate(calls) if i != skipped]
+    graph["nodes"] += [
+        {"call": call, "args": args} for i, (call, args) in enumerate(calls) if i != skipped
+    ]
     return f"payload through {packet} without step {skipped}"
 
 
@@ -412,7 +516,16 @@ def put_text(data: Json, chance: random.Random) -> str:
     return f"{target} with {text!r}"
 
 
-GRAPH_EDITS = (put_operator, put_another, put_slot, put_keyword, put_argument, put_number, put_input, put_storage)
+GRAPH_EDITS = (
+    put_operator,
+    put_another,
+    put_slot,
+    put_keyword,
+    put_argument,
+    put_number,
+    put_input,
+    put_storage,
+)
 GRAPH_EDITS += (put_branch, put_group, put_payload, put_text)
 Edit = Callable[[Json, random.Random], str]
 
@@ -430,7 +543,9 @@ def rehash(directory: Path) -> None:
 
 def write_manifest(directory: Path, manifest: Json) -> None:
     manifest.pop("digest", None)
-    (directory / "manifest.json").write_text(json.dumps({**manifest, "digest": digest_of(manifest)}))
+    (directory / "manifest.json").write_text(
+        json.dumps({**manifest, "digest": digest_of(manifest)})
+    )
 
 
 def compile_when_loaded(directory: Path) -> None:
@@ -468,11 +583,14 @@ def attack(saved: Path, work: Path, expected: list[str], seed: int) -> list[tupl
     shutil.copytree(saved, directory)
     says = edit(directory, random.Random(seed))
     given = directory, saved.name, expected
-    found = _of_both(on_two_ranks(used_in, *given)) if saved.name == MESH else apart(used_in, *given, 0)
+    found = (
+        _of_both(on_two_ranks(used_in, *given)) if saved.name == MESH else apart(used_in, *given, 0)
+    )
     found = found or {"both": ("hang or end of the process", "")}
     shutil.rmtree(directory)
     return [
-        (f"{outcome} ({kind})", f"seed {seed}, {saved.name}, {says}: {text}") for kind, (outcome, text) in found.items()
+        (f"{outcome} ({kind})", f"seed {seed}, {saved.name}, {says}: {text}")
+        for kind, (outcome, text) in found.items()
     ]
 
 
@@ -486,7 +604,11 @@ def _of_both(found: list[Outcomes | None]) -> Outcomes | None:
     if is_bad(f"{second['run'][0]} (run)"):
         return first | {"run": second["run"]}
     refusals = sum(each["run"][0] == "refused" for each in (first, second))
-    return first | {"run": ("refused on one rank", first["run"][1] + second["run"][1])} if refusals == 1 else first
+    return (
+        first | {"run": ("refused on one rank", first["run"][1] + second["run"][1])}
+        if refusals == 1
+        else first
+    )
 
 
 def used_in(directory: Path, name: str, expected: list[str], rank: int) -> Outcomes:
@@ -515,7 +637,9 @@ def main() -> None:
             name = sorted(programs)[number % len(programs)]
             if options.only not in name:
                 continue
-            for outcome, text in attack(programs[name], Path(folder), expected[name], options.seed + number):
+            for outcome, text in attack(
+                programs[name], Path(folder), expected[name], options.seed + number
+            ):
                 counts[outcome] += 1
                 if is_bad(outcome) or options.show:
                     print(f"{outcome}: {text}", flush=True)

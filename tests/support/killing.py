@@ -1,9 +1,11 @@
-"""Runs that are killed with SIGKILL at chosen moments and started again, and what must come out of them.
+"""Runs that are killed with SIGKILL at chosen moments and started again, and what must come out of
+them.
 
     python -m tests.support.killing --moments 50        from the repository's root; prints every kill
     python -m tests.support.killing --moments 50 --phase save --save-async      all kills while checkpoints are written
 
-Ranks are real processes, forked from one that has imported torch, so that a start takes a fraction of a second.
+Ranks are real processes, forked from one that has imported torch, so that a start takes a fraction
+of a second.
 """
 
 import argparse
@@ -31,8 +33,8 @@ REHEARSED, PARTS = "tests.support.rehearsed", "tests.support.killing_parts"
 
 @dataclass(frozen=True)
 class Kill:
-    """When to kill: in which phase, and how late in it, as a share of its usual length. "one rank" kills one of the
-    ranks in a step and leaves the others to end by themselves."""
+    """When to kill: in which phase, and how late in it, as a share of its usual length. "one rank"
+    kills one of the ranks in a step and leaves the others to end by themselves."""
 
     phase: str
     late: float
@@ -41,7 +43,8 @@ class Kill:
 
 @dataclass
 class Site:
-    """One training run: its program, its checkpoints, what it prints and the weights that it leaves."""
+    """One training run: its program, its checkpoints, what it prints and the weights that it
+    leaves."""
 
     folder: Path
     more: tuple[str, ...] = ()
@@ -60,9 +63,23 @@ class Site:
 
     def arguments(self) -> list[str]:
         return [
-            *(str(self.folder / "program"), "--data", f"{PARTS}:{self.data}", "--init", f"{PARTS}:init"),
+            *(
+                str(self.folder / "program"),
+                "--data",
+                f"{PARTS}:{self.data}",
+                "--init",
+                f"{PARTS}:init",
+            ),
             *("--steps", str(STEPS), "--lr", "0.01", "--seed", "3", "--log-every", "1"),
-            *("--checkpoint", str(self.folder / "checkpoints"), "--every", str(EVERY), "--keep", "2", "--resume"),
+            *(
+                "--checkpoint",
+                str(self.folder / "checkpoints"),
+                "--every",
+                str(EVERY),
+                "--keep",
+                "2",
+                "--resume",
+            ),
             *("--export", str(self.weights), "--timeout", "60", *self.more),
         ]
 
@@ -71,8 +88,11 @@ class Killed(Exception):
     """The processes were killed as asked."""
 
 
-def finish(site: Site, kills: list[Kill], say: Callable[[str], None] = lambda _: None) -> list[Kill]:
-    """Start the run again after every kill until it is done; the kills that met it alive, in their order."""
+def finish(
+    site: Site, kills: list[Kill], say: Callable[[str], None] = lambda _: None
+) -> list[Kill]:
+    """Start the run again after every kill until it is done; the kills that met it alive, in their
+    order."""
     met: list[Kill] = []
     waiting = list(kills)
     while not site.weights.exists():
@@ -138,16 +158,20 @@ def run(site: Site, kill: Kill | None) -> None:
 
 
 def moment(site: Site, kill: Kill, since: float) -> bool:
-    """Whether the phase has begun: some steps after the start, in the first or the second save after it."""
+    """Whether the phase has begun: some steps after the start, in the first or the second save
+    after it."""
     if kill.phase == "save":
         return printed(site).count("sav") >= int(2 * kill.late) and writes(site, since)
     return printed(site).count("loss") > int(8 * kill.late)
 
 
 def writes(site: Site, since: float) -> bool:
-    """Whether a checkpoint is being written; a directory that an earlier kill left does not count."""
+    """Whether a checkpoint is being written; a directory that an earlier kill left does not
+    count."""
     with contextlib.suppress(FileNotFoundError):
-        return any(path.stat().st_mtime > since for path in (site.folder / "checkpoints").glob(".step-*"))
+        return any(
+            path.stat().st_mtime > since for path in (site.folder / "checkpoints").glob(".step-*")
+        )
     return False
 
 
@@ -179,9 +203,16 @@ def processes(site: Site, part: str, given: list[dict[str, str]]) -> Iterator[li
 
 def start(part: str, site: Site, environment: dict[str, str]) -> None:
     """In the new process."""
-    assert {REHEARSED, PARTS} <= sys.modules.keys(), "the forkserver could not import what it shares"
+    assert {
+        REHEARSED,
+        PARTS,
+    } <= sys.modules.keys(), "the forkserver could not import what it shares"
     os.environ.update(environment)
-    with site.log.open("a") as log, contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
+    with (
+        site.log.open("a") as log,
+        contextlib.redirect_stdout(log),
+        contextlib.redirect_stderr(log),
+    ):
         parts: Any = __import__(PARTS, fromlist=[part])
         status = getattr(parts, part)(site.folder, site.arguments())
     sys.exit(status)
@@ -203,7 +234,8 @@ def wait_for(started: list[BaseProcess]) -> None:
 
 
 def kill_all(started: list[BaseProcess]) -> None:
-    """Kill what still lives; `Killed` if that was anything. A process that ended by itself must have ended well."""
+    """Kill what still lives; `Killed` if that was anything. A process that ended by itself must
+    have ended well."""
     alive = [process for process in started if process.is_alive()]
     for process in alive:
         process.kill()
@@ -211,7 +243,9 @@ def kill_all(started: list[BaseProcess]) -> None:
         process.join(PATIENCE)
     if alive:
         raise Killed
-    assert all(process.exitcode == 0 for process in started), [process.exitcode for process in started]
+    assert all(process.exitcode == 0 for process in started), [
+        process.exitcode for process in started
+    ]
 
 
 def kill_one(started: list[BaseProcess], rank: int) -> None:
@@ -230,15 +264,22 @@ def kill_one(started: list[BaseProcess], rank: int) -> None:
 def random_kills(count: int, seed: int, phases: Sequence[str] = PHASES) -> list[Kill]:
     """Moments in the phases, in turn, each somewhere in its phase."""
     chance = random.Random(seed)
-    return [Kill(phases[i % len(phases)], chance.random(), chance.randrange(RANKS)) for i in range(count)]
+    return [
+        Kill(phases[i % len(phases)], chance.random(), chance.randrange(RANKS))
+        for i in range(count)
+    ]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Kill runs at random moments; all must end with the same weights.")
+    parser = argparse.ArgumentParser(
+        description="Kill runs at random moments; all must end with the same weights."
+    )
     parser.add_argument("--moments", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--phase", choices=PHASES, nargs="+", default=PHASES)
-    parser.add_argument("--save-async", action="store_true", help="checkpoints are written in a thread")
+    parser.add_argument(
+        "--save-async", action="store_true", help="checkpoints are written in a thread"
+    )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         more = ("--save-async",) if options.save_async else ()
@@ -252,10 +293,15 @@ def main() -> None:
             met = finish(site, kills[done : done + len(PHASES)], print)
             same = site.weights.read_bytes() == undisturbed.weights.read_bytes()
             done, number = done + max(1, len(met)), number + 1
-            print(f"run {number}: {len(met)} kills, weights {'bitwise equal' if same else 'DIFFER'}", flush=True)
+            print(
+                f"run {number}: {len(met)} kills, weights {'bitwise equal' if same else 'DIFFER'}",
+                flush=True,
+            )
             if not same:
                 raise SystemExit(1)
-        print(f"{done} kills in {number} runs: every restart went on, all weights are bitwise equal")
+        print(
+            f"{done} kills in {number} runs: every restart went on, all weights are bitwise equal"
+        )
 
 
 if __name__ == "__main__":

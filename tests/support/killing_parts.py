@@ -1,4 +1,5 @@
-"""What the processes of `tests/support/killing.py` do; they are forked from one that has imported this."""
+"""What the processes of `tests/support/killing.py` do; they are forked from one that has imported
+this."""
 
 import os
 import random
@@ -29,7 +30,8 @@ def train(folder: Path, arguments: list[str]) -> int:
 
 
 def batches() -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Batches that depend on all that were drawn before, by two generators; those of a resumed run are drawn again."""
+    """Batches that depend on all that were drawn before, by two generators; those of a resumed run
+    are drawn again."""
     while True:
         time.sleep(0.01)
         tokens = torch.randint(0, 256, (SIZE, LENGTH + 1))

@@ -1,4 +1,5 @@
-"""A rank comes late to a call: by less than `timeout=`, and all go on; by more, and all say which rank it was.
+"""A rank comes late to a call: by less than `timeout=`, and all go on; by more, and all say which
+rank it was.
 
     python -m tests.support.latecomers [--only TEXT] [--part 1/2]
 
@@ -30,7 +31,10 @@ from tests.support.pool import Pool, open_pool
 KINDS = ("start", "compile", "receive", "collective", "save", "load", "eval", "clip", "state_dict")
 GROUPS = ("ours", "the script's", "the script's, which waits 1 s")
 LAUNCHERS = ("torchrun", "none")
-TIMEOUTS = {0.8: 6.0, 1.2: 8.0}  # by the part: the watch looks twice a second, and gives up half a second late
+TIMEOUTS = {
+    0.8: 6.0,
+    1.2: 8.0,
+}  # by the part: the watch looks twice a second, and gives up half a second late
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,10 @@ class Case:
     late: int = 1
 
     def __str__(self) -> str:
-        return f"{self.kind}, rank {self.late} late by {self.part} of timeout=; group: {self.group}; {self.launcher}"
+        return (
+            f"{self.kind}, rank {self.late} late by {self.part} of timeout=; group: {self.group};"
+            f" {self.launcher}"
+        )
 
     @property
     def timeout(self) -> float:
@@ -55,7 +62,9 @@ class Case:
         if self.part < 1:
             return "; ".join(each for each in said if each)
         other, own = said[1 - self.late], said[self.late]
-        named = rf"rank {self.late} (failed at|did not arrive)|rank {self.late}, which keeps the store"
+        named = (
+            rf"rank {self.late} (failed at|did not arrive)|rank {self.late}, which keeps the store"
+        )
         if not re.search(named, other):
             return f"rank {1 - self.late} said {other!r}"
         here = rf"{named}|rank {1 - self.late}, which keeps the store"  # it has ended
@@ -65,8 +74,15 @@ class Case:
 
 
 def come_late(case: Case, rank: int, port: int, folder: str) -> str:
-    """What one of two ranks raised; empty if all went well. There is no process group yet, and none is left."""
-    place = {"RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "LOCAL_RANK": rank}
+    """What one of two ranks raised; empty if all went well. There is no process group yet, and none
+    is left."""
+    place = {
+        "RANK": rank,
+        "WORLD_SIZE": 2,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "LOCAL_RANK": rank,
+    }
     place["TORCHELASTIC_USE_AGENT_STORE"] = case.launcher == "torchrun"
     try:
         with patch.dict(os.environ, {name: str(value) for name, value in place.items()}):
@@ -109,7 +125,9 @@ def _pipeline(case: Case) -> tuple[zbcompile.Pipeline, Callable[[], object]]:
     return pipe, lambda: pipe.step(rows(), target=torch.arange(8))
 
 
-def _call(kind: str, pipe: zbcompile.Pipeline, folder: Path, step: Callable[[], object]) -> Callable[[], object]:
+def _call(
+    kind: str, pipe: zbcompile.Pipeline, folder: Path, step: Callable[[], object]
+) -> Callable[[], object]:
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.01)
     if kind == "load":
         zbcompile.save_checkpoint(folder, pipe, optimizer)
@@ -141,7 +159,8 @@ def as_rank(case: Case, port: int, folder: str) -> str:
 
 
 def run(case: Case, pool: Pool, folder: str, port: int) -> str:
-    """What is not good about a case. `port` is free; under torchrun this process keeps the store."""
+    """What is not good about a case. `port` is free; under torchrun this process keeps the
+    store."""
     store = None
     if case.launcher == "torchrun":
         store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)

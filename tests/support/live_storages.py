@@ -1,4 +1,5 @@
-"""An independent count of the storages that are alive, and what a forward-only run may hold of them."""
+"""An independent count of the storages that are alive, and what a forward-only run may hold of
+them."""
 
 import gc
 from collections.abc import Iterable
@@ -15,8 +16,8 @@ from zbcompile.program.program import Program
 
 
 def leave_aside() -> list[torch.Tensor]:
-    """The tensors that there are. They and all else, in a process that has run many tests millions of objects, stay to
-    its end: no collection or count from here on walks through them."""
+    """The tensors that there are. They and all else, in a process that has run many tests millions
+    of objects, stay to its end: no collection or count from here on walks through them."""
     gc.collect()
     found = living_tensors()
     gc.freeze()
@@ -29,9 +30,9 @@ def living_tensors() -> list[torch.Tensor]:
 
 
 class Alive(TorchDispatchMode):
-    """Adds up the storages that are alive: those of `values`, and all made since, at the size that each has by then.
-    `most` is the most at any operation: what is made, or was empty and is no longer, is added there; what has gone is
-    looked for only where the sum would exceed the most."""
+    """Adds up the storages that are alive: those of `values`, and all made since, at the size that
+    each has by then. `most` is the most at any operation: what is made, or was empty and is no
+    longer, is added there; what has gone is looked for only where the sum would exceed the most."""
 
     def __init__(self, values: list[torch.Tensor], uncounted: Iterable[torch.Tensor]) -> None:
         super().__init__()
@@ -75,8 +76,10 @@ def _size(found: StorageWeakRef) -> int | None:
 
 
 def forward_bytes(program: Program) -> tuple[int, int]:
-    """What a forward-only run of all ranks in one process is predicted to hold: of one microbatch in its largest stage,
-    since one stage runs at a time; and in messages and outputs, if none is taken before all are made."""
+    """What a forward-only run of all ranks in one process is predicted to hold: of one microbatch
+    in its largest stage, since one stage runs at a time; and in messages and outputs, if none is
+    taken before all are made.
+    """
     count = program.schedule.microbatches
     inside = max(transient_bytes(stage, "F") for stage in program.stages)
     sent = sum(stage.send_bytes for stage in program.stages)

@@ -11,8 +11,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 
 def mesh_of(**sizes: int) -> DeviceMesh:
-    """A mesh of all processes. DTensor takes equal parts of meshes for the same one: what it has planned for an earlier
-    test would use that test's groups, so it forgets it."""
+    """A mesh of all processes. DTensor takes equal parts of meshes for the same one: what it has
+    planned for an earlier test would use that test's groups, so it forgets it."""
     _clear_sharding_prop_cache()
     redistribute.clear_redistribute_planner_cache()
     redistribute._gen_transform_infos.cache_clear()

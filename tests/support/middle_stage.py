@@ -1,4 +1,5 @@
-"""A module under test as the middle one of three stages, run pass by pass against eager autograd."""
+"""A module under test as the middle one of three stages, run pass by pass against eager
+autograd."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -26,7 +27,8 @@ ORDERS: Mapping[str, Sequence[tuple[str, int]]] = {
 
 
 class Middle(nn.Module):
-    """`inner` between a layer that makes its input differentiable and one that turns its output into a loss."""
+    """`inner` between a layer that makes its input differentiable and one that turns its output
+    into a loss."""
 
     def __init__(self, inner: nn.Module, like: Tensor) -> None:
         super().__init__()
@@ -44,7 +46,12 @@ def compile_middle(inner: nn.Module, x: Tensor, **options: Any) -> tuple[Compile
     """Returns `inner` compiled as stage 1 of 3; `x` is one microbatch of its input."""
     model = Middle(inner, x)
     step = export_training_step(model, (x,), {})
-    return compile_graph(step, ranks_of=range(STAGES), exact=True, choose_cuts=_around_inner, **options), model
+    return (
+        compile_graph(
+            step, ranks_of=range(STAGES), exact=True, choose_cuts=_around_inner, **options
+        ),
+        model,
+    )
 
 
 def _around_inner(step: StepGraph, line: ForwardLine) -> tuple[int, int]:
@@ -57,9 +64,15 @@ def _around_inner(step: StepGraph, line: ForwardLine) -> tuple[int, int]:
 
 
 def differences_of_order(
-    compiled: CompiledStep, model: Middle, batches: Sequence[Batch], order: Sequence[tuple[str, int]]
+    compiled: CompiledStep,
+    model: Middle,
+    batches: Sequence[Batch],
+    order: Sequence[tuple[str, int]],
 ) -> list[str]:
-    """Returns what differs from eager accumulation after every stage has run the passes in this order."""
-    orders = [[Action(op, stage, microbatch) for op, microbatch in order] for stage in range(STAGES)]
+    """Returns what differs from eager accumulation after every stage has run the passes in this
+    order."""
+    orders = [
+        [Action(op, stage, microbatch) for op, microbatch in order] for stage in range(STAGES)
+    ]
     result = Runner(compiled, model, batches, seed=3).run(orders)
     return differences(result, eager_step(model, batches, None, seed=3))

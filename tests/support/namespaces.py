@@ -1,4 +1,5 @@
-"""Machines that are network namespaces of this one, each with one link to the other; Linux, as root."""
+"""Machines that are network namespaces of this one, each with one link to the other; Linux, as
+root."""
 
 import ctypes
 import os
@@ -11,16 +12,20 @@ CLONE_NEWNET = 0x40000000
 
 @dataclass
 class Machines:
-    """Two machines, 10.77.0.1 and 10.77.0.2, connected by a cable that can be pulled out. `reason` says why there are
-    none."""
+    """Two machines, 10.77.0.1 and 10.77.0.2, connected by a cable that can be pulled out. `reason`
+    says why there are none."""
 
     holders: list[subprocess.Popen[bytes]] = field(default_factory=list)
     reason: str = ""
 
     def __post_init__(self) -> None:
         try:
-            self.holders = [subprocess.Popen(["unshare", "-n", "sleep", "infinity"]) for _ in range(2)]
-            while any(os.readlink(self._space(n)) == os.readlink("/proc/self/ns/net") for n in range(2)):
+            self.holders = [
+                subprocess.Popen(["unshare", "-n", "sleep", "infinity"]) for _ in range(2)
+            ]
+            while any(
+                os.readlink(self._space(n)) == os.readlink("/proc/self/ns/net") for n in range(2)
+            ):
                 pass
             self.lay_cable()
             for number in range(2):
@@ -39,7 +44,8 @@ class Machines:
         return f"10.77.0.{number + 1}"
 
     def plug(self, connected: bool) -> None:
-        """Connect the machines, or cut them off from each other: packets are lost without a word."""
+        """Connect the machines, or cut them off from each other: packets are lost without a
+        word."""
         for number in range(2):
             ip(number, self, f"link set zb{number} {'up' if connected else 'down'}")
 

@@ -1,4 +1,5 @@
-"""What tests of GPUs share; and how a function that other tests run on the CPU's ranks runs on GPUs, watched."""
+"""What tests of GPUs share; and how a function that other tests run on the CPU's ranks runs on
+GPUs, watched."""
 
 import io
 from collections.abc import Callable, Iterator
@@ -17,7 +18,9 @@ from zbcompile.optimizer.pipeline_optimizer import PipelineOptimizer
 GPUS = torch.cuda.device_count()
 one_gpu = pytest.mark.skipif(GPUS < 1, reason="needs a GPU")
 two_gpus = pytest.mark.skipif(GPUS < 2, reason=f"NCCL connects GPUs: needs 2, found {GPUS}")
-four_gpus = pytest.mark.skipif(GPUS < 4, reason=f"two replicas of two ranks: needs 4 GPUs, found {GPUS}")
+four_gpus = pytest.mark.skipif(
+    GPUS < 4, reason=f"two replicas of two ranks: needs 4 GPUs, found {GPUS}"
+)
 
 
 @contextmanager
@@ -32,10 +35,15 @@ def waiting_forbidden() -> Iterator[None]:
 
 
 def on_gpu(function: Callable[..., Any], *args: Any) -> Any:
-    """What `function` returns, on the host. It runs as on the CPU, but the tensors that it makes are on this rank's
-    GPU, and from the second one on no step of a pipeline or its optimizer waits for the GPU."""
+    """What `function` returns, on the host. It runs as on the CPU, but the tensors that it makes
+    are on this rank's GPU, and from the second one on no step of a pipeline or its optimizer waits
+    for the GPU."""
     rank = dist.get_rank() if dist.is_initialized() else 0
-    with torch.device("cuda", rank), _from_the_second(zbcompile.Pipeline), _from_the_second(PipelineOptimizer):
+    with (
+        torch.device("cuda", rank),
+        _from_the_second(zbcompile.Pipeline),
+        _from_the_second(PipelineOptimizer),
+    ):
         found = function(*args)
     written = io.BytesIO()
     torch.save(found, written)
@@ -45,7 +53,8 @@ def on_gpu(function: Callable[..., Any], *args: Any) -> Any:
 
 @contextmanager
 def _from_the_second(kind: type[Any]) -> Iterator[None]:
-    """Inside, `step` of an object may wait for the device only the first time, when it compiles and makes state."""
+    """Inside, `step` of an object may wait for the device only the first time, when it compiles and
+    makes state."""
     known: WeakSet[Any] = WeakSet()
     step = kind.step
 

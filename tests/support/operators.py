@@ -1,4 +1,5 @@
-"""Operators of torch's own test list as a model of one stage, compiled and run against eager autograd."""
+"""Operators of torch's own test list as a model of one stage, compiled and run against eager
+autograd."""
 
 import importlib
 from collections.abc import Sequence
@@ -35,17 +36,24 @@ class Case:
 
 
 def cases_of(info: Any, dtype: torch.dtype, count: int) -> list[Case]:
-    """At most `count` of the samples of an OpInfo, spread evenly over its list; the same at every call."""
+    """At most `count` of the samples of an OpInfo, spread evenly over its list; the same at every
+    call."""
     torch.manual_seed(0)
     samples = list(info.sample_inputs("cpu", dtype, requires_grad=True))
-    chosen = range(len(samples)) if len(samples) <= count else [i * len(samples) // count for i in range(count)]
+    chosen = (
+        range(len(samples))
+        if len(samples) <= count
+        else [i * len(samples) // count for i in range(count)]
+    )
     return [Case(info, samples[i]) for i in chosen]
 
 
 class Operators(nn.Module):
-    """The sum of what operators make of their samples, each result weighted by a parameter of its own.
+    """The sum of what operators make of their samples, each result weighted by a parameter of its
+    own.
 
-    The gradient of that parameter is the result itself, so gradients show the bits of the forward too.
+    The gradient of that parameter is the result itself, so gradients show the bits of the forward
+    too.
     """
 
     def __init__(self, cases: Sequence[Case]) -> None:
@@ -53,11 +61,15 @@ class Operators(nn.Module):
         self.tensors = nn.ParameterList()
         self.calls = [(case.info.op, *self._without_tensors(case.sample)) for case in cases]
         with torch.no_grad():
-            self.weights = nn.ParameterList(torch.rand_like(result) + 0.5 for result in self.results())
+            self.weights = nn.ParameterList(
+                torch.rand_like(result) + 0.5 for result in self.results()
+            )
 
     def _without_tensors(self, sample: Any) -> tuple[list[Any], Any]:
         leaves, structure = pytree.tree_flatten((sample.input, sample.args, sample.kwargs))
-        return [self._keep(leaf) if isinstance(leaf, Tensor) else (None, leaf) for leaf in leaves], structure
+        return [
+            self._keep(leaf) if isinstance(leaf, Tensor) else (None, leaf) for leaf in leaves
+        ], structure
 
     def _keep(self, leaf: Tensor) -> tuple[int, None]:
         self.tensors.append(nn.Parameter(leaf.detach().clone(), leaf.requires_grad))
@@ -72,11 +84,17 @@ class Operators(nn.Module):
             with replaced(importlib.import_module(TORCHS_LIST), "wrapper_set_seed", _unseeded):
                 result = operator(first, *args, **kwargs)
             made += [value for value in pytree.tree_leaves(result) if _real(value)]
-        return [torch.view_as_real(value.resolve_conj()) if value.is_complex() else value for value in made]
+        return [
+            torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
+            for value in made
+        ]
 
     def forward(self, one: Tensor) -> Tensor:
         weighted = zip(self.results(), self.weights, strict=True)
-        return one * torch.stack([(result * weight).sum().float() for result, weight in weighted]).sum()
+        return (
+            one
+            * torch.stack([(result * weight).sum().float() for result, weight in weighted]).sum()
+        )
 
 
 def _unseeded(operator: Any, *args: Any, **kwargs: Any) -> Any:
@@ -92,7 +110,9 @@ Gradients = dict[str, Tensor | None]
 
 
 def eager_gradients(model: Operators) -> Gradients:
-    named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    named = {
+        name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
+    }
     torch.manual_seed(1)
     found = torch.autograd.grad(model(torch.ones(())), list(named.values()), allow_unused=True)
     return dict(zip(named, found, strict=True))
@@ -104,7 +124,11 @@ def split_gradients(model: Operators) -> Gradients:
     compiled = compile_step(model, *batch, ranks_of=[0], exact=True)
     order = [Action(kind, 0, 0) for kind in ("F", "B", "W")]
     found = Runner(compiled, model, [batch], seed=1).run([order]).gradients
-    return {name: found.get(name) for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return {
+        name: found.get(name)
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
 
 
 @dataclass(frozen=True)
@@ -124,7 +148,11 @@ def differences(found: Gradients, expected: Gradients) -> list[Difference]:
 def _equal(a: Tensor | None, b: Tensor | None) -> bool:
     if a is None or b is None:
         return a is b
-    return a.dtype == b.dtype and a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all())
+    return (
+        a.dtype == b.dtype
+        and a.shape == b.shape
+        and bool(((a == b) | (a.isnan() & b.isnan())).all())
+    )
 
 
 def _relative(a: Tensor | None, b: Tensor | None) -> float:
@@ -142,7 +170,15 @@ class Outcome:
     why: str = ""
 
 
-KINDS = ("bitwise", "eager fails", "eager differs from itself", "torch fails", "refused", "error", "differs")
+KINDS = (
+    "bitwise",
+    "eager fails",
+    "eager differs from itself",
+    "torch fails",
+    "refused",
+    "error",
+    "differs",
+)
 
 
 def eagers_own(cases: Sequence[Case]) -> Outcome:
@@ -165,7 +201,11 @@ def outcome_of(cases: Sequence[Case]) -> Outcome:
     except Exception as error:
         return Outcome("error", _first_line(error))
     worst = max(found, key=lambda difference: difference.relative, default=None)
-    return Outcome("bitwise") if worst is None else Outcome("differs", f"{worst.name} by {worst.relative:.1e}")
+    return (
+        Outcome("bitwise")
+        if worst is None
+        else Outcome("differs", f"{worst.name} by {worst.relative:.1e}")
+    )
 
 
 def _first_line(error: Exception) -> str:

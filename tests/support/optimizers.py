@@ -62,9 +62,14 @@ class Shampoo(Plain):
 
     def direction(self, parameter: Tensor) -> Tensor:
         assert parameter.grad is not None
-        found = parameter.grad.view(len(parameter), -1) if parameter.ndim else parameter.grad.view(1, 1)
+        found = (
+            parameter.grad.view(len(parameter), -1) if parameter.ndim else parameter.grad.view(1, 1)
+        )
         state, (rows, columns) = self.state[parameter], found.shape
-        for side, size, product in (("rows", rows, found @ found.T), ("columns", columns, found.T @ found)):
+        for side, size, product in (
+            ("rows", rows, found @ found.T),
+            ("columns", columns, found.T @ found),
+        ):
             kept = state.setdefault(side, 1e-4 * torch.eye(size, dtype=found.dtype))
             values, vectors = torch.linalg.eigh(kept.add_(product))
             root = vectors @ (values.clamp(min=1e-9) ** -0.25).diag() @ vectors.T
@@ -73,7 +78,10 @@ class Shampoo(Plain):
 
 
 OPTIMIZERS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {  # and their options
-    **{name: (getattr(torch.optim, name), {}) for name in ("AdamW", "Adam", "SGD", "RMSprop", "Adagrad", "Muon")},
+    **{
+        name: (getattr(torch.optim, name), {})
+        for name in ("AdamW", "Adam", "SGD", "RMSprop", "Adagrad", "Muon")
+    },
     "AdamW, fused": (torch.optim.AdamW, {"fused": True}),
     "Adafactor": (torch.optim.Adafactor, {}),
     "Lion": (Lion, {}),

@@ -1,7 +1,8 @@
 """The oracle: the unsplit model, in eager mode, in one process.
 
-A pipelined step must have the loss and the gradients of `eager_step`: for each microbatch in turn, seed, forward, and
-backward of loss / m. The factor enters as the tangent of the loss; dividing the gradients afterwards gives other bits.
+A pipelined step must have the loss and the gradients of `eager_step`: for each microbatch in turn,
+seed, forward, and backward of loss / m. The factor enters as the tangent of the loss; dividing the
+gradients afterwards gives other bits.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,7 +37,9 @@ class Batch:
         for i in range(count):
             cut = partial(_part, index=i, count=count)
             target = None if self.target is None else cut(self.target)
-            yield Batch(tuple(map(cut, self.args)), {k: cut(v) for k, v in self.kwargs.items()}, target)
+            yield Batch(
+                tuple(map(cut, self.args)), {k: cut(v) for k, v in self.kwargs.items()}, target
+            )
 
 
 def _part(tensor: Tensor, index: int, count: int) -> Tensor:
@@ -45,7 +48,8 @@ def _part(tensor: Tensor, index: int, count: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Problem:
-    """A model to train: how it is made, its loss (None: the model returns it) and its batches by size."""
+    """A model to train: how it is made, its loss (None: the model returns it) and its batches by
+    size."""
 
     make: Callable[[], nn.Module]
     loss: Loss | None
@@ -65,7 +69,8 @@ class Problem:
 
 
 class Skips(nn.Module):
-    """Values that pass over several layers, one of them consumed in three places; a permuted activation."""
+    """Values that pass over several layers, one of them consumed in three places; a permuted
+    activation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,12 +90,15 @@ class Skips(nn.Module):
 
 
 class WithLoss(nn.Module):
-    """A model that computes its own loss from a keyword and returns it in one of the forms that are understood."""
+    """A model that computes its own loss from a keyword and returns it in one of the forms that are
+    understood."""
 
     def __init__(self, form: str) -> None:
         super().__init__()
         self.form = form
-        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(4)))
+        self.layers = nn.Sequential(
+            *(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(4))
+        )
 
     def forward(self, x: Tensor, goal: Tensor) -> Any:
         y = self.layers(x)
@@ -104,7 +112,8 @@ class WithLoss(nn.Module):
 
 
 class Frozen(nn.Module):
-    """Parameters that eager leaves without a gradient: frozen, never used, and used without gradients only."""
+    """Parameters that eager leaves without a gradient: frozen, never used, and used without
+    gradients only."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -184,7 +193,9 @@ def microbatch_loss(model: nn.Module, loss: Loss | None, batch: Batch) -> Tensor
     return output["loss"] if isinstance(output, Mapping) else output.loss
 
 
-def eager_step(model: nn.Module, loss: Loss | None, batch: Batch, microbatches: int, step: int) -> Tensor:
+def eager_step(
+    model: nn.Module, loss: Loss | None, batch: Batch, microbatches: int, step: int
+) -> Tensor:
     """Gradient accumulation over the microbatches; the step's loss, gradients in `.grad`."""
     total = None
     for i, part in enumerate(batch.parts(microbatches)):
@@ -197,12 +208,18 @@ def eager_step(model: nn.Module, loss: Loss | None, batch: Batch, microbatches: 
 
 
 def eager_step_in_order(
-    model: nn.Module, loss: Loss | None, batch: Batch, step: int, orders: Mapping[str, Sequence[int]]
+    model: nn.Module,
+    loss: Loss | None,
+    batch: Batch,
+    step: int,
+    orders: Mapping[str, Sequence[int]],
 ) -> Tensor:
-    """As `eager_step`, but each parameter's per-microbatch gradients are added in the order that `orders` gives."""
+    """As `eager_step`, but each parameter's per-microbatch gradients are added in the order that
+    `orders` gives."""
     microbatches = len(next(iter(orders.values())))
     whole = [
-        eager_gradients(model, loss, part, microbatches, step, i) for i, part in enumerate(batch.parts(microbatches))
+        eager_gradients(model, loss, part, microbatches, step, i)
+        for i, part in enumerate(batch.parts(microbatches))
     ]
     for name, parameter in model.named_parameters():
         for i in orders[name]:
@@ -221,11 +238,16 @@ def eager_gradients(
     """One microbatch alone: its share of the loss, and its gradients by parameter name."""
     torch.manual_seed(zbcompile.microbatch_seed(step, index))
     scaled = microbatch_loss(model, loss, part) / microbatches
-    names, parameters = zip(*((n, p) for n, p in model.named_parameters() if p.requires_grad), strict=True)
+    names, parameters = zip(
+        *((n, p) for n, p in model.named_parameters() if p.requires_grad), strict=True
+    )
     gradients = torch.autograd.grad(scaled, parameters, allow_unused=True)
-    return scaled.detach(), dict.fromkeys(dict(model.named_parameters())) | dict(zip(names, gradients, strict=True))
+    return scaled.detach(), dict.fromkeys(dict(model.named_parameters())) | dict(
+        zip(names, gradients, strict=True)
+    )
 
 
 def optimizer_of(parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
-    """AdamW decays what has a zero gradient and skips what has none: a difference between the two shows."""
+    """AdamW decays what has a zero gradient and skips what has none: a difference between the two
+    shows."""
     return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1)

@@ -1,4 +1,5 @@
-"""Transports that pair messages as NCCL does: by the order in which both ends of a channel post them, never by name."""
+"""Transports that pair messages as NCCL does: by the order in which both ends of a channel post
+them, never by name."""
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
@@ -18,8 +19,8 @@ Channel = tuple[int, int]  # source rank, destination rank
 
 @dataclass
 class InOrder(Transport):
-    """All ranks in one process; the k-th send of a channel arrives where its k-th receive was posted. `rank_of` is the
-    schedule's."""
+    """All ranks in one process; the k-th send of a channel arrives where its k-th receive was
+    posted. `rank_of` is the schedule's."""
 
     rank_of: Callable[[int, int], int] = field(kw_only=True)
     sent: dict[Channel, deque[Tensors]] = field(default_factory=lambda: defaultdict(deque))
@@ -57,8 +58,8 @@ class Job:
 
 
 class InTurn:
-    """A link whose operations run one after the other, as on a stream. A send of gloo's ends when its receive has been
-    posted, so one that stands behind another waits for that."""
+    """A link whose operations run one after the other, as on a stream. A send of gloo's ends when
+    its receive has been posted, so one that stands behind another waits for that."""
 
     def __init__(self, link: LinkGroup) -> None:
         self.link = link

@@ -1,6 +1,7 @@
 """The names that snippets of README and docs/ take for granted: a model, batches, a loss.
 
-`tests/support/page_runs.py` copies this file beside the snippets: it imports nothing of the checkout.
+`tests/support/page_runs.py` copies this file beside the snippets: it imports nothing of the
+checkout.
 """
 
 import importlib
@@ -14,7 +15,8 @@ ELSEWHERE = ("lightning", "moe")  # not in an environment that has the wheel onl
 
 
 def run(page: str, blocks: list[tuple[int, str]], given: bool) -> None:
-    """Runs the blocks of a page, (line, text) each, and ends with status 1 if one of them raised."""
+    """Runs the blocks of a page, (line, text) each, and ends with status 1 if one of them
+    raised."""
     names: dict[str, Any] = {"__name__": "__main__"}
     if given:
         names |= common()
@@ -56,7 +58,9 @@ def for_lightning(names: dict[str, Any]) -> None:
     from torch.utils.data import DataLoader, TensorDataset
 
     loader = DataLoader(TensorDataset(torch.randn(16, 16), torch.randint(16, (16,))), batch_size=8)
-    pipe = names["zbcompile"].pipeline(common()["model"], schedule="zb-h1", microbatches=4, loss=names["cross_entropy"])
+    pipe = names["zbcompile"].pipeline(
+        common()["model"], schedule="zb-h1", microbatches=4, loss=names["cross_entropy"]
+    )
     names |= {"lightning": lightning, "loader": loader, "other": loader, "pipe": pipe}
 
 
@@ -67,14 +71,18 @@ def for_lengths(names: dict[str, Any]) -> None:
     class Reader(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.body = nn.Sequential(nn.Embedding(64, 16), *(nn.Linear(16, 16) for _ in range(8)), nn.Linear(16, 64))
+            self.body = nn.Sequential(
+                nn.Embedding(64, 16), *(nn.Linear(16, 16) for _ in range(8)), nn.Linear(16, 64)
+            )
 
         def forward(self, input_ids: Any, attention_mask: Any, labels: Any) -> Any:
             logits = self.body(input_ids) * attention_mask[..., None]
             return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
     tokens = torch.randint(64, (300,))
-    names["data"] = [{"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens}] * 32
+    names["data"] = [
+        {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens}
+    ] * 32
     names["pipe"] = names["zbcompile"].pipeline(Reader(), schedule="zb-h1", microbatches=8)
 
 
@@ -85,7 +93,9 @@ def for_experts(names: dict[str, Any]) -> None:
 
 def trained(names: dict[str, Any]) -> None:
     names["model"] = common()["model"]
-    pipe = names["zbcompile"].pipeline(names["model"], schedule="zb-h1", microbatches=4, loss=names["loss_fn"])
+    pipe = names["zbcompile"].pipeline(
+        names["model"], schedule="zb-h1", microbatches=4, loss=names["loss_fn"]
+    )
     pipe.step(names["inputs"], target=names["targets"])
     names["pipe"] = pipe
 
@@ -113,7 +123,9 @@ def common() -> dict[str, Any]:
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            blocks = [nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16), nn.Tanh()) for _ in range(8)]
+            blocks = [
+                nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16), nn.Tanh()) for _ in range(8)
+            ]
             self.layers = nn.ModuleList(blocks)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -123,8 +135,19 @@ def common() -> dict[str, Any]:
 
     torch.manual_seed(0)
     inputs, targets = torch.randn(16, 16), torch.randn(16, 16)
-    names = {"torch": torch, "nn": nn, "zbcompile": zbcompile, "itertools": itertools, "device": torch.device("cpu")}
-    names |= {"model": Net(), "loss_fn": nn.functional.mse_loss, "inputs": inputs, "targets": targets}
+    names = {
+        "torch": torch,
+        "nn": nn,
+        "zbcompile": zbcompile,
+        "itertools": itertools,
+        "device": torch.device("cpu"),
+    }
+    names |= {
+        "model": Net(),
+        "loss_fn": nn.functional.mse_loss,
+        "inputs": inputs,
+        "targets": targets,
+    }
     return names | {"batches": [(inputs, targets)] * 2, "rank": int(os.environ.get("RANK", 0))}
 
 
@@ -135,7 +158,9 @@ def group() -> None:
 
 
 def backends(names: dict[str, Any]) -> dict[str, Any]:
-    pipe = names["zbcompile"].pipeline(names["model"], schedule="zb-h1", microbatches=4, loss=names["loss_fn"])
+    pipe = names["zbcompile"].pipeline(
+        names["model"], schedule="zb-h1", microbatches=4, loss=names["loss_fn"]
+    )
     pipe.compile(names["inputs"], target=names["targets"])
     pipe.program.save("program")
     return names
@@ -149,14 +174,29 @@ def coming_from_torch(_: dict[str, Any]) -> dict[str, Any]:
 
 
 def composition(names: dict[str, Any]) -> dict[str, Any]:
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    plan = {f"layers.{layer}.1": RowwiseParallel() if layer % 2 else ColwiseParallel() for layer in range(8)}
+    plan = {
+        f"layers.{layer}.1": RowwiseParallel() if layer % 2 else ColwiseParallel()
+        for layer in range(8)
+    }
     config = LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
     )
-    names |= {"parallelize_module": parallelize_module, "plan": plan, "Llama": lambda _: names["model"]}
+    names |= {
+        "parallelize_module": parallelize_module,
+        "plan": plan,
+        "Llama": lambda _: names["model"],
+    }
     return names | {"LlamaForCausalLM": LlamaForCausalLM, "config": config}
 
 
@@ -170,16 +210,32 @@ def experts(names: dict[str, Any]) -> dict[str, Any]:
     names |= {"chosen": torch.randint(4, (6, 2)), "x": torch.randn(6, 16)}
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "moe_intermediate_size": 16, "head_dim": 8}
-    layers = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 8}
-    names |= {"Qwen3MoeForCausalLM": Qwen3MoeForCausalLM, "config": Qwen3MoeConfig(**sizes, **layers, use_cache=False)}
+    sizes = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "moe_intermediate_size": 16,
+        "head_dim": 8,
+    }
+    layers = {
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_experts": 8,
+    }
+    names |= {
+        "Qwen3MoeForCausalLM": Qwen3MoeForCausalLM,
+        "config": Qwen3MoeConfig(**sizes, **layers, use_cache=False),
+    }
     names |= {"tokens": torch.randint(64, (8, 12))}
     return names | {"up": torch.randn(4, 16, 32), "down": torch.randn(4, 32, 16)}
 
 
 def faults(names: dict[str, Any]) -> dict[str, Any]:
     group()
-    pipe = names["zbcompile"].pipeline(names["model"], schedule="zb-h1", microbatches=4, loss=names["loss_fn"])
+    pipe = names["zbcompile"].pipeline(
+        names["model"], schedule="zb-h1", microbatches=4, loss=names["loss_fn"]
+    )
     pipe.step(names["inputs"], target=names["targets"])
     return {"pipe": pipe, "ranks": 2, "host": "127.0.0.1", "port": int(os.environ["PORT"])}
 
@@ -193,7 +249,11 @@ def huggingface(_: dict[str, Any]) -> dict[str, Any]:
 
     os.environ["ACCELERATE_USE_CPU"] = "true"
     config = LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
     )
     ids = torch.randint(64, (8, 16))
     data = [{"input_ids": part, "labels": part} for part in ids.repeat(4, 1)]
@@ -209,13 +269,26 @@ def huggingface(_: dict[str, Any]) -> dict[str, Any]:
         "data": data,
         "held_out": data[:8],
     }
-    names |= {"TrainingArguments": TrainingArguments, "accelerate": accelerate, "cross_entropy": cross_entropy}
-    return names | {"AutoModelForCausalLM": AutoModelForCausalLM, "loader": DataLoader(data, batch_size=8)}
+    names |= {
+        "TrainingArguments": TrainingArguments,
+        "accelerate": accelerate,
+        "cross_entropy": cross_entropy,
+    }
+    return names | {
+        "AutoModelForCausalLM": AutoModelForCausalLM,
+        "loader": DataLoader(data, batch_size=8),
+    }
 
 
 def inspect(names: dict[str, Any]) -> dict[str, Any]:
-    pipe = names["zbcompile"].pipeline(names["model"], schedule="zb-h1", microbatches=4, loss=names["loss_fn"])
-    return {"GPT": lambda: names["model"], "tokens": names["inputs"], "next_tokens": names["targets"]} | {
+    pipe = names["zbcompile"].pipeline(
+        names["model"], schedule="zb-h1", microbatches=4, loss=names["loss_fn"]
+    )
+    return {
+        "GPT": lambda: names["model"],
+        "tokens": names["inputs"],
+        "next_tokens": names["targets"],
+    } | {
         "next_byte_loss": names["loss_fn"],
         "pipe": pipe,
     }
@@ -228,7 +301,11 @@ def optimizer(_: dict[str, Any]) -> dict[str, Any]:
 
 def checkpoints(names: dict[str, Any]) -> dict[str, Any]:
     import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+    from torch.distributed.checkpoint.state_dict import (
+        StateDictOptions,
+        get_state_dict,
+        set_state_dict,
+    )
 
     options = StateDictOptions(flatten_optimizer_state_dict=True)
     moments = names["torch"].optim.AdamW(names["model"].parameters())
@@ -237,7 +314,12 @@ def checkpoints(names: dict[str, Any]) -> dict[str, Any]:
     other, loss = common()["model"], names["loss_fn"]
     pipe = names["zbcompile"].pipeline(other, schedule="zb-h1", microbatches=4, ranks=2, loss=loss)
     pipe.compile(names["inputs"], target=names["targets"])
-    return {"dcp": dcp, "options": options, "get_state_dict": get_state_dict, "set_state_dict": set_state_dict} | {
+    return {
+        "dcp": dcp,
+        "options": options,
+        "get_state_dict": get_state_dict,
+        "set_state_dict": set_state_dict,
+    } | {
         "optimizer": moments,
         "pipe": pipe,
     }

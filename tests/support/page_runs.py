@@ -1,4 +1,5 @@
-"""Runs every command and every snippet of README and docs/, as the pages show them: in clones, or beside a wheel.
+"""Runs every command and every snippet of README and docs/, as the pages show them: in clones, or
+beside a wheel.
 
     python -m tests.support.page_runs                          each page in a fresh clone, with this interpreter
     python -m tests.support.page_runs --wheel ENV/bin/python   in empty folders, by an environment that has the wheel
@@ -6,8 +7,9 @@
 
 A command that takes more than five minutes is only begun: it may not fail in its first seconds.
 
-A Python block with the mark `{file=NAME}` is written into the folder; the other blocks of a page are one script, in
-one process (`{run}`, tutorials, the front page), or with the names of `tests/support/page_names.py` given beforehand.
+A Python block with the mark `{file=NAME}` is written into the folder; the other blocks of a page
+are one script, in one process (`{run}`, tutorials, the front page), or with the names of
+`tests/support/page_names.py` given beforehand.
 """
 
 import argparse
@@ -28,7 +30,10 @@ from tests.support import page_names
 from tests.support.ports import free_port
 
 ROOT = Path(__file__).parents[2]
-PAGES = ("README.md", *(path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "docs").rglob("*.md"))))
+PAGES = (
+    "README.md",
+    *(path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "docs").rglob("*.md"))),
+)
 FENCE = re.compile(r"^```(\w*)(?: \{(.*?)\})?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 PROGRAM = r"(?:\w+=\S+; )?(?:\.venv/bin/)?(?:python3?|torchrun|pip|pytest|mkdocs|ruff|mypy)"
 SPAN = re.compile(rf"(?<!`)`({PROGRAM} [^`]+|examples/[\w/]+\.py -[^`]+)`(?!`)")
@@ -92,7 +97,9 @@ class Command:
     @property
     def needs_checkout(self) -> bool:
         makes_it = self.page == "README.md" and "DIR" in self.text  # by a target in examples/
-        return makes_it or bool(re.search(r"examples/|tests[/.]|docs/|\.venv/|pytest|mkdocs|ruff|mypy", self.shell))
+        return makes_it or bool(
+            re.search(r"examples/|tests[/.]|docs/|\.venv/|pytest|mkdocs|ruff|mypy", self.shell)
+        )
 
     @property
     def shell(self) -> str:
@@ -121,13 +128,18 @@ def read(page: str) -> tuple[list[Command], list[Snippet], dict[str, str]]:
         if file := re.search(r"file=(\S+)", mark):
             files[file[1]] = block
         elif language == "python":
-            snippets.append(Snippet(page, line, block, "run" in mark or bool(WHOLE.fullmatch(page))))
+            snippets.append(
+                Snippet(page, line, block, "run" in mark or bool(WHOLE.fullmatch(page)))
+            )
         elif language == "bash":
             commands += (Command(page, line, each) for each in _commands(block))
         elif shown := re.findall(r"^\$ (.*)$", block, re.MULTILINE):
             commands += (Command(page, line, each) for each in shown)
     prose = FENCE.sub(lambda fence: "\n" * fence[0].count("\n"), text)
-    spans = ((prose[: span.start()].count("\n") + 1, " ".join(span[1].split())) for span in SPAN.finditer(prose))
+    spans = (
+        (prose[: span.start()].count("\n") + 1, " ".join(span[1].split()))
+        for span in SPAN.finditer(prose)
+    )
     commands += (Command(page, line, each) for line, each in spans)
     return sorted(commands, key=lambda command: command.line), snippets, files
 
@@ -145,7 +157,9 @@ def _commands(block: str) -> Iterator[str]:
 class Runner:
     """Runs pages with one interpreter; `failures` has what went wrong so far."""
 
-    def __init__(self, interpreter: Path, wheel: bool, limit: float, taste: float, only: str = "") -> None:
+    def __init__(
+        self, interpreter: Path, wheel: bool, limit: float, taste: float, only: str = ""
+    ) -> None:
         self.interpreter, self.wheel, self.limit, self.taste = interpreter, wheel, limit, taste
         self.only = re.compile(only)
         self.ran, self.failures = 0, list[str]()
@@ -157,9 +171,15 @@ class Runner:
             self._furnish(folder)
             for name, text in files.items():
                 (folder / name).write_text(text, encoding="utf-8")
-            self._snippets(page, [each for each in snippets if each.whole], folder, ranks=1, given=False)
             self._snippets(
-                page, [each for each in snippets if not each.whole], folder, ranks=RANKS.get(page, 2), given=True
+                page, [each for each in snippets if each.whole], folder, ranks=1, given=False
+            )
+            self._snippets(
+                page,
+                [each for each in snippets if not each.whole],
+                folder,
+                ranks=RANKS.get(page, 2),
+                given=True,
             )
             for command in {each.shell: each for each in commands}.values():
                 if command.left_out or (self.wheel and command.needs_checkout):
@@ -167,7 +187,12 @@ class Runner:
                 if "step.json" in command.shell:
                     shutil.copy(RECORDED, folder / "step.json")
                 title = f"{page}:{command.line}: {command.shell}"
-                self._run(["bash", "-euc", command.shell], folder, title, self.taste if command.long else None)
+                self._run(
+                    ["bash", "-euc", command.shell],
+                    folder,
+                    title,
+                    self.taste if command.long else None,
+                )
 
     def _furnish(self, folder: Path) -> None:
         if self.wheel:
@@ -176,12 +201,18 @@ class Runner:
         subprocess.run(["git", "clone", "--quiet", str(ROOT), str(folder)], check=True)
         (folder / ".venv" / "bin").mkdir(parents=True)
         for program in ("python", "torchrun", "pytest", "mkdocs", "ruff", "mypy"):
-            start = "" if program == "python" else f"-m {'torch.distributed.run' if program == 'torchrun' else program}"
+            start = (
+                ""
+                if program == "python"
+                else f"-m {'torch.distributed.run' if program == 'torchrun' else program}"
+            )
             file = folder / ".venv" / "bin" / program
             file.write_text(f'#!/bin/sh\nexec {self.interpreter} {start} "$@"\n', encoding="utf-8")
             file.chmod(0o755)
 
-    def _snippets(self, page: str, snippets: list[Snippet], folder: Path, ranks: int, given: bool) -> None:
+    def _snippets(
+        self, page: str, snippets: list[Snippet], folder: Path, ranks: int, given: bool
+    ) -> None:
         if not snippets:
             return
         source = Path(page_names.__file__).read_text(encoding="utf-8")
@@ -189,19 +220,30 @@ class Runner:
         blocks = [(each.line, each.text) for each in snippets]
         script = f"import page_names\npage_names.run({page!r}, {blocks!r}, {given})\n"
         (folder / "snippets_of_page.py").write_text(script, encoding="utf-8")
-        start = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
+        start = (
+            ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+            if ranks > 1
+            else []
+        )
         lines = ", ".join(str(each.line) for each in snippets)
         command = [str(self.interpreter), *start, "snippets_of_page.py"]
         self._run(command, folder, f"{page}: Python at line {lines}, in {ranks} process(es)")
 
-    def _run(self, command: list[str], folder: Path, title: str, taste: float | None = None) -> None:
+    def _run(
+        self, command: list[str], folder: Path, title: str, taste: float | None = None
+    ) -> None:
         """A command that is only tasted may still run after `taste` seconds."""
         if not self.only.search(title):
             return
         began = time.monotonic()
         with tempfile.TemporaryFile("w+") as said:
             run = subprocess.Popen(
-                command, cwd=folder, env=self._environment(folder), stdout=said, stderr=said, start_new_session=True
+                command,
+                cwd=folder,
+                env=self._environment(folder),
+                stdout=said,
+                stderr=said,
+                start_new_session=True,
             )
             try:
                 status = "ok" if run.wait(taste or self.limit) == 0 else "FAILED"
@@ -214,18 +256,32 @@ class Runner:
             if status not in ("ok", "begins"):
                 self.failures.append(title)
                 said.seek(0)
-                own = re.split(r"^[WE]\d{4} .*elastic", said.read(), maxsplit=1, flags=re.MULTILINE)[0]
+                own = re.split(
+                    r"^[WE]\d{4} .*elastic", said.read(), maxsplit=1, flags=re.MULTILINE
+                )[0]
                 print(own[-3000:], flush=True)
 
     def _environment(self, folder: Path) -> dict[str, str]:
-        path = ":".join(map(str, (folder / ".venv" / "bin", self.interpreter.parent, os.environ["PATH"])))
-        names = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "RANK"))}
-        names |= {"PATH": path, "OMP_NUM_THREADS": "1", "PORT": str(free_port()), "HF_HUB_OFFLINE": "1"}
+        path = ":".join(
+            map(str, (folder / ".venv" / "bin", self.interpreter.parent, os.environ["PATH"]))
+        )
+        names = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("PYTHON", "RANK"))
+        }
+        names |= {
+            "PATH": path,
+            "OMP_NUM_THREADS": "1",
+            "PORT": str(free_port()),
+            "HF_HUB_OFFLINE": "1",
+        }
         return names if self.wheel else names | {"PYTHONPATH": str(folder)}
 
 
 def end_group(run: subprocess.Popen[bytes]) -> None:
-    """End a command's processes: torchrun ends its workers, which are in sessions of their own, if asked to."""
+    """End a command's processes: torchrun ends its workers, which are in sessions of their own, if
+    asked to."""
     for ask in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(run.pid, ask)
@@ -239,18 +295,33 @@ def listing(pages: list[str]) -> None:
         for name in files:
             print(f"{page}: file {name}")
         for snippet in snippets:
-            print(f"{page}:{snippet.line}: Python, {'whole' if snippet.whole else 'with names given'}")
+            print(
+                f"{page}:{snippet.line}: Python, {'whole' if snippet.whole else 'with names given'}"
+            )
         for command in commands:
-            print(f"{page}:{command.line}: {command.left_out or ('begun' if command.long else 'run')}: {command.shell}")
+            print(
+                f"{page}:{command.line}:"
+                f" {command.left_out or ('begun' if command.long else 'run')}: {command.shell}"
+            )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("pages", nargs="*", default=PAGES, help="such as README.md (default: all)")
-    parser.add_argument("--wheel", type=Path, metavar="PYTHON", help="an interpreter that has the wheel")
-    parser.add_argument("--limit", type=float, default=300, help="seconds for each command (default: %(default)g)")
-    parser.add_argument("--taste", type=float, default=20, help="seconds for each long one (default: %(default)g)")
-    parser.add_argument("--only", default="", metavar="REGEX", help="runs only what has this in its line of output")
+    parser.add_argument(
+        "--wheel", type=Path, metavar="PYTHON", help="an interpreter that has the wheel"
+    )
+    parser.add_argument(
+        "--limit", type=float, default=300, help="seconds for each command (default: %(default)g)"
+    )
+    parser.add_argument(
+        "--taste", type=float, default=20, help="seconds for each long one (default: %(default)g)"
+    )
+    parser.add_argument(
+        "--only", default="", metavar="REGEX", help="runs only what has this in its line of output"
+    )
     parser.add_argument("--list", action="store_true", help="run nothing")
     options = parser.parse_args()
     if options.list:

@@ -1,7 +1,9 @@
-"""Small models parallelised by hand over dimensions of a mesh, beside the same model in one process (`mesh=None`).
+"""Small models parallelised by hand over dimensions of a mesh, beside the same model in one process
+(`mesh=None`).
 
-Each takes [rows, LENGTH, WIDTH] and gives what `loss` makes a scalar of. Weights are drawn whole, so that every rank's
-part is a part of the one-process model; `whole_gradient` says which part a gradient is.
+Each takes [rows, LENGTH, WIDTH] and gives what `loss` makes a scalar of. Weights are drawn whole,
+so that every rank's part is a part of the one-process model; `whole_gradient` says which part a
+gradient is.
 """
 
 from typing import Any, ClassVar
@@ -39,7 +41,8 @@ for _each, _other in ((enter, leave), (leave, enter)):
 
 
 class Enter(torch.autograd.Function):
-    """The same pair as Megatron writes it, with the calls of torch.distributed, which work in place."""
+    """The same pair as Megatron writes it, with the calls of torch.distributed, which work in
+    place."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -77,19 +80,30 @@ class Along:
         return x.chunk(self.size, dim)[self.rank]
 
     def gather(self, x: Tensor, dim: int) -> Tensor:
-        return x if self.size == 1 else collectives.all_gather_tensor_autograd(x.contiguous(), dim, self.group)
+        return (
+            x
+            if self.size == 1
+            else collectives.all_gather_tensor_autograd(x.contiguous(), dim, self.group)
+        )
 
     def scatter_sum(self, x: Tensor, dim: int) -> Tensor:
         return (
-            x if self.size == 1 else collectives.reduce_scatter_tensor_autograd(x.contiguous(), "sum", dim, self.group)
+            x
+            if self.size == 1
+            else collectives.reduce_scatter_tensor_autograd(x.contiguous(), "sum", dim, self.group)
         )
 
     def exchange(self, x: Tensor) -> Tensor:
-        return x if self.size == 1 else collectives.all_to_all_single_autograd(x.contiguous(), None, None, self.group)
+        return (
+            x
+            if self.size == 1
+            else collectives.all_to_all_single_autograd(x.contiguous(), None, None, self.group)
+        )
 
 
 class Gather(torch.autograd.Function):
-    """Gathers, and hands back this rank's slice of its own gradient: right if all ranks have one loss."""
+    """Gathers, and hands back this rank's slice of its own gradient: right if all ranks have one
+    loss."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, along: Along, dim: int) -> Tensor:
@@ -111,8 +125,8 @@ class Norm(nn.Module):
 
 
 class ParallelMlp(nn.Module):
-    """Columns, then rows, with a pair of operators ("plain") or of functions around them; "sequence" keeps what is
-    between the layers split by the sequence."""
+    """Columns, then rows, with a pair of operators ("plain") or of functions around them;
+    "sequence" keeps what is between the layers split by the sequence."""
 
     def __init__(self, along: Along, form: str) -> None:
         super().__init__()
@@ -127,14 +141,17 @@ class ParallelMlp(nn.Module):
             y = F.linear(F.gelu(F.linear(self.along.gather(y, 1), self.columns)), self.rows)
             return x + self.along.scatter_sum(y, 1)
         if self.form == "functions" and self.along.size > 1:
-            y = F.linear(F.gelu(F.linear(Enter.apply(y, self.along.processes), self.columns)), self.rows)
+            y = F.linear(
+                F.gelu(F.linear(Enter.apply(y, self.along.processes), self.columns)), self.rows
+            )
             return x + Leave.apply(y, self.along.processes)
         y = F.linear(F.gelu(F.linear(enter(y, self.along.group), self.columns)), self.rows)
         return x + leave(y, self.along.group)
 
 
 class TensorParallel(nn.Module):
-    """ "sequence": the input is cut along the sequence, and the loss is that of the gathered output on every rank."""
+    """ "sequence": the input is cut along the sequence, and the loss is that of the gathered output
+    on every rank."""
 
     PLACEMENTS: ClassVar = {"*.columns": {"tp": "shard"}, "*.rows": {"tp": "shard"}}
 
@@ -152,10 +169,12 @@ class TensorParallel(nn.Module):
         return self.whole(x) if self.sequence else x
 
     def whole(self, x: Tensor) -> Tensor:
-        """The output of all ranks, of which each differentiates its own part: every rank has the same loss."""
+        """The output of all ranks, of which each differentiates its own part: every rank has the
+        same loss."""
         others = self.along.gather(x.detach(), 1)
         return others + F.pad(
-            x - x.detach(), (0, 0, self.along.rank * x.shape[1], LENGTH - (self.along.rank + 1) * x.shape[1])
+            x - x.detach(),
+            (0, 0, self.along.rank * x.shape[1], LENGTH - (self.along.rank + 1) * x.shape[1]),
         )
 
 
@@ -168,8 +187,13 @@ class Attention(nn.Module):
         self.norm, self.qkv, self.out = Norm(), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in self.qkv(self.norm(x)).chunk(3, -1))
-        y = {"gather": self.gathered, "ulysses": self.ulysses, "ring": self.ring}[self.form](q, k, v)
+        q, k, v = (
+            part.unflatten(-1, (HEADS, -1)).transpose(1, 2)
+            for part in self.qkv(self.norm(x)).chunk(3, -1)
+        )
+        y = {"gather": self.gathered, "ulysses": self.ulysses, "ring": self.ring}[self.form](
+            q, k, v
+        )
         return x + self.out(y.transpose(1, 2).flatten(2))
 
     def gathered(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -179,7 +203,9 @@ class Attention(nn.Module):
     def weights(self, q: Tensor, k: Tensor, ahead: int) -> Tensor:
         """The scores of queries that are `ahead` positions further on than the keys."""
         positions = torch.arange(q.shape[2])[:, None] + ahead
-        return (q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5).masked_fill(positions < torch.arange(k.shape[2]), -1e30)
+        return (q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5).masked_fill(
+            positions < torch.arange(k.shape[2]), -1e30
+        )
 
     def ulysses(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = map(self.heads, (q, k, v))
@@ -206,7 +232,11 @@ class Attention(nn.Module):
             scores = self.weights(q, kv[0], (rank - source) * q.shape[2])
             new = torch.maximum(top, scores.amax(-1, keepdim=True).detach())
             shares, kept = (scores - new).exp() * (scores > -1e29), (top - new).exp()
-            total, sums, top = total * kept + shares @ kv[1], sums * kept + shares.sum(-1, keepdim=True), new
+            total, sums, top = (
+                total * kept + shares @ kv[1],
+                sums * kept + shares.sum(-1, keepdim=True),
+                new,
+            )
             kv = self.onward(kv) if step < size - 1 else kv
         return total / sums
 
@@ -215,7 +245,9 @@ class Attention(nn.Module):
         rank, size, count = self.along.rank, self.along.size, kv.shape[0]
         sent = [count if i == (rank + 1) % size else 0 for i in range(size)]
         received = [count if i == (rank - 1) % size else 0 for i in range(size)]
-        return collectives.all_to_all_single_autograd(kv.contiguous(), received, sent, self.along.group)
+        return collectives.all_to_all_single_autograd(
+            kv.contiguous(), received, sent, self.along.group
+        )
 
 
 class ContextParallel(nn.Module):
@@ -255,7 +287,9 @@ class Dispatched(nn.Module):
         torch.manual_seed(0)
         self.along = Along(mesh, "ep")
         self.norm, self.router = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 1)
-        self.expert = nn.Parameter(self.along.part(torch.randn(self.along.size, WIDTH, WIDTH) / 4, 0).clone())
+        self.expert = nn.Parameter(
+            self.along.part(torch.randn(self.along.size, WIDTH, WIDTH) / 4, 0).clone()
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = self.norm(x).flatten(0, 1)

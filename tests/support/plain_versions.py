@@ -1,4 +1,5 @@
-"""Ten-line versions of clever passes: each says what its file computes, and a test compares the two."""
+"""Ten-line versions of clever passes: each says what its file computes, and a test compares the
+two."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -11,8 +12,9 @@ from zbcompile.passes.stage.piece import Piece
 
 
 def every_choice(candidates: Candidates) -> Iterator[tuple[int, int]]:
-    """`zbcompile.passes.exported.recompute.saved_values`: bytes and cost of every set of kept values from which the
-    backward's can be made; the best within a budget of bytes is the one of least cost."""
+    """`zbcompile.passes.exported.recompute.saved_values`: bytes and cost of every set of kept
+    values from which the backward's can be made; the best within a budget of bytes is the one of
+    least cost."""
     for flags in itertools.product((False, True), repeat=len(candidates.bytes)):
         kept = {value for value, flag in zip(candidates.bytes, flags, strict=True) if flag}
         remade: set[Any] = set()
@@ -23,11 +25,15 @@ def every_choice(candidates: Candidates) -> Iterator[tuple[int, int]]:
             remade.add(value)
             missing += [argument for argument in new if argument not in kept]
         if not missing:
-            yield sum(candidates.bytes[value] for value in kept), sum(candidates.cost[value] for value in remade)
+            yield (
+                sum(candidates.bytes[value] for value in kept),
+                sum(candidates.cost[value] for value in remade),
+            )
 
 
 def one_after_the_other(
     first: Piece, given: Sequence[torch.Tensor], second: Piece, asked: Sequence[torch.Tensor]
 ) -> tuple[Any, Any]:
-    """`zbcompile.passes.stage.overlap`: what both halves of a pair return, in whatever order they run."""
+    """`zbcompile.passes.stage.overlap`: what both halves of a pair return, in whatever order they
+    run."""
     return first.module(*given), second.module(*asked)

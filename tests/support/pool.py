@@ -1,9 +1,10 @@
 """A pool of worker processes that take the part of ranks.
 
-Starting a process and importing torch takes seconds; a process group takes milliseconds. So one process, the nursery,
-imports what there is to import, and workers are forked from it when first needed. Each task runs on the first 1, 2 or
-4 of them, with a process group of exactly that size as WORLD, as under torchrun. A task is a function of a module,
-found by its import path, with arguments that pickle.
+Starting a process and importing torch takes seconds; a process group takes milliseconds. So one
+process, the nursery, imports what there is to import, and workers are forked from it when first
+needed. Each task runs on the first 1, 2 or 4 of them, with a process group of exactly that size as
+WORLD, as under torchrun. A task is a function of a module, found by its import path, with arguments
+that pickle.
 """
 
 import contextlib
@@ -30,21 +31,26 @@ from typing import Any
 
 DIED = "Died"
 START = 200.0  # seconds within which the nursery must have done its imports, or a rehearsal
-# Elsewhere torch does not survive it, and CUDA itself does not: then every worker imports for itself.
+# Elsewhere torch does not survive it, and CUDA itself does not: then every worker imports for
+# itself.
 FORKS = sys.platform == "linux" and version("torch").endswith("+cpu")
-# With a device beside the CPU autograd has threads from the first backward on, which a fork would not have.
+# With a device beside the CPU autograd has threads from the first backward on, which a fork would
+# not have.
 STAYS_SINGLE = "PRETENDED_GPU" in os.environ
 MUCH = 200  # modules; importing so many takes a second
-GRACE = 15.0  # seconds that the other ranks have once one has failed: an error must reach all of them
+# seconds that the other ranks have once one has failed: an error must reach all of them
+GRACE = 15.0
 
 
 class TaskFailed(Exception):
-    """A task raised on some rank, or did not end in time; the text holds every rank's traceback or stack."""
+    """A task raised on some rank, or did not end in time; the text holds every rank's traceback or
+    stack."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one rank did: `value`, or the exception that it raised (`error`: its type's name, `text`: its message)."""
+    """What one rank did: `value`, or the exception that it raised (`error`: its type's name,
+    `text`: its message)."""
 
     value: Any = None
     error: str | None = None
@@ -54,7 +60,8 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Task:
-    """One rank's part: the function `path` ("module:name") in the process group that meets in the file `store`."""
+    """One rank's part: the function `path` ("module:name") in the process group that meets in the
+    file `store`."""
 
     path: str
     args: tuple[Any, ...]
@@ -66,7 +73,8 @@ class Task:
 
 @dataclass(frozen=True)
 class Start:
-    """The order to start a worker that will run functions of `module`, and that writes its stacks to a file."""
+    """The order to start a worker that will run functions of `module`, and that writes its stacks
+    to a file."""
 
     module: str
     stacks: str
@@ -83,7 +91,8 @@ class Worker:
 
 @dataclass
 class Nursery:
-    """The process that workers are forked from: what takes its orders and answers them, and what hands out pipes."""
+    """The process that workers are forked from: what takes its orders and answers them, and what
+    hands out pipes."""
 
     process: BaseProcess
     orders: Connection
@@ -114,8 +123,8 @@ class Pool:
     imported: set[str] = field(default_factory=set)
 
     def alone(self, function: Callable[..., Any], *args: Any) -> Any:
-        """The result of `function(*args)` in one process without a group. Raises TaskFailed, with the traceback, if
-        it raises."""
+        """The result of `function(*args)` in one process without a group. Raises TaskFailed, with
+        the traceback, if it raises."""
         if not FORKS:
             return function(*args)
         outcome = self._nursery().ask(Task(_path(function), args, 0, 0, ""))
@@ -124,34 +133,56 @@ class Pool:
         return outcome.value
 
     def rehearse(self, function: Callable[..., Any], *args: Any) -> None:
-        """`alone` for the sake of workers that are forked later, which have imported what it imports; once."""
+        """`alone` for the sake of workers that are forked later, which have imported what it
+        imports; once."""
         if FORKS and f"{_path(function)} {args}" not in self.rehearsed:
             self.alone(function, *args)
             self.rehearsed.add(f"{_path(function)} {args}")
             self._end_workers(patience=5)
 
     def run(
-        self, function: Callable[..., Any], *args: Any, ranks: int = 2, timeout: float = 120, backend: str = "gloo"
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        ranks: int = 2,
+        timeout: float = 120,
+        backend: str = "gloo",
     ) -> list[Any]:
-        """The result of `function(*args)` on every rank; TaskFailed, with all tracebacks, if one of them raised.
-        `backend` is that of the group: with "nccl" every rank has a GPU, with "nccl, bound" a group bound to it."""
+        """The result of `function(*args)` on every rank; TaskFailed, with all tracebacks, if one of
+        them raised. `backend` is that of the group: with "nccl" every rank has a GPU, with "nccl,
+        bound" a group bound to it.
+        """
         outcomes = self.outcomes(function, *args, ranks=ranks, timeout=timeout, backend=backend)
         if any(outcome.error for outcome in outcomes):
             # The messages first: a log that is cut short keeps them.
-            short = [f"rank {rank}: {o.error}: {o.text}" for rank, o in enumerate(outcomes) if o.error]
-            raise TaskFailed("\n".join([*short, *(f"rank {r}: {o.trace or 'fine'}" for r, o in enumerate(outcomes))]))
+            short = [
+                f"rank {rank}: {o.error}: {o.text}" for rank, o in enumerate(outcomes) if o.error
+            ]
+            raise TaskFailed(
+                "\n".join(
+                    [*short, *(f"rank {r}: {o.trace or 'fine'}" for r, o in enumerate(outcomes))]
+                )
+            )
         return [outcome.value for outcome in outcomes]
 
     def outcomes(
-        self, function: Callable[..., Any], *args: Any, ranks: int = 2, timeout: float = 120, backend: str = "gloo"
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        ranks: int = 2,
+        timeout: float = 120,
+        backend: str = "gloo",
     ) -> list[Outcome]:
-        """As `run`, but a rank's exception is an outcome. TaskFailed, with all stacks, if a rank does not end."""
+        """As `run`, but a rank's exception is an outcome. TaskFailed, with all stacks, if a rank
+        does not end."""
         path = _path(function)
         self._import(function.__module__)
         self._start(ranks, function.__module__)
         store = self._store(ranks, backend)
         for rank in range(ranks):
-            self.workers[rank].pipe.send_bytes(pickle.dumps(Task(path, args, rank, ranks, store, backend)))
+            self.workers[rank].pipe.send_bytes(
+                pickle.dumps(Task(path, args, rank, ranks, store, backend))
+            )
         outcomes = self._collect(ranks, timeout)
         if any(outcome.error for outcome in outcomes):
             self.group = None  # it may hold messages that nobody took: the next task gets a new one
@@ -189,19 +220,22 @@ class Pool:
         return self.nursery
 
     def _import(self, module: str) -> None:
-        """What imports much is imported by the nursery, and workers are forked anew: each would take as long."""
+        """What imports much is imported by the nursery, and workers are forked anew: each would
+        take as long."""
         if FORKS and module not in self.imported:
             self.imported.add(module)
             if self.workers and self.alone(import_module, module) > MUCH:
                 self._end_workers(patience=5)
 
     def _start(self, ranks: int, module: str) -> None:
-        """Start the workers that are missing. Imports take long on a busy machine and count for no time-out."""
+        """Start the workers that are missing. Imports take long on a busy machine and count for no
+        time-out."""
         for index in range(len(self.workers), ranks):
             self.workers.append(self._nursery().start(module, self.folder / f"stacks-{index}"))
 
     def _store(self, ranks: int, backend: str) -> str:
-        """The file where the group meets: the same one for as long as its size stays and it is healthy."""
+        """The file where the group meets: the same one for as long as its size stays and it is
+        healthy."""
         if self.group is None or self.group[:2] != (ranks, backend):
             self.groups += 1
             self.group = (ranks, backend, str(self.folder / f"group-{self.groups}"))
@@ -212,7 +246,10 @@ class Pool:
         found: dict[int, Outcome] = {}
         deadline = time.monotonic() + timeout
         while len(found) < ranks:
-            ready = wait([p for p, rank in pipes.items() if rank not in found], max(0, deadline - time.monotonic()))
+            ready = wait(
+                [p for p, rank in pipes.items() if rank not in found],
+                max(0, deadline - time.monotonic()),
+            )
             if not ready:
                 raise TaskFailed(self._give_up(found, ranks))
             for pipe in ready:
@@ -229,9 +266,13 @@ class Pool:
                 os.kill(self.workers[rank].pid, signal.SIGUSR1)
         time.sleep(0.5)
         texts = {rank: outcome.trace or "fine" for rank, outcome in found.items()}
-        texts |= {rank: f"still running:\n{self.workers[rank].stacks.read_text()}" for rank in hanging}
+        texts |= {
+            rank: f"still running:\n{self.workers[rank].stacks.read_text()}" for rank in hanging
+        }
         self._end_workers(patience=0)
-        return f"ranks {hanging} did not end in time\n" + "\n".join(f"rank {r}: {texts[r]}" for r in range(ranks))
+        return f"ranks {hanging} did not end in time\n" + "\n".join(
+            f"rank {r}: {texts[r]}" for r in range(ranks)
+        )
 
 
 @contextlib.contextmanager
@@ -260,7 +301,9 @@ def _start_nursery() -> Nursery:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     pipes, given = socket.socketpair()
-    process = context.Process(target=nurse, args=(theirs, given), daemon=FORKS)  # a daemon may fork, but not spawn
+    process = context.Process(
+        target=nurse, args=(theirs, given), daemon=FORKS
+    )  # a daemon may fork, but not spawn
     process.start()
     theirs.close()
     given.close()
@@ -271,7 +314,11 @@ def _receive(pipe: Connection) -> Outcome:
     try:
         return pickle.loads(pipe.recv_bytes())
     except (EOFError, OSError):
-        return Outcome(error=DIED, text="the process ended", trace="the process ended in the middle of the task")
+        return Outcome(
+            error=DIED,
+            text="the process ended",
+            trace="the process ended in the middle of the task",
+        )
 
 
 def nurse(orders: Connection, pipes: socket.socket) -> None:
@@ -280,7 +327,9 @@ def nurse(orders: Connection, pipes: socket.socket) -> None:
         training = importlib.import_module("tests.support.training")
         if FORKS:
             first = training.Case("mlp", "1f1b", 1, 1, steps=1)
-            _rehearsed(Task("tests.support.training:pipelined", (first,), 0, 0, ""))  # torch then imports much
+            _rehearsed(
+                Task("tests.support.training:pipelined", (first,), 0, 0, "")
+            )  # torch then imports much
         while True:
             order: Task | Start = pickle.loads(orders.recv_bytes())
             if isinstance(order, Start):
@@ -293,21 +342,28 @@ def nurse(orders: Connection, pipes: socket.socket) -> None:
 
 
 def _rehearsed(task: Task) -> Outcome:
-    """The outcome of a task in the nursery, which then has imported what it imports. If the nursery must stay without
-    threads, a child does the task, and the nursery only imports the same modules."""
+    """The outcome of a task in the nursery, which then has imported what it imports. If the nursery
+    must stay without threads, a child does the task, and the nursery only imports the same modules.
+    """
     if not STAYS_SINGLE:
         return _attempt(task, task.store)
     ours, theirs = multiprocessing.Pipe(duplex=False)
     if not os.fork():
         before = set(sys.modules)
         outcome = _attempt(task, task.store)
-        theirs.send_bytes(pickle.dumps((outcome, [name for name in sys.modules if name not in before])))
+        theirs.send_bytes(
+            pickle.dumps((outcome, [name for name in sys.modules if name not in before]))
+        )
         os._exit(0)
     theirs.close()
     try:
         outcome, imported = pickle.loads(ours.recv_bytes())
     except EOFError:
-        return Outcome(error=DIED, text="the process ended", trace="the process ended in the middle of the task")
+        return Outcome(
+            error=DIED,
+            text="the process ended",
+            trace="the process ended in the middle of the task",
+        )
     for name in imported:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
@@ -337,7 +393,9 @@ def _start_worker(order: Start, orders: Connection, pipes: socket.socket) -> int
                 other.close()
             _live(theirs, order.stacks)
     else:
-        process = multiprocessing.get_context("spawn").Process(target=begin, args=(theirs, order.stacks))
+        process = multiprocessing.get_context("spawn").Process(
+            target=begin, args=(theirs, order.stacks)
+        )
         process.start()
         pid = process.pid or 0
     socket.send_fds(pipes, [b"!"], [ours.fileno()])
@@ -364,7 +422,9 @@ def serve(pipe: Connection, stacks: str) -> None:
     random.seed()  # no two alike
     with open(stacks, "w") as file:
         faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin by ignoring it
+        signal.signal(
+            signal.SIGINT, signal.default_int_handler
+        )  # a shell's background jobs begin by ignoring it
         group = ""
         with contextlib.suppress(EOFError):
             while order := pipe.recv_bytes():

@@ -7,8 +7,8 @@ _GIVEN: set[int] = set()
 
 
 def free_port() -> int:
-    """One below those that the system hands out to whoever asks for any port: until the caller listens, nobody takes
-    it. No process gets the same one twice."""
+    """One below those that the system hands out to whoever asks for any port: until the caller
+    listens, nobody takes it. No process gets the same one twice."""
     for port in random.SystemRandom().sample(range(20_000, 32_000), 100):
         with socket.socket() as probe:
             try:

@@ -1,7 +1,9 @@
-"""Random models: a seed becomes a directed acyclic graph of operations over values that are reused at any distance.
+"""Random models: a seed becomes a directed acyclic graph of operations over values that are reused
+at any distance.
 
-Every value is a float tensor [rows, WIDTH] unless an operation says otherwise. A value may be used by any number of
-later operations, so skip connections cross one another and whatever cuts there are.
+Every value is a float tensor [rows, WIDTH] unless an operation says otherwise. A value may be used
+by any number of later operations, so skip connections cross one another and whatever cuts there
+are.
 """
 
 import random
@@ -17,7 +19,8 @@ CLASSES = 5
 
 
 class Step(NamedTuple):
-    """One operation of a recipe: its name, the values it reads, and which of the shared layers it uses."""
+    """One operation of a recipe: its name, the values it reads, and which of the shared layers it
+    uses."""
 
     operation: str
     reads: tuple[int, ...]
@@ -25,7 +28,8 @@ class Step(NamedTuple):
 
 
 class RandomModel(nn.Module):
-    """The model of a seed. Its forward follows `recipe`; the last value gathers what nobody else has used."""
+    """The model of a seed. Its forward follows `recipe`; the last value gathers what nobody else
+    has used."""
 
     def __init__(self, seed: int, steps: int = 14) -> None:
         super().__init__()
@@ -44,7 +48,9 @@ class RandomModel(nn.Module):
         values = [x, torch.tanh(self.layers[0](x))]
         used = {0}
         for step in self.recipe:
-            values.append(OPERATIONS[step.operation](self, step.layer, *(values[i] for i in step.reads)))
+            values.append(
+                OPERATIONS[step.operation](self, step.layer, *(values[i] for i in step.reads))
+            )
             used.update(step.reads)
         unused = [value for i, value in enumerate(values) if i not in used]
         return self.head(torch.stack(unused).sum(0) if len(unused) > 1 else unused[0])
@@ -54,7 +60,9 @@ def _recipe(seed: int, steps: int) -> list[Step]:
     choose = random.Random(seed)
     found, done = [], set[str]()
     for made in range(2, 2 + steps):
-        operation = choose.choice([name for name in OPERATIONS if name != "observe" or name not in done])
+        operation = choose.choice(
+            [name for name in OPERATIONS if name != "observe" or name not in done]
+        )
         done.add(operation)
         recent = max(made - choose.choice([1, 1, 1, 3, made]), 0)
         reads = (recent, *(choose.randrange(made) for _ in range(ARITY.get(operation, 1) - 1)))
@@ -129,7 +137,8 @@ def _empty(model: RandomModel, layer: int, x: Tensor, y: Tensor) -> Tensor:
 
 
 def _observe(model: RandomModel, layer: int, x: Tensor) -> Tensor:
-    """A running mean in a buffer; once per model, for a buffer that two stages change is refused."""
+    """A running mean in a buffer; once per model, for a buffer that two stages change is
+    refused."""
     model.seen.mul_(0.9).add_(x.detach().mean(0))
     return torch.tanh(x)
 
@@ -161,5 +170,17 @@ OPERATIONS: dict[str, Callable[..., Tensor]] = {
     "observe": _observe,
 }
 ARITY = dict.fromkeys(
-    ("add", "multiply", "subtract", "concatenate", "detach", "no_grad", "index", "scalar", "expand", "empty"), 2
+    (
+        "add",
+        "multiply",
+        "subtract",
+        "concatenate",
+        "detach",
+        "no_grad",
+        "index",
+        "scalar",
+        "expand",
+        "empty",
+    ),
+    2,
 ) | {"compare": 3}

@@ -1,4 +1,5 @@
-"""What must be refused: one clear error, in one process and on every rank, and no rank waits for another."""
+"""What must be refused: one clear error, in one process and on every rank, and no rank waits for
+another."""
 
 import re
 from collections.abc import Callable
@@ -15,7 +16,12 @@ from tests.support.oracle import WIDTH
 from tests.support.pool import Pool
 
 ROWS = torch.linspace(-1, 1, 8 * WIDTH).view(8, WIDTH)
-PIPELINE, CAPTURE, PARTITION, SCHEDULE = "PipelineError", "CaptureError", "PartitionError", "ScheduleError"
+PIPELINE, CAPTURE, PARTITION, SCHEDULE = (
+    "PipelineError",
+    "CaptureError",
+    "PartitionError",
+    "ScheduleError",
+)
 
 
 @dataclass(frozen=True)
@@ -36,14 +42,19 @@ class Refused:
         assert type(caught.value).__name__ == self.error
 
     def everywhere(self, pool: Pool) -> None:
-        """Raised by each of two processes; a rank that waits for another one fails the test after a few seconds."""
+        """Raised by each of two processes; a rank that waits for another one fails the test after a
+        few seconds."""
         for outcome in pool.outcomes(self.function):
             assert outcome.error == self.error, outcome.trace
             assert re.search(f"(?s){self.message}", outcome.text), outcome.text
 
 
 def train(
-    model: nn.Module, x: Tensor = ROWS, schedule: Any = "1f1b", microbatches: int | None = 4, **options: Any
+    model: nn.Module,
+    x: Tensor = ROWS,
+    schedule: Any = "1f1b",
+    microbatches: int | None = 4,
+    **options: Any,
 ) -> zbcompile.Pipeline:
     """Build a pipeline of two ranks and run a step."""
     options = {"loss": F.mse_loss, "ranks": 2} | options

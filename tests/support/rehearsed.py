@@ -1,6 +1,8 @@
-"""Importing this trains a step: torch imports much when it first compiles, and processes forked later have it all.
+"""Importing this trains a step: torch imports much when it first compiles, and processes forked
+later have it all.
 
-A forkserver tells nobody that it could not import a module, and does not take over this process's `sys.path`.
+A forkserver tells nobody that it could not import a module, and does not take over this process's
+`sys.path`.
 """
 
 import gc

@@ -18,7 +18,8 @@ Gradients = Mapping[str, Tensor | None]
 
 @dataclass(frozen=True)
 class Run:
-    """What one rank saw: losses, gradients after the last step, the norm of all of them, and the clipped ones."""
+    """What one rank saw: losses, gradients after the last step, the norm of all of them, and the
+    clipped ones."""
 
     losses: list[Tensor]
     gradients: Gradients
@@ -28,7 +29,9 @@ class Run:
 
 def mesh_of_replicas() -> DeviceMesh:
     return init_device_mesh(
-        torch.get_default_device().type, (REPLICAS, dist.get_world_size() // REPLICAS), mesh_dim_names=("dp", "pp")
+        torch.get_default_device().type,
+        (REPLICAS, dist.get_world_size() // REPLICAS),
+        mesh_dim_names=("dp", "pp"),
     )
 
 
@@ -40,10 +43,17 @@ def replicated(problem: str, schedule: str, reduction: str, unsynchronised: int)
     if mesh["dp"].get_local_rank() == 1:
         for parameter in model.parameters():
             nn.init.zeros_(parameter)  # the first replica's values count
-    options = {"schedule": schedule, "microbatches": MICROBATCHES, "exact": True, "loss_reduction": reduction}
+    options = {
+        "schedule": schedule,
+        "microbatches": MICROBATCHES,
+        "exact": True,
+        "loss_reduction": reduction,
+    }
     pipe = zbcompile.pipeline(model, loss=chosen.loss, mesh=mesh, **options)
     losses = []
-    for step, batch in enumerate(chosen.batches(unsynchronised + 2, REPLICAS * MICROBATCHES * ROWS)):
+    for step, batch in enumerate(
+        chosen.batches(unsynchronised + 2, REPLICAS * MICROBATCHES * ROWS)
+    ):
         own = list(batch.parts(REPLICAS))[mesh["dp"].get_local_rank()]
         if step < unsynchronised:
             with pipe.no_sync():
@@ -59,7 +69,9 @@ def replicated_in_half_precision() -> Gradients:
     """One step of a bfloat16 model on the replicas' halves of a batch."""
     mesh, chosen = mesh_of_replicas(), PROBLEMS["mlp"]
     model = chosen.model().bfloat16()
-    pipe = zbcompile.pipeline(model, schedule="zb-h1", microbatches=MICROBATCHES, loss=chosen.loss, mesh=mesh)
+    pipe = zbcompile.pipeline(
+        model, schedule="zb-h1", microbatches=MICROBATCHES, loss=chosen.loss, mesh=mesh
+    )
     own = halves()[mesh["dp"].get_local_rank()]
     pipe.step(*own.args, target=own.target)
     return gradients_of(pipe)
@@ -67,7 +79,10 @@ def replicated_in_half_precision() -> Gradients:
 
 def halves() -> list[Batch]:
     batch = PROBLEMS["mlp"].batches(1, REPLICAS * MICROBATCHES * ROWS)[0]
-    return [Batch((part.args[0].bfloat16(),), {}, part.target.bfloat16()) for part in batch.parts(REPLICAS)]
+    return [
+        Batch((part.args[0].bfloat16(),), {}, part.target.bfloat16())
+        for part in batch.parts(REPLICAS)
+    ]
 
 
 def summed_in_single_precision() -> dict[str, Tensor]:
@@ -84,7 +99,8 @@ def summed_in_single_precision() -> dict[str, Tensor]:
 
 
 def in_one_process(problem: str, reduction: str, steps: int) -> Run:
-    """Eager gradient accumulation over the whole batches, one replica's microbatches after the other's."""
+    """Eager gradient accumulation over the whole batches, one replica's microbatches after the
+    other's."""
     chosen = PROBLEMS[problem]
     model = chosen.model()
     losses = [
@@ -101,7 +117,9 @@ def _accumulate(model: nn.Module, problem: str, batch: Batch, reduction: str, st
     total = torch.zeros(())
     for i, part in enumerate(batch.parts(count)):
         torch.manual_seed(zbcompile.microbatch_seed(step, i))
-        loss = microbatch_loss(model, PROBLEMS[problem].loss, part) / (count if reduction == "mean" else 1)
+        loss = microbatch_loss(model, PROBLEMS[problem].loss, part) / (
+            count if reduction == "mean" else 1
+        )
         loss.backward()
         total = total + loss.detach()
     return total

@@ -1,4 +1,5 @@
-"""What `zbcompile.run` is given in the tests: batches in every form that it takes, and first weights."""
+"""What `zbcompile.run` is given in the tests: batches in every form that it takes, and first
+weights."""
 
 import random
 from collections.abc import Iterator, Mapping
@@ -27,7 +28,8 @@ def batches() -> Iterator[Batch]:
 
 
 def batches_from(start: int) -> Iterator[Batch]:
-    """The same, by a function that need not draw again what was trained on: the generators are in the checkpoint."""
+    """The same, by a function that need not draw again what was trained on: the generators are in
+    the checkpoint."""
     for _ in count(start):
         yield drawn()
 

@@ -1,4 +1,5 @@
-"""Training with two replicas of a pipeline of two ranks, whose optimizer is divided among them, or is not."""
+"""Training with two replicas of a pipeline of two ranks, whose optimizer is divided among them, or
+is not."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -17,7 +18,8 @@ from tests.support.training import compiled_once
 
 @dataclass(frozen=True)
 class Training:
-    """`updates` times: `unsynchronised` steps inside no_sync, `synchronised` ones after them, and an update."""
+    """`updates` times: `unsynchronised` steps inside no_sync, `synchronised` ones after them, and
+    an update."""
 
     problem: str = "small-tied"
     schedule: str = "zb-h1"
@@ -33,13 +35,18 @@ class Training:
 
     def __str__(self) -> str:
         usual = vars(Training())
-        return " ".join(str(value) for key, value in vars(self).items() if key == "schedule" or value != usual[key])
+        return " ".join(
+            str(value)
+            for key, value in vars(self).items()
+            if key == "schedule" or value != usual[key]
+        )
 
 
 @dataclass(frozen=True)
 class Result:
-    """The losses of all steps, the norms of all updates, the whole state dict, the bytes of this rank's optimizer
-    state, and how many parameters have a gradient after each step outside no_sync."""
+    """The losses of all steps, the norms of all updates, the whole state dict, the bytes of this
+    rank's optimizer state, and how many parameters have a gradient after each step outside no_sync.
+    """
 
     losses: list[Tensor]
     norms: list[Tensor]
@@ -49,7 +56,8 @@ class Result:
 
 
 def at_levels(training: Training, levels: tuple[int, ...] = (0, 1)) -> list[Result]:
-    """The same training with each `zero`, on this rank; of one that is early, before them one that is not."""
+    """The same training with each `zero`, on this rank; of one that is early, before them one that
+    is not."""
     torch.set_num_threads(1)
     mesh = mesh_of_replicas()
     if training.vocab != "off":  # whose collectives stand in the schedule of each program
@@ -77,21 +85,33 @@ def trained(training: Training, zero: int, mesh: DeviceMesh) -> Result:
             optimizer.step()
             optimizer.zero_grad()
             found.norms.append(torch.zeros(()) if optimizer.norm is None else optimizer.norm)
-    found = Result(found.losses, found.norms, pipe.state_dict(full=True), bytes_of(optimizer), found.gradients)
+    found = Result(
+        found.losses, found.norms, pipe.state_dict(full=True), bytes_of(optimizer), found.gradients
+    )
     pipe.close()
     return found
 
 
-def pipeline_with(training: Training, zero: int, mesh: DeviceMesh | None) -> tuple[zbcompile.Pipeline, Any]:
+def pipeline_with(
+    training: Training, zero: int, mesh: DeviceMesh | None
+) -> tuple[zbcompile.Pipeline, Any]:
     chosen = PROBLEMS[training.problem]
     model = chosen.model().to(getattr(torch, training.dtype))
     options = {"schedule": training.schedule, "microbatches": MICROBATCHES, "vocab": training.vocab}
-    pipe = zbcompile.pipeline(model, loss=chosen.loss, mesh=mesh, exact=training.vocab == "off", **options)
+    pipe = zbcompile.pipeline(
+        model, loss=chosen.loss, mesh=mesh, exact=training.vocab == "off", **options
+    )
     (kind, more), matrices = OPTIMIZERS[training.kind], {"params": lambda _, p: p.ndim == 2}
     groups = [{"params": lambda _, p: p.ndim < 2, "weight_decay": 0.0}]
     more = {**more, **(matrices if training.kind == "Muon" else {"groups": groups})}
     return pipe, pipe.optimizer(
-        kind, lr=1e-2, zero=zero, clip=training.clip, early=training.early, validate=training.validate, **more
+        kind,
+        lr=1e-2,
+        zero=zero,
+        clip=training.clip,
+        early=training.early,
+        validate=training.validate,
+        **more,
     )
 
 
@@ -110,9 +130,11 @@ def bytes_of(optimizer: torch.optim.Optimizer) -> int:
     return sum(t.nbytes for kept in optimizer.state.values() for t in kept.values() if t.dim())
 
 
-def saved_and_moved(training: Training, folder: str, moves: tuple[tuple[str, int, int], ...]) -> None:
-    """Train with zero=0 and with zero=1, and save; then let pipelines of other schedules, levels and numbers of
-    replicas load the newest checkpoint, and save it again."""
+def saved_and_moved(
+    training: Training, folder: str, moves: tuple[tuple[str, int, int], ...]
+) -> None:
+    """Train with zero=0 and with zero=1, and save; then let pipelines of other schedules, levels
+    and numbers of replicas load the newest checkpoint, and save it again."""
     torch.set_num_threads(1)
     mesh = mesh_of_replicas()
     for zero in (0, 1):
@@ -125,7 +147,9 @@ def saved_and_moved(training: Training, folder: str, moves: tuple[tuple[str, int
         zbcompile.save_checkpoint(f"{folder}/{zero}", pipe, optimizer)
         pipe.close()
     for number, (schedule, zero, replicas) in enumerate(moves, 1):
-        mesh = init_device_mesh(torch.get_default_device().type, (replicas, 4 // replicas), mesh_dim_names=("dp", "pp"))
+        mesh = init_device_mesh(
+            torch.get_default_device().type, (replicas, 4 // replicas), mesh_dim_names=("dp", "pp")
+        )
         pipe, optimizer = pipeline_with(replace(training, schedule=schedule), zero, mesh)
         batch = in_dtype(next(iter(batches(training, 1)[0].parts(REPLICAS))), training.dtype)
         pipe.compile(*batch.args, target=batch.target)

@@ -14,7 +14,8 @@ VOCABULARY, LENGTH = 24, 6
 
 
 class Loop(nn.Module):
-    """A residual block that is applied `uses` times, between `before` and `after` layers that are applied once."""
+    """A residual block that is applied `uses` times, between `before` and `after` layers that are
+    applied once."""
 
     def __init__(self, uses: int, before: int = 1, after: int = 1) -> None:
         super().__init__()
@@ -50,16 +51,23 @@ class TransposedLoop(nn.Module):
 
 
 class DerivedWeights(nn.Module):
-    """Layers whose weights are rows of one parameter, or one weight that is normalized once for all of them."""
+    """Layers whose weights are rows of one parameter, or one weight that is normalized once for all
+    of them."""
 
     def __init__(self, stacked: bool, layers: int = 5) -> None:
         super().__init__()
         self.stacked, self.layers = stacked, layers
-        self.weight = nn.Parameter(torch.randn(layers * WIDTH if stacked else WIDTH, WIDTH) / WIDTH**0.5)
+        self.weight = nn.Parameter(
+            torch.randn(layers * WIDTH if stacked else WIDTH, WIDTH) / WIDTH**0.5
+        )
         self.first = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        weights = self.weight.chunk(self.layers) if self.stacked else [F.normalize(self.weight)] * self.layers
+        weights = (
+            self.weight.chunk(self.layers)
+            if self.stacked
+            else [F.normalize(self.weight)] * self.layers
+        )
         x = x + torch.tanh(self.first(x))
         for weight in weights:
             x = x + torch.tanh(x @ weight)
@@ -67,7 +75,8 @@ class DerivedWeights(nn.Module):
 
 
 class SharedScale(nn.Module):
-    """Layers that each have a weight of their own and read one scale twice, and a first layer without it."""
+    """Layers that each have a weight of their own and read one scale twice, and a first layer
+    without it."""
 
     def __init__(self, layers: int = 6) -> None:
         super().__init__()
@@ -84,7 +93,8 @@ class SharedScale(nn.Module):
 
 
 class ThreeEmbeddings(nn.Module):
-    """One embedding for the tokens, for their neighbours after the first layer, and for the logits."""
+    """One embedding for the tokens, for their neighbours after the first layer, and for the
+    logits."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,7 +124,12 @@ def _albert() -> nn.Module:
     """One group of weights for six layers; the embedding is the output layer, too."""
     from transformers import AlbertConfig, AlbertForMaskedLM
 
-    sizes = {"vocab_size": VOCABULARY, "embedding_size": 8, "hidden_size": 16, "intermediate_size": 32}
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "embedding_size": 8,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+    }
     layers = {"num_hidden_layers": 6, "num_attention_heads": 2, "max_position_embeddings": 16}
     return AlbertForMaskedLM(AlbertConfig(**sizes, **layers, hidden_dropout_prob=0.1))
 
@@ -124,7 +139,9 @@ def _rows(size: int, dtype: torch.dtype = torch.float32) -> Batch:
 
 
 def _tokens(size: int) -> Batch:
-    return Batch((torch.randint(VOCABULARY, (size, LENGTH)),), {}, torch.randint(VOCABULARY, (size, LENGTH)))
+    return Batch(
+        (torch.randint(VOCABULARY, (size, LENGTH)),), {}, torch.randint(VOCABULARY, (size, LENGTH))
+    )
 
 
 def _labelled(size: int) -> Batch:
@@ -141,7 +158,8 @@ def _typed(make: Callable[[], nn.Module], dtype: torch.dtype, loss: Loss = F.mse
 
 
 SHARED_PARAMETERS: Mapping[str, Problem] = {
-    # Two ranks: the block is on both of them, on several stages of each, or on the first or the last stage alone.
+    # Two ranks: the block is on both of them, on several stages of each, or on the first or the
+    # last stage alone.
     "loop-3": Problem(partial(Loop, 3), F.mse_loss, _rows),
     "loop-5": Problem(partial(Loop, 5), F.mse_loss, _rows),
     "loop-8": Problem(partial(Loop, 8), F.mse_loss, _rows),

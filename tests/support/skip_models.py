@@ -1,4 +1,5 @@
-"""Models in which later layers read a value: a U-Net, an encoder with a decoder, residuals to every layer, a branch."""
+"""Models in which later layers read a value: a U-Net, an encoder with a decoder, residuals to every
+layer, a branch."""
 
 import torch
 from torch import Tensor, nn
@@ -76,7 +77,8 @@ class MaybeSkip(nn.Module):
 
 
 class Masked(nn.Module):
-    """Later layers read which entries of an early value are positive, and no gradient flows back for that."""
+    """Later layers read which entries of an early value are positive, and no gradient flows back
+    for that."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,10 +1,12 @@
-"""Training over a link that delays packets and loses some: two machines, whose packets a process of ours carries.
+"""Training over a link that delays packets and loses some: two machines, whose packets a process of
+ours carries.
 
     python -m tests.support.slow_links [--delays 0 1 10] [--losses 0 5] [--ranks 2 4] [--steps 20]
 
-from the repository's root. The machines are network namespaces with a TUN device each, so no packet scheduler of the
-kernel is needed (netem is often missing). All runs must have the losses of one in a single process, bit for bit.
-Without the right to make namespaces and TUN devices it says so and does nothing.
+from the repository's root. The machines are network namespaces with a TUN device each, so no packet
+scheduler of the kernel is needed (netem is often missing). All runs must have the losses of one in
+a single process, bit for bit. Without the right to make namespaces and TUN devices it says so and
+does nothing.
 """
 
 import argparse
@@ -38,7 +40,8 @@ PACKET = 65536  # bytes, more than any has
 
 @dataclass
 class SlowMachines(Machines):
-    """Machines whose cable delays every packet by `delay` seconds and loses a share `loss` of them."""
+    """Machines whose cable delays every packet by `delay` seconds and loses a share `loss`
+    of them."""
 
     delay: float = 0.0
     loss: float = 0.0
@@ -62,7 +65,9 @@ class SlowMachines(Machines):
     def _open_end(self, number: int) -> int:
         self.enter(number)
         end = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
-        fcntl.ioctl(end, TUNSETIFF, struct.pack("16sH22x", f"zb{number}".encode(), IFF_TUN | IFF_NO_PI))
+        fcntl.ioctl(
+            end, TUNSETIFF, struct.pack("16sH22x", f"zb{number}".encode(), IFF_TUN | IFF_NO_PI)
+        )
         return end
 
     def close(self) -> None:
@@ -76,7 +81,9 @@ class SlowMachines(Machines):
 def carry(ends: list[int], delay: float, loss: float) -> None:
     """Carry packets from each end to the other, without end."""
     chance, numbers = random.Random(0), itertools.count()
-    underway: list[tuple[float, int, int, bytes]] = []  # arrival, a number that breaks ties, end, packet
+    underway: list[
+        tuple[float, int, int, bytes]
+    ] = []  # arrival, a number that breaks ties, end, packet
     while True:
         wait = max(0.0, underway[0][0] - time.monotonic()) if underway else None
         for source in select.select(ends, [], [], wait)[0]:
@@ -93,12 +100,15 @@ def carry(ends: list[int], delay: float, loss: float) -> None:
 def make(**options: object) -> zbcompile.Pipeline:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(8)))
-    return zbcompile.pipeline(model, schedule="zb-h1", microbatches=8, loss=nn.functional.mse_loss, **options)
+    return zbcompile.pipeline(
+        model, schedule="zb-h1", microbatches=8, loss=nn.functional.mse_loss, **options
+    )
 
 
 @dataclass(frozen=True)
 class Trained:
-    """The losses, the median seconds of a step and, in a job, of a message to the last rank and back."""
+    """The losses, the median seconds of a step and, in a job, of a message to the last rank and
+    back."""
 
     losses: list[str]
     step: float
@@ -107,7 +117,10 @@ class Trained:
 
 def train(pipe: zbcompile.Pipeline, steps: int) -> Trained:
     pipe.compile(torch.zeros(32, 64), target=torch.zeros(32, 64))
-    optimizer, generator = torch.optim.SGD(pipe.parameters(), lr=0.1), torch.Generator().manual_seed(1)
+    optimizer, generator = (
+        torch.optim.SGD(pipe.parameters(), lr=0.1),
+        torch.Generator().manual_seed(1),
+    )
     losses, taken = [], []
     for _ in range(steps):
         batch = torch.randn(32, 64, generator=generator)
@@ -170,9 +183,15 @@ def run(machines: SlowMachines, ranks: int, steps: int, folder: Path) -> Trained
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Training over a link that is slow and loses packets.")
-    parser.add_argument("--delays", type=float, nargs="+", default=[0.0, 1.0, 10.0], help="milliseconds, one way")
-    parser.add_argument("--losses", type=float, nargs="+", default=[0.0, 5.0], help="percent of all packets")
+    parser = argparse.ArgumentParser(
+        description="Training over a link that is slow and loses packets."
+    )
+    parser.add_argument(
+        "--delays", type=float, nargs="+", default=[0.0, 1.0, 10.0], help="milliseconds, one way"
+    )
+    parser.add_argument(
+        "--losses", type=float, nargs="+", default=[0.0, 5.0], help="percent of all packets"
+    )
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--steps", type=int, default=20)
     options = parser.parse_args()
@@ -193,8 +212,9 @@ def main() -> None:
                 machines.close()
             same = "equal bits" if found.losses == expected.losses else "OTHER BITS"
             print(
-                f"{ranks} ranks, {delay:g} ms, {loss:g} % lost: {same}, {found.step * 1e3:.1f} ms a step "
-                f"({expected.step * 1e3:.1f} in one process), {found.trip * 1e3:.1f} ms there and back",
+                f"{ranks} ranks, {delay:g} ms, {loss:g} % lost: {same}, {found.step * 1e3:.1f} ms a"
+                f" step ({expected.step * 1e3:.1f} in one process), {found.trip * 1e3:.1f} ms there"
+                " and back",
                 flush=True,
             )
 

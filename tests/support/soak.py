@@ -3,9 +3,10 @@
     python -m tests.support.soak [--steps 500] [--shapes 60] [--pipelines 60] [--exports 60] [--objects]
     torchrun --standalone --nproc-per-node 2 -m tests.support.soak --steps 2000 --shapes 0 --pipelines 0
 
-from the repository's root. A line per phase and process: resident megabytes after each
-quarter, and the slope over the last half. --exports does what shapes and pipelines do with a bare torch.export of the
-same model: what grows there is torch's. --objects lists the types of Python objects that have become more.
+from the repository's root. A line per phase and process: resident megabytes after each quarter, and
+the slope over the last half. --exports does what shapes and pipelines do with a bare torch.export
+of the same model: what grows there is torch's. --objects lists the types of Python objects that
+have become more.
 """
 
 import argparse
@@ -47,7 +48,9 @@ def model() -> GPT:
 def make() -> zbcompile.Pipeline:
     """In one process, or of as many as torchrun has started."""
     ranks = None if "WORLD_SIZE" in os.environ else 2
-    return zbcompile.pipeline(model(), ranks=ranks, schedule="1f1b", microbatches=2, loss=next_byte_loss, max_shapes=2)
+    return zbcompile.pipeline(
+        model(), ranks=ranks, schedule="1f1b", microbatches=2, loss=next_byte_loss, max_shapes=2
+    )
 
 
 def export(of: GPT, rows: int) -> None:
@@ -61,7 +64,9 @@ def step(pipe: zbcompile.Pipeline, rows: int) -> None:
 
 def types() -> Counter[str]:
     gc.collect()
-    return Counter(f"{type(each).__module__}.{type(each).__qualname__}" for each in gc.get_objects())
+    return Counter(
+        f"{type(each).__module__}.{type(each).__qualname__}" for each in gc.get_objects()
+    )
 
 
 def measure(name: str, count: int, act: Callable[[int], None], objects: bool) -> None:
@@ -76,7 +81,10 @@ def measure(name: str, count: int, act: Callable[[int], None], objects: bool) ->
                 found.append(resident())
     slope = (found[-1] - found[len(found) // 2]) / (count - (len(found) // 2 + 1) * (count // 4))
     where = f", rank {os.environ['RANK']}" if "RANK" in os.environ else ""
-    print(f"{name}{where}: {' '.join(f'{each:.1f}' for each in found)} MB, {slope:.4f} MB each", flush=True)
+    print(
+        f"{name}{where}: {' '.join(f'{each:.1f}' for each in found)} MB, {slope:.4f} MB each",
+        flush=True,
+    )
     if objects:
         more = (types() - before).most_common(25)
         print("  " + ", ".join(f"{kind} +{grown}" for kind, grown in more))
@@ -95,11 +103,23 @@ def main() -> None:
     if options.steps:
         measure("steps", options.steps, lambda _: step(pipe, 4), options.objects)
     if options.shapes:
-        measure("shapes", options.shapes, lambda number: step(pipe, 2 * (number + 3)), options.objects)
+        measure(
+            "shapes", options.shapes, lambda number: step(pipe, 2 * (number + 3)), options.objects
+        )
     if options.exports:
         one = model()
-        measure("exports of another shape", options.exports, lambda number: export(one, number + 3), options.objects)
-        measure("exports of another model", options.exports, lambda _: export(model(), 2), options.objects)
+        measure(
+            "exports of another shape",
+            options.exports,
+            lambda number: export(one, number + 3),
+            options.objects,
+        )
+        measure(
+            "exports of another model",
+            options.exports,
+            lambda _: export(model(), 2),
+            options.objects,
+        )
     if options.pipelines:
         measure("pipelines", options.pipelines, lambda _: step(make(), 4), options.objects)
 

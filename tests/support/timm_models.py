@@ -1,4 +1,5 @@
-"""Architectures of timm, tiny, as problems of the oracle: convolutions, transformers, and mixtures of both."""
+"""Architectures of timm, tiny, as problems of the oracle: convolutions, transformers, and mixtures
+of both."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -10,8 +11,22 @@ from torch import Tensor, nn
 from tests.support.oracle import Batch, Problem
 from tests.support.tiny_batches import LABELS
 
-PATCHES = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 4, "drop_rate": 0.1}
-WINDOWS = {"img_size": 32, "window_size": 4, "embed_dim": 16, "depths": (2, 1), "num_heads": (2, 4), "drop_rate": 0.1}
+PATCHES = {
+    "img_size": 32,
+    "patch_size": 8,
+    "embed_dim": 32,
+    "depth": 2,
+    "num_heads": 4,
+    "drop_rate": 0.1,
+}
+WINDOWS = {
+    "img_size": 32,
+    "window_size": 4,
+    "embed_dim": 16,
+    "depths": (2, 1),
+    "num_heads": (2, 4),
+    "drop_rate": 0.1,
+}
 
 ARCHITECTURES: Mapping[str, Mapping[str, Any]] = {
     "test_vit": {"img_size": 64, "drop_rate": 0.1},
@@ -40,7 +55,9 @@ ARCHITECTURES: Mapping[str, Mapping[str, Any]] = {
 def problem_of(name: str) -> Problem:
     given = ARCHITECTURES[name]
     return Problem(
-        partial(_make, name, given), nn.functional.cross_entropy, partial(_pictures, given.get("img_size", 64))
+        partial(_make, name, given),
+        nn.functional.cross_entropy,
+        partial(_pictures, given.get("img_size", 64)),
     )
 
 

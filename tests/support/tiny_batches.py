@@ -1,4 +1,5 @@
-"""Batches for transformers' models, made from what their forward takes and from their configuration."""
+"""Batches for transformers' models, made from what their forward takes and from their
+configuration."""
 
 import inspect
 import re
@@ -18,7 +19,8 @@ LABELS = 3
 
 
 def batch_of(model: nn.Module, task: str) -> Callable[[int], Batch]:
-    """By size: a batch for `model`, with labels for the task of its Auto class if forward takes them."""
+    """By size: a batch for `model`, with labels for the task of its Auto class if forward takes
+    them."""
     takes = inspect.signature(model.forward).parameters
 
     def batch(size: int) -> Batch:
@@ -57,12 +59,17 @@ def _inputs(model: nn.Module, takes: Mapping[str, Any], size: int) -> Iterator[t
         yield "bbox", torch.randint(0, 8, (size, LENGTH, 4)).cumsum(-1)
 
 
-def _text(model: nn.Module, takes: Mapping[str, Any], size: int, begin: int) -> Iterator[tuple[str, Tensor]]:
-    """Rows of different lengths, each of them padded, after the `begin` tokens that stand for a picture."""
+def _text(
+    model: nn.Module, takes: Mapping[str, Any], size: int, begin: int
+) -> Iterator[tuple[str, Tensor]]:
+    """Rows of different lengths, each of them padded, after the `begin` tokens that stand for a
+    picture."""
     text = torch.randint(FIRST_TOKEN, VOCABULARY, (size, LENGTH))
     lengths = torch.randint(LENGTH // 2, LENGTH, (size, 1))
     mask = torch.arange(LENGTH) < lengths
-    if model.config.is_encoder_decoder and "labels" in takes:  # classes are told from the end of the text
+    if (
+        model.config.is_encoder_decoder and "labels" in takes
+    ):  # classes are told from the end of the text
         text[torch.arange(LENGTH) == lengths - 1] = END
     shown = torch.ones(size, begin, dtype=torch.long)
     yield "input_ids", torch.cat([shown * (picture_token(model) or 0), text], 1)
@@ -73,7 +80,8 @@ def _text(model: nn.Module, takes: Mapping[str, Any], size: int, begin: int) -> 
 
 
 def _spectra(model: nn.Module, size: int) -> Tensor:
-    """[rows, bands, frames] for models that begin with a convolution over bands, else [rows, frames, bands]."""
+    """[rows, bands, frames] for models that begin with a convolution over bands, else [rows,
+    frames, bands]."""
     config = model.config
     first = next((m for m in model.modules() if isinstance(m, nn.Conv1d)), None)
     bands = next((getattr(config, n) for n in _BANDS if getattr(config, n, None)), 16)
@@ -88,7 +96,13 @@ def _spectra(model: nn.Module, size: int) -> Tensor:
     return torch.randn(size, bands, frames)
 
 
-_BANDS = ("num_mel_bins", "input_feat_per_channel", "feature_projection_input_dim", "input_dim", "n_mels")
+_BANDS = (
+    "num_mel_bins",
+    "input_feat_per_channel",
+    "feature_projection_input_dim",
+    "input_dim",
+    "n_mels",
+)
 
 
 def _sound(config: Any, size: int) -> Tensor:
@@ -104,6 +118,8 @@ def _labels(model: nn.Module, task: str, made: Mapping[str, Tensor], size: int) 
         return torch.randint(0, LABELS, (size,))
     if model.config.is_encoder_decoder or "input_ids" not in made:
         top = _vocabulary(model.config)
-        return torch.randint(min(FIRST_TOKEN, top // 2), top, (size, 5 if task == "CTC" else LENGTH - 2))
+        return torch.randint(
+            min(FIRST_TOKEN, top // 2), top, (size, 5 if task == "CTC" else LENGTH - 2)
+        )
     tokens, mask = made["input_ids"], made.get("attention_mask")
     return tokens if mask is None else tokens.where(mask.bool(), -100)

@@ -1,8 +1,9 @@
-"""Tiny configurations of transformers' models, made from their configuration classes by the names of their fields.
+"""Tiny configurations of transformers' models, made from their configuration classes by the names
+of their fields.
 
-Whatever has a name that means a size is cut down to the size below, in nested configurations too; everything else keeps
-its default. If layers are of several types, there is one of each. Dropping whole layers and masking spectra are off:
-both decide by random numbers what is computed.
+Whatever has a name that means a size is cut down to the size below, in nested configurations too;
+everything else keeps its default. If layers are of several types, there is one of each. Dropping
+whole layers and masking spectra are off: both decide by random numbers what is computed.
 """
 
 import dataclasses
@@ -10,7 +11,12 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-VOCABULARY, FIRST_TOKEN, END = 96, 48, 2  # below the first token of a text: whatever has a meaning of its own
+# below the first token of a text: whatever has a meaning of its own
+VOCABULARY, FIRST_TOKEN, END = (
+    96,
+    48,
+    2,
+)
 IMAGE = 32
 
 # The first expression that matches the whole name of a field gives its largest value.
@@ -20,13 +26,31 @@ CAPS: tuple[tuple[str, float], ...] = (
     (r".*codebook_size", 64),
     (r"feature_projection_input_dim|context_size", 16),
     (r".*vocab_size.*|num_embeddings|num_embeds|.*vocab|ngram_vocab_size_base", VOCABULARY),
-    (r"max_.*positions?(_embeddings)?|n_positions|n_ctx|max_seq_len|context_length|model_max_length", 64),
-    (r".*sliding_window(_size)?|local_attention|attention_window(_size)?|attention_chunk_size|keep_window_size", 8),
-    (r".*(layer_pattern|window_pattern|every_n_layers|layer_period|layer_interval|sparse_step|layer_step)", 2),
-    (r"(layer_group_size|layers_block_freq|attn_layer_offset|expert_layer_offset|cross_layer_interval)", 1),
+    (
+        r"max_.*positions?(_embeddings)?|n_positions|n_ctx|max_seq_len|context_length|model_max_length",
+        64,
+    ),
+    (
+        r".*sliding_window(_size)?|local_attention|attention_window(_size)?|attention_chunk_size|keep_window_size",
+        8,
+    ),
+    (
+        r".*(layer_pattern|window_pattern|every_n_layers|layer_period|layer_interval|sparse_step|layer_step)",
+        2,
+    ),
+    (
+        r"(layer_group_size|layers_block_freq|attn_layer_offset|expert_layer_offset|cross_layer_interval)",
+        1,
+    ),
     (r"num_hidden_groups|inner_group_num|num_res_blocks|num_conv_layers|num_adapter_layers", 1),
-    (r".*(num_|n_|encoder_|decoder_|hidden_)?layers(_per_stack)?|n_layer|depth|depths|.*num_hidden_layers", 2),
-    (r"num_blocks|num_block_repeats|stage_num(b_of)?_?(blocks|layers)|block_sizes|resampler_depth|repeats", 1),
+    (
+        r".*(num_|n_|encoder_|decoder_|hidden_)?layers(_per_stack)?|n_layer|depth|depths|.*num_hidden_layers",
+        2,
+    ),
+    (
+        r"num_blocks|num_block_repeats|stage_num(b_of)?_?(blocks|layers)|block_sizes|resampler_depth|repeats",
+        1,
+    ),
     (r"first_k_dense_replace|num_dense_layers|max_window_layers|num_kv_shared_layers", 1),
     (r"num_experts_per_tok(en)?|moe_top_?k|num_selected_experts|topk_group|moe_k", 2),
     (r"n_groups?|num_expert_group", 2),
@@ -49,17 +73,48 @@ CAPS: tuple[tuple[str, float], ...] = (
     (r"window_size", 4),
     (r"upsample_groups|groups_width", 4),
     (r".*(num_mel_bins|mel_dim|feature_size|feat_per_channel|n_mel_bins|input_feat_size)", 16),
-    (r".*(intermediate|ffn|ff|feedforward|feed_forward|inner|mlp)(_hidden)?_?(dim|size|mlp|hidden_size)", 64),
+    (
+        r".*(intermediate|ffn|ff|feedforward|feed_forward|inner|mlp)(_hidden)?_?(dim|size|mlp|hidden_size)",
+        64,
+    ),
     (r"d_ff|n_inner|dff|dim_ff|d_inner|mamba_d_ssm|lru_width|projector_hidden_size", 64),
-    (r".*(hidden_size|hidden_dim|embed_?dims?|emb_dim|embed_size|embedding_size|embedding_dim|proj_embed_dim)", 32),
-    (r"(d_model|n_embd|dim|emb_dim|proj_size|d_latents|width|embedding_rank|hidden_size_.*|hidden_sizes)", 32),
-    (r".*(output_dim|out_dim|in_dim|input_dim|projection_dim|projection_size|classifier_proj_size|codevector_dim)", 32),
-    (r"conv_dim|tdnn_dim|.*conv_channels|attention_hidden_size|base_channels|latent_channels|neck_hidden_sizes", 32),
-    (r".*(query_tokens|num_latents|image_tokens|tokens_per_image|query_num|num_queries|num_negatives)", 4),
+    (
+        r".*(hidden_size|hidden_dim|embed_?dims?|emb_dim|embed_size|embedding_size|embedding_dim|proj_embed_dim)",
+        32,
+    ),
+    (
+        r"(d_model|n_embd|dim|emb_dim|proj_size|d_latents|width|embedding_rank|hidden_size_.*|hidden_sizes)",
+        32,
+    ),
+    (
+        r".*(output_dim|out_dim|in_dim|input_dim|projection_dim|projection_size|classifier_proj_size|codevector_dim)",
+        32,
+    ),
+    (
+        r"conv_dim|tdnn_dim|.*conv_channels|attention_hidden_size|base_channels|latent_channels|neck_hidden_sizes",
+        32,
+    ),
+    (
+        r".*(query_tokens|num_latents|image_tokens|tokens_per_image|query_num|num_queries|num_negatives)",
+        4,
+    ),
 )
 _ALTERNATING = ["sliding_attention", "full_attention"]
-COMBINED = ("layer_types", "mlp_layer_types", "indexer_types", "layers_block_type", "block_types", "attn_layers")
-_BEGIN = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": END, "decoder_start_token_id": 1, "sep_token_id": 2}
+COMBINED = (
+    "layer_types",
+    "mlp_layer_types",
+    "indexer_types",
+    "layers_block_type",
+    "block_types",
+    "attn_layers",
+)
+_BEGIN = {
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": END,
+    "decoder_start_token_id": 1,
+    "sep_token_id": 2,
+}
 
 
 _SHIFTED = {"depths": (2, 1), "num_heads": (2, 4)}  # with and without windows to shift
@@ -68,8 +123,16 @@ SPECIAL: Mapping[str, Mapping[str, Any]] = {
     "aria": {"projector_patch_to_query_dict": {16: 4}},
     "bamba": {"attn_layer_indices": [1]},
     "cvt": {"depth": [1, 1, 1], "num_heads": [1, 2, 4], "embed_dim": [8, 16, 32]},
-    "gemma3n_text": {"num_hidden_layers": 4, "layer_types": _ALTERNATING * 2, "num_kv_shared_layers": 2},
-    "gemma4_text": {"num_hidden_layers": 4, "layer_types": _ALTERNATING * 2, "num_kv_shared_layers": 2},
+    "gemma3n_text": {
+        "num_hidden_layers": 4,
+        "layer_types": _ALTERNATING * 2,
+        "num_kv_shared_layers": 2,
+    },
+    "gemma4_text": {
+        "num_hidden_layers": 4,
+        "layer_types": _ALTERNATING * 2,
+        "num_kv_shared_layers": 2,
+    },
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
     "dots1": {"n_shared_experts": 1},
@@ -78,7 +141,11 @@ SPECIAL: Mapping[str, Mapping[str, Any]] = {
     "efficientnet": {"width_coefficient": 0.25, "depth_coefficient": 0.2, "hidden_dim": 320},
     "esm": {"vocab_size": VOCABULARY},
     "esmc": {"vocab_size": VOCABULARY},
-    "hgnet_v2": {"hidden_sizes": [32] * 4, "stage_in_channels": [48, 32, 32, 32], "stage_out_channels": [32] * 4},
+    "hgnet_v2": {
+        "hidden_sizes": [32] * 4,
+        "stage_in_channels": [48, 32, 32, 32],
+        "stage_out_channels": [32] * 4,
+    },
     "layoutlmv3": {"coordinate_size": 6, "shape_size": 4},
     "levit": {"patch_size": 16},
     **{
@@ -124,7 +191,11 @@ def _fields(kind: Any) -> dict[str, Any]:
     whole = kind()
     nested = {name: _fields(type(value)) for name, value in _nested(whole)}
     own = {name: _tiny(name, value) for name, value in _defaults(kind, whole)}
-    alike = {"num_key_value_heads": 4} if "num_attention_heads" in own and _has_equal_heads(whole) else {}
+    alike = (
+        {"num_key_value_heads": 4}
+        if "num_attention_heads" in own and _has_equal_heads(whole)
+        else {}
+    )
     missing = {name: value for name, value in MISSING.items() if _get(whole, name, 0) is None}
     layers = _types_of_layers(kind, whole)
     off = {name: value for name, value in OFF.items() if hasattr(whole, name)}
@@ -148,10 +219,17 @@ _THREE = r"qwen2_vl|qwen2_5_vl|glm4v|glm46v|glm_ocr|hunyuan_vl"
 def _rotary(whole: Any) -> Mapping[str, Any]:
     """Rotary positions of three kinds share the pairs of a head."""
     given = _get(whole, "rope_parameters")
-    if not isinstance(given, dict) or not ("mrope_section" in given or re.search(_THREE, whole.model_type)):
+    if not isinstance(given, dict) or not (
+        "mrope_section" in given or re.search(_THREE, whole.model_type)
+    ):
         return {}
     pairs = int(8 * given.get("partial_rotary_factor", 1)) // 2
-    return {"rope_parameters": {**given, "mrope_section": [pairs - 2 * (pairs // 3), pairs // 3, pairs // 3]}}
+    return {
+        "rope_parameters": {
+            **given,
+            "mrope_section": [pairs - 2 * (pairs // 3), pairs // 3, pairs // 3],
+        }
+    }
 
 
 def _has_equal_heads(whole: Any) -> bool:
@@ -177,11 +255,16 @@ def _nested(config: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _defaults(kind: type, whole: Any) -> Iterator[tuple[str, Any]]:
-    """The fields that the class itself gives a value; what it computes from others is left to it."""
+    """The fields that the class itself gives a value; what it computes from others is left
+    to it."""
     for field in dataclasses.fields(kind):
         if field.init and _is_size(field.default):
             yield field.name, field.default
-        elif field.init and _is_size(getattr(whole, field.name, None)) and field.default_factory is not _MISSING:
+        elif (
+            field.init
+            and _is_size(getattr(whole, field.name, None))
+            and field.default_factory is not _MISSING
+        ):
             yield field.name, getattr(whole, field.name)
 
 
@@ -203,26 +286,44 @@ def _tiny(name: str, value: Any) -> Any:
     return min(value, cap) if value > 0 else value
 
 
-OFF = {"layerdrop": 0.0, "encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0, "apply_spec_augment": False}
+OFF = {
+    "layerdrop": 0.0,
+    "encoder_layerdrop": 0.0,
+    "decoder_layerdrop": 0.0,
+    "apply_spec_augment": False,
+}
 
 
 def _types_of_layers(kind: type, whole: Any) -> Mapping[str, Any]:
     """Lists with an entry per layer, with each entry that occurs; and so many layers."""
     names = {field.name for field in dataclasses.fields(kind)}
-    lists = {name: list(dict.fromkeys(getattr(whole, name, None) or ())) for name in COMBINED if name in names}
+    lists = {
+        name: list(dict.fromkeys(getattr(whole, name, None) or ()))
+        for name in COMBINED
+        if name in names
+    }
     count = max([2, *map(len, lists.values())])
     made = {name: (found * count)[:count] for name, found in lists.items() if found}
     return {
         **made,
-        **{name: count for name in ("num_hidden_layers", "n_layer", "num_layers") if made and name in names},
+        **{
+            name: count
+            for name in ("num_hidden_layers", "n_layer", "num_layers")
+            if made and name in names
+        },
     }
 
 
 def _tokens(kind: type) -> dict[str, int]:
-    """Different small numbers for the tokens that mean something; the same in nested configurations."""
+    """Different small numbers for the tokens that mean something; the same in nested
+    configurations."""
     defaults = {field.name: field.default for field in dataclasses.fields(kind)}
     named = [name for name in defaults if re.fullmatch(r".*(token_id|token_index)", name)]
-    asked = [name for name in named if name in ("pad_token_id", "image_token_index") or _is_number(defaults[name])]
+    asked = [
+        name
+        for name in named
+        if name in ("pad_token_id", "image_token_index") or _is_number(defaults[name])
+    ]
     return {name: _BEGIN.get(name, 3 + sum(name.encode()) % (FIRST_TOKEN - 3)) for name in asked}
 
 

@@ -1,4 +1,5 @@
-"""Pictures for transformers' models, in the form that each takes, and the tokens that stand for them in a text."""
+"""Pictures for transformers' models, in the form that each takes, and the tokens that stand for
+them in a text."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -12,7 +13,8 @@ PATCHES = 4  # of a picture that comes as patches: so many rows and columns
 
 
 def pictures(model: nn.Module, takes: Mapping[str, Any], size: int) -> Iterator[tuple[str, Tensor]]:
-    """One picture per row: as pixels, as a list of one, or as patches with the form of their grid."""
+    """One picture per row: as pixels, as a list of one, or as patches with the form of
+    their grid."""
     vision = _vision(model.config)
     if {"image_grid_thw", "spatial_shapes"}.intersection(takes):
         yield from _patches(model, vision, takes, size)
@@ -23,11 +25,15 @@ def pictures(model: nn.Module, takes: Mapping[str, Any], size: int) -> Iterator[
         yield name, torch.randn(size, *_lists(model.config, takes), *shape)
     if "qformer_input_ids" in takes:
         yield "qformer_input_ids", torch.randint(FIRST_TOKEN, VOCABULARY, (size, 5))
-    if "image_sizes" in takes and (hasattr(model.config, "image_grid_pinpoints") or vision.model_type == "pixtral"):
+    if "image_sizes" in takes and (
+        hasattr(model.config, "image_grid_pinpoints") or vision.model_type == "pixtral"
+    ):
         yield "image_sizes", torch.tensor([[edge, edge]] * size)
 
 
-def _patches(model: nn.Module, vision: Any, takes: Mapping[str, Any], size: int) -> Iterator[tuple[str, Tensor]]:
+def _patches(
+    model: nn.Module, vision: Any, takes: Mapping[str, Any], size: int
+) -> Iterator[tuple[str, Tensor]]:
     """Patches of all pictures in one list, or of each picture a list, with a mask."""
     values = _patch_values(model, vision)
     if "spatial_shapes" in takes:
@@ -45,7 +51,9 @@ PICTURES = {"pixel_values", "image"}
 
 
 def _vision(config: Any) -> Any:
-    return next((found for found in map(config.__dict__.get, ("vision_config", "encoder")) if found), config)
+    return next(
+        (found for found in map(config.__dict__.get, ("vision_config", "encoder")) if found), config
+    )
 
 
 def _patch_values(model: nn.Module, vision: Any) -> int:
@@ -68,7 +76,14 @@ def _number(value: Any) -> int:
 
 def picture_token(model: nn.Module) -> int | None:
     names = ("image_token_id", "image_token_index")
-    return next((value for value in (getattr(model.config, name, None) for name in names) if value is not None), None)
+    return next(
+        (
+            value
+            for value in (getattr(model.config, name, None) for name in names)
+            if value is not None
+        ),
+        None,
+    )
 
 
 def tokens_of(model: nn.Module, made: Mapping[str, Tensor], size: int) -> int:

@@ -1,4 +1,5 @@
-"""Training a problem of the oracle, pipelined and in eager mode, so that the two can be compared bit by bit."""
+"""Training a problem of the oracle, pipelined and in eager mode, so that the two can be compared
+bit by bit."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -42,7 +43,8 @@ class Case:
 
 @dataclass(frozen=True)
 class Trained:
-    """The loss and the gradients of every step, and the state dict after the last optimizer step."""
+    """The loss and the gradients of every step, and the state dict after the last optimizer
+    step."""
 
     losses: list[Tensor]
     gradients: list[Gradients]
@@ -81,21 +83,25 @@ def quickly(case: Case) -> Trained:
 
 @contextmanager
 def compiled_once(problem: str, exact: bool) -> Iterator[None]:
-    """Pipelines of a problem that are made inside: it is exported once, and schedules with equal stages on equal ranks
-    share one compilation."""
+    """Pipelines of a problem that are made inside: it is exported once, and schedules with equal
+    stages on equal ranks share one compilation."""
 
     def export_once(*given: Any, **more: Any) -> ExportedModel:
         if problem not in _EXPORTED:
             _EXPORTED[problem] = export_step(*given, **more)
         return _EXPORTED[problem]
 
-    def compile_once(model: Any, microbatch: Any, exported: Any, schedule: Any, *rest: Any, **more: Any) -> Program:
+    def compile_once(
+        model: Any, microbatch: Any, exported: Any, schedule: Any, *rest: Any, **more: Any
+    ) -> Program:
         key = (problem, exact, schedule.placement)
         if key not in _COMPILED:
             _COMPILED[key] = compile_program(model, microbatch, exported, schedule, *rest, **more)
         return in_order(_COMPILED[key], schedule)
 
-    with mock.patch.multiple("zbcompile.program_cache.programs", export_step=export_once, compile_program=compile_once):
+    with mock.patch.multiple(
+        "zbcompile.program_cache.programs", export_step=export_once, compile_program=compile_once
+    ):
         yield
 
 
@@ -115,9 +121,14 @@ _COMPILED: dict[Any, Program] = {}
 
 
 def pipeline_of(case: Case, **options: Any) -> zbcompile.Pipeline:
-    """A pipeline with the schedule that `build` makes; test_auto.py has those that search their own layout."""
+    """A pipeline with the schedule that `build` makes; test_auto.py has those that search their own
+    layout."""
     problem = problem_of(case.problem)
-    built = build(case.schedule, case.ranks, case.microbatches) if case.schedule == "auto" else case.schedule
+    built = (
+        build(case.schedule, case.ranks, case.microbatches)
+        if case.schedule == "auto"
+        else case.schedule
+    )
     return zbcompile.pipeline(
         problem.model(),
         schedule=built,
@@ -130,13 +141,16 @@ def pipeline_of(case: Case, **options: Any) -> zbcompile.Pipeline:
 
 
 def interpreted(graph: GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
-    """The smallest backend: the graph itself. To the pipeline it is opaque, so that a pair cannot be one graph."""
+    """The smallest backend: the graph itself. To the pipeline it is opaque, so that a pair cannot
+    be one graph."""
     return graph
 
 
 def gradients_of(model: nn.Module | zbcompile.Pipeline) -> Gradients:
     """A copy of every `.grad`, by name."""
-    return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+    return {
+        name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()
+    }
 
 
 @cache
@@ -163,7 +177,10 @@ def join(shares: Sequence[Trained]) -> Trained:
     """The ranks' shares as one; what several ranks hold must be the same on all of them."""
     for share in shares:
         assert_same_tensors(share.losses, shares[0].losses, "loss of step")
-    gradients = [_join([share.gradients[step] for share in shares]) for step in range(len(shares[0].gradients))]
+    gradients = [
+        _join([share.gradients[step] for share in shares])
+        for step in range(len(shares[0].gradients))
+    ]
     return Trained(shares[0].losses, gradients, _join([share.state for share in shares]))
 
 
@@ -189,15 +206,25 @@ def assert_same_tensors(
     theirs: Sequence[Tensor] | Mapping[str, Tensor | None],
     what: str,
 ) -> None:
-    """Equal keys, None where the other is None, and equal bits; the message says how many differ and by how much."""
+    """Equal keys, None where the other is None, and equal bits; the message says how many differ
+    and by how much."""
     our, their = _named(ours), _named(theirs)
-    assert our.keys() == their.keys(), f"{what} {sorted(our.keys() ^ their.keys())} on one side only"
+    assert our.keys() == their.keys(), (
+        f"{what} {sorted(our.keys() ^ their.keys())} on one side only"
+    )
     wrong = [name for name in their if not _same(our[name], their[name])]
-    assert not wrong, f"{what} {len(wrong)} of {len(their)} differ: {[_difference(n, our[n], their[n]) for n in wrong]}"
+    assert not wrong, (
+        f"{what} {len(wrong)} of {len(their)} differ:"
+        f" {[_difference(n, our[n], their[n]) for n in wrong]}"
+    )
 
 
 def _named(tensors: Sequence[Tensor] | Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
-    return dict(tensors) if isinstance(tensors, Mapping) else {str(i): tensor for i, tensor in enumerate(tensors)}
+    return (
+        dict(tensors)
+        if isinstance(tensors, Mapping)
+        else {str(i): tensor for i, tensor in enumerate(tensors)}
+    )
 
 
 def _same(one: Tensor | None, other: Tensor | None) -> bool:
@@ -209,7 +236,9 @@ def _same(one: Tensor | None, other: Tensor | None) -> bool:
 def _difference(name: str, one: Tensor | None, other: Tensor | None) -> str:
     if one is None or other is None or one.shape != other.shape:
         return f"{name}: {_kind(one)} against {_kind(other)}"
-    return f"{name}: off by {(one - other).abs().max().item():.2g} of {other.abs().max().item():.2g}"
+    return (
+        f"{name}: off by {(one - other).abs().max().item():.2g} of {other.abs().max().item():.2g}"
+    )
 
 
 def _kind(tensor: Tensor | None) -> str:
@@ -217,7 +246,8 @@ def _kind(tensor: Tensor | None) -> str:
 
 
 def assert_close(ours: Trained, theirs: Trained, bound: float = 1e-6) -> None:
-    """The losses differ by at most `bound`, the gradients by at most `bound` of the largest entry of each."""
+    """The losses differ by at most `bound`, the gradients by at most `bound` of the largest entry
+    of each."""
     for our, their in zip(ours.losses, theirs.losses, strict=True):
         torch.testing.assert_close(our, their, rtol=bound, atol=0)
     worst, name = worst_difference(ours, theirs)
@@ -225,10 +255,11 @@ def assert_close(ours: Trained, theirs: Trained, bound: float = 1e-6) -> None:
 
 
 def worst_difference(ours: Trained, theirs: Trained, rounding: float = 0.0) -> tuple[float, str]:
-    """How far the gradient that differs most is from the other one, relative to its largest entry, and its name.
+    """How far the gradient that differs most is from the other one, relative to its largest entry,
+    and its name.
 
-    Gradients below `rounding` of the largest of all (a key's bias, or one before a norm, has one that is zero but for
-    rounding) count relative to that."""
+    Gradients below `rounding` of the largest of all (a key's bias, or one before a norm, has one
+    that is zero but for rounding) count relative to that."""
     return max(
         (difference, name)
         for our, their in zip(ours.gradients, theirs.gradients, strict=True)
@@ -237,7 +268,9 @@ def worst_difference(ours: Trained, theirs: Trained, rounding: float = 0.0) -> t
 
 
 def _differences(ours: Gradients, theirs: Gradients, rounding: float) -> dict[str, float]:
-    sizes = {name: 0.0 if each is None else float(each.abs().max()) for name, each in theirs.items()}
+    sizes = {
+        name: 0.0 if each is None else float(each.abs().max()) for name, each in theirs.items()
+    }
     largest, found = max(sizes.values()), {}
     for name, their in theirs.items():
         our = ours[name]

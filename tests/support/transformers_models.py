@@ -1,4 +1,5 @@
-"""Every class of transformers behind an Auto class that trains with labels, tiny, as a problem of the oracle."""
+"""Every class of transformers behind an Auto class that trains with labels, tiny, as a problem of
+the oracle."""
 
 import warnings
 from collections.abc import Iterator
@@ -13,20 +14,70 @@ from tests.support.tiny_batches import LABELS, batch_of, loss_of
 from tests.support.tiny_configs import tiny_config
 
 TASKS = (
-    *("CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM", "SEQUENCE_CLASSIFICATION", "IMAGE_CLASSIFICATION"),
+    *(
+        "CAUSAL_LM",
+        "MASKED_LM",
+        "SEQ_TO_SEQ_CAUSAL_LM",
+        "SEQUENCE_CLASSIFICATION",
+        "IMAGE_CLASSIFICATION",
+    ),
     *("SPEECH_SEQ_2_SEQ", "CTC", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM"),
 )
 DETERMINISTIC = "batched_mm"
 # One class of each of forty architectures, cheap ones where architectures are alike.
 SAMPLE = (
-    *("LlamaForCausalLM", "GPT2LMHeadModel", "GPTNeoXForCausalLM", "OPTForCausalLM", "BloomForCausalLM"),
-    *("FalconForCausalLM", "PhiForCausalLM", "Gemma2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"),
-    *("MixtralForCausalLM", "DeepseekV3ForCausalLM", "GptOssForCausalLM", "Cohere2ForCausalLM", "StableLmForCausalLM"),
-    *("MambaForCausalLM", "Lfm2ForCausalLM", "CTRLLMHeadModel", "XLNetLMHeadModel", "DiffLlamaForCausalLM"),
-    *("BertForMaskedLM", "AlbertForMaskedLM", "ElectraForMaskedLM", "DebertaForMaskedLM", "MPNetForMaskedLM"),
-    *("ModernBertForMaskedLM", "FNetForMaskedLM", "DistilBertForMaskedLM", "T5ForConditionalGeneration"),
-    *("BartForConditionalGeneration", "MarianMTModel", "ViTForImageClassification", "SwinForImageClassification"),
-    *("BeitForImageClassification", "ConvNextForImageClassification", "ResNetForImageClassification"),
+    *(
+        "LlamaForCausalLM",
+        "GPT2LMHeadModel",
+        "GPTNeoXForCausalLM",
+        "OPTForCausalLM",
+        "BloomForCausalLM",
+    ),
+    *(
+        "FalconForCausalLM",
+        "PhiForCausalLM",
+        "Gemma2ForCausalLM",
+        "Qwen3ForCausalLM",
+        "Qwen3MoeForCausalLM",
+    ),
+    *(
+        "MixtralForCausalLM",
+        "DeepseekV3ForCausalLM",
+        "GptOssForCausalLM",
+        "Cohere2ForCausalLM",
+        "StableLmForCausalLM",
+    ),
+    *(
+        "MambaForCausalLM",
+        "Lfm2ForCausalLM",
+        "CTRLLMHeadModel",
+        "XLNetLMHeadModel",
+        "DiffLlamaForCausalLM",
+    ),
+    *(
+        "BertForMaskedLM",
+        "AlbertForMaskedLM",
+        "ElectraForMaskedLM",
+        "DebertaForMaskedLM",
+        "MPNetForMaskedLM",
+    ),
+    *(
+        "ModernBertForMaskedLM",
+        "FNetForMaskedLM",
+        "DistilBertForMaskedLM",
+        "T5ForConditionalGeneration",
+    ),
+    *(
+        "BartForConditionalGeneration",
+        "MarianMTModel",
+        "ViTForImageClassification",
+        "SwinForImageClassification",
+    ),
+    *(
+        "BeitForImageClassification",
+        "ConvNextForImageClassification",
+        "ResNetForImageClassification",
+    ),
     *("CLIPForImageClassification", "WhisperForConditionalGeneration", "JambaForCausalLM"),
     "LlavaForConditionalGeneration",
 )
@@ -34,7 +85,8 @@ SAMPLE = (
 
 @dataclass(frozen=True)
 class Entry:
-    """A class, the Auto class it was found behind, its architecture, and how its experts, if any, are computed."""
+    """A class, the Auto class it was found behind, its architecture, and how its experts, if any,
+    are computed."""
 
     task: str
     name: str
@@ -43,7 +95,8 @@ class Entry:
 
 
 def entries() -> list[Entry]:
-    """One class of every architecture first, of all Auto classes in turn: the first rows of a table stand for all."""
+    """One class of every architecture first, of all Auto classes in turn: the first rows of a table
+    stand for all."""
     found: dict[str, Entry] = {}
     places: dict[str, int] = {}
     for task in TASKS:
@@ -53,7 +106,9 @@ def entries() -> list[Entry]:
     first: dict[str, str] = {}
     for entry in found.values():
         first.setdefault(_folder(entry.architecture), entry.name)
-    return sorted(found.values(), key=lambda entry: (entry.name not in first.values(), places[entry.name]))
+    return sorted(
+        found.values(), key=lambda entry: (entry.name not in first.values(), places[entry.name])
+    )
 
 
 def entry_of(name: str) -> Entry:
@@ -77,7 +132,8 @@ def _folder(architecture: str) -> str:
 
 
 def problem_of(entry: Entry) -> Problem:
-    """`entry` as a problem; raises whatever transformers raises for a model that cannot be made so."""
+    """`entry` as a problem; raises whatever transformers raises for a model that cannot be
+    made so."""
     make = partial(_make, entry)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -105,4 +161,7 @@ def _make(entry: Entry) -> nn.Module:
 def has_experts(model: Any) -> bool:
     from transformers import PreTrainedModel
 
-    return any(isinstance(m, PreTrainedModel) and m._can_set_experts_implementation() for m in model.modules())
+    return any(
+        isinstance(m, PreTrainedModel) and m._can_set_experts_implementation()
+        for m in model.modules()
+    )

@@ -1,4 +1,5 @@
-"""One training step of transformers' models with sharded vocabularies, and of the same models unsplit."""
+"""One training step of transformers' models with sharded vocabularies, and of the same models
+unsplit."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -55,7 +56,9 @@ def one_step(case: ModelCase) -> Step:
     return loss, {name: p.grad for name, p in pipe.named_parameters()}
 
 
-def quick_step(case: ModelCase, exported: dict[str, ExportedModel], compiled: dict[Any, Program]) -> Step:
+def quick_step(
+    case: ModelCase, exported: dict[str, ExportedModel], compiled: dict[Any, Program]
+) -> Step:
     """As `one_step`, but what was exported and compiled before is used again."""
 
     def export_once(*given: Any, **more: Any) -> ExportedModel:
@@ -71,7 +74,9 @@ def quick_step(case: ModelCase, exported: dict[str, ExportedModel], compiled: di
             compiled[key] = compile_program(model, microbatch, step, schedule, *rest, **more)
         return in_order(compiled[key], schedule)
 
-    with mock.patch.multiple("zbcompile.program_cache.programs", export_step=export_once, compile_program=compile_once):
+    with mock.patch.multiple(
+        "zbcompile.program_cache.programs", export_step=export_once, compile_program=compile_once
+    ):
         return one_step(case)
 
 
@@ -100,5 +105,6 @@ def assert_same(ours: Step, theirs: Step) -> None:
         found = ours[1][name]
         assert (found is None) == (gradient is None), name
         if gradient is not None and found is not None:
-            noise = gradient.abs().max() < 1e-12  # the gradient of a key's bias is zero but for rounding
+            # the gradient of a key's bias is zero but for rounding
+            noise = gradient.abs().max() < 1e-12
             assert noise or distance(found, gradient) < 1e-6, name

@@ -1,5 +1,7 @@
-"""Runs a step whose output layer is sharded: the trunk's pass graphs and the shards of all ranks in one process, one
-microbatch after the other, with the collectives written out. The shards run in the registers of the runtime."""
+"""Runs a step whose output layer is sharded: the trunk's pass graphs and the shards of all ranks in
+one process, one microbatch after the other, with the collectives written out. The shards run in the
+registers of the runtime.
+"""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -13,7 +15,12 @@ from tests.support.exported_runner import Batch, Runner, StepResult
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.exported.capture.batch_inputs import leaves_with_paths
 from zbcompile.passes.exported.compile_step import CompiledStep
-from zbcompile.passes.exported.stage.pass_graph import ACTIVATION, GRADIENT, PassGraph, Slot as PassSlot
+from zbcompile.passes.exported.stage.pass_graph import (
+    ACTIVATION,
+    GRADIENT,
+    PassGraph,
+    Slot as PassSlot,
+)
 from zbcompile.passes.exported.vocabulary.shard_program import VocabularyProgram
 from zbcompile.passes.exported.vocabulary.trunk import ShardedStep
 from zbcompile.passes.graph.roles import Slot
@@ -32,7 +39,9 @@ class ShardedRunner:
     program: VocabularyProgram
     model: nn.Module
     batches: Sequence[Batch]
-    waiting_bytes: list[int] = field(default_factory=list)  # of each shard between S and T, for one microbatch
+    waiting_bytes: list[int] = field(
+        default_factory=list
+    )  # of each shard between S and T, for one microbatch
 
     def __post_init__(self) -> None:
         self.model = copy.deepcopy(self.model)
@@ -57,10 +66,14 @@ class ShardedRunner:
             {path: leaf for path, leaf in leaves_with_paths(batch) if isinstance(leaf, Tensor)}
             for batch in self.batches
         ]
-        stages = [prepare_stage(stage, resident, torch.device("cpu"), SHARD) for stage in self.program.stages_of(rank)]
+        stages = [
+            prepare_stage(stage, resident, torch.device("cpu"), SHARD)
+            for stage in self.program.stages_of(rank)
+        ]
         count = len(self.batches)
         return [
-            StageRun([stage] * count, self.sums, inputs, self.factor, [0] * count, slice(low, high)) for stage in stages
+            StageRun([stage] * count, self.sums, inputs, self.factor, [0] * count, slice(low, high))
+            for stage in stages
         ]
 
     def run(self) -> StepResult:
@@ -86,7 +99,9 @@ class ShardedRunner:
             runs[0].run("STATS", 0, [gathered])
             outputs |= {int(name): values[0] for name, values in runs[0].outputs.items()}
         assert self.sharded.whole.output_structure is not None
-        return self.sharded.whole.output_structure.rebuild([value for _, value in sorted(outputs.items())])
+        return self.sharded.whole.output_structure.rebuild(
+            [value for _, value in sorted(outputs.items())]
+        )
 
     def _run_microbatch(self, microbatch: int) -> None:
         hidden = self._forward(microbatch)
@@ -95,7 +110,11 @@ class ShardedRunner:
         self.waiting_bytes = [runs[0].live_bytes() for runs in self.shards]
         later = [runs[0].run("T", microbatch, []) for runs in self.shards]
         parts = parts if self.program.barriers == 1 else later
-        total = torch.stack([part for [part] in parts]).sum(0).to(dtype_named(self.program.hidden.dtype))
+        total = (
+            torch.stack([part for [part] in parts])
+            .sum(0)
+            .to(dtype_named(self.program.hidden.dtype))
+        )
         last = self.compiled.stages - 1
         arriving = self.values.hidden_gradient
         assert arriving is not None
@@ -110,7 +129,9 @@ class ShardedRunner:
     def _forward(self, microbatch: int) -> Tensor:
         """Runs F of all stages, and returns the input of the output layer."""
         if self.values.lookup is not None:
-            rows = torch.stack([runs[1].run("LOOKUP", microbatch, [])[0] for runs in self.shards]).sum(0)
+            rows = torch.stack(
+                [runs[1].run("LOOKUP", microbatch, [])[0] for runs in self.shards]
+            ).sum(0)
             self.trunk.values[microbatch, 0, PassSlot(ACTIVATION, self.values.lookup.name)] = rows
         self._run_trunk(microbatch, backward=False)
         assert self.values.hidden is not None
@@ -135,7 +156,9 @@ class ShardedRunner:
 
 def errors(result: StepResult, expected: StepResult) -> dict[str, float]:
     """Returns the largest difference of each loss and gradient, relative to the largest entry."""
-    pairs = {f"loss {i}": pair for i, pair in enumerate(zip(result.losses, expected.losses, strict=True))}
+    pairs = {
+        f"loss {i}": pair for i, pair in enumerate(zip(result.losses, expected.losses, strict=True))
+    }
     assert result.gradients.keys() == expected.gradients.keys()
     pairs |= {name: (value, expected.gradients[name]) for name, value in result.gradients.items()}
     return {name: _error(*pair) for name, pair in pairs.items()}

@@ -1,4 +1,5 @@
-"""Training with a sharded output layer, and by eager accumulation, so that the two can be compared."""
+"""Training with a sharded output layer, and by eager accumulation, so that the two can be
+compared."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -35,7 +36,8 @@ class VocabularyCase:
 
 @dataclass(frozen=True)
 class Learned:
-    """What a run leaves: losses and gradients of each step by parameter name, the whole state dict, an evaluation."""
+    """What a run leaves: losses and gradients of each step by parameter name, the whole state dict,
+    an evaluation."""
 
     losses: list[Tensor]
     gradients: list[dict[str, Tensor]]
@@ -72,7 +74,10 @@ def model_of(case: VocabularyCase) -> nn.Module:
 
 def batches_of(case: VocabularyCase) -> list[Batch]:
     generator = torch.Generator().manual_seed(1)
-    tokens = [torch.randint(0, 256, (2 * case.microbatches, 17), generator=generator) for _ in range(STEPS)]
+    tokens = [
+        torch.randint(0, 256, (2 * case.microbatches, 17), generator=generator)
+        for _ in range(STEPS)
+    ]
     return [Batch((t[:, :-1].contiguous(),), {}, t[:, 1:].contiguous()) for t in tokens]
 
 
@@ -80,7 +85,9 @@ def sharded(case: VocabularyCase) -> Learned:
     """Train this process's share."""
     pipe = pipeline_of(case)
     losses, gradients = learn(pipe, case)
-    return Learned(losses, gradients, pipe.state_dict(full=True), pipe.eval(*batches_of(case)[0].args))
+    return Learned(
+        losses, gradients, pipe.state_dict(full=True), pipe.eval(*batches_of(case)[0].args)
+    )
 
 
 def pipeline_of(case: VocabularyCase) -> zbcompile.Pipeline:
@@ -94,13 +101,17 @@ def pipeline_of(case: VocabularyCase) -> zbcompile.Pipeline:
     )
 
 
-def learn(pipe: zbcompile.Pipeline, case: VocabularyCase) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
+def learn(
+    pipe: zbcompile.Pipeline, case: VocabularyCase
+) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
     """Losses and gradients of each step of a pipeline for `case`."""
     losses, gradients, optimizer = [], [], None
     for batch in batches_of(case):
         losses.append(pipe.step(*batch.args, target=batch.target))
         optimizer = optimizer or sgd(pipe.parameters())
-        gradients.append({name: p.grad.clone() for name, p in pipe.named_parameters() if p.grad is not None})
+        gradients.append(
+            {name: p.grad.clone() for name, p in pipe.named_parameters() if p.grad is not None}
+        )
         optimizer.step()
         optimizer.zero_grad()
     return losses, gradients
@@ -112,7 +123,9 @@ def eager(case: VocabularyCase) -> Learned:
     losses, gradients, optimizer = [], [], sgd(model.parameters())
     for step, batch in enumerate(batches_of(case)):
         losses.append(eager_step(model, MODELS[case.model][1], batch, case.microbatches, step))
-        gradients.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+        gradients.append(
+            {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        )
         optimizer.step()
         optimizer.zero_grad()
     with torch.no_grad():
@@ -124,10 +137,14 @@ sgd = partial(torch.optim.SGD, lr=0.1)
 
 
 def join(shares: list[Learned]) -> Learned:
-    """The ranks' shares as one: rows of a sharded parameter in rank order, of others the first rank's that has it."""
+    """The ranks' shares as one: rows of a sharded parameter in rank order, of others the first
+    rank's that has it."""
     gradients = [
         {
-            name: _joined([s.gradients[step][name] for s in shares if name in s.gradients[step]], shares[0].state[name])
+            name: _joined(
+                [s.gradients[step][name] for s in shares if name in s.gradients[step]],
+                shares[0].state[name],
+            )
             for share in shares
             for name in share.gradients[step]
         }
@@ -143,7 +160,9 @@ def _joined(parts: list[Tensor], whole: Tensor) -> Tensor:
 def assert_equal_within(ours: Learned, theirs: Learned, bound: float) -> None:
     """Losses, gradients (max norm of each), the trained state and the evaluation."""
     assert ours.gradients[0].keys() == theirs.gradients[0].keys()
-    pairs = [(f"loss {i}", a, b) for i, (a, b) in enumerate(zip(ours.losses, theirs.losses, strict=True))]
+    pairs = [
+        (f"loss {i}", a, b) for i, (a, b) in enumerate(zip(ours.losses, theirs.losses, strict=True))
+    ]
     for step, (a, b) in enumerate(zip(ours.gradients, theirs.gradients, strict=True)):
         pairs += [(f"gradient of {name} in step {step}", a[name], b[name]) for name in b]
     pairs += [(name, ours.state[name], theirs.state[name]) for name in theirs.state]

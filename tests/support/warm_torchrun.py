@@ -1,7 +1,8 @@
-"""torchrun whose ranks are forked from it (`--run-path`, `--start-method fork`), with what it has imported.
+"""torchrun whose ranks are forked from it (`--run-path`, `--start-method fork`), with what it has
+imported.
 
-Importing torch and zbcompile takes a rank seconds. `tests/zbcompile/cli/test_torchrun.py` has ranks that torchrun
-starts by itself.
+Importing torch and zbcompile takes a rank seconds. `tests/zbcompile/cli/test_torchrun.py` has ranks
+that torchrun starts by itself.
 """
 
 import os
@@ -31,23 +32,33 @@ print(*(each.exitcode for each in agents))
 
 
 def warm_torchrun(imports: str, *arguments: str, run: str = "main()") -> list[str]:
-    """The command, with torchrun's `arguments`; `imports` are statements that import what ranks need."""
+    """The command, with torchrun's `arguments`; `imports` are statements that import what ranks
+    need."""
     text = f"{START}\n{imports}\ngc.freeze()\nfrom torch.distributed.run import main\n{run}"
     return [sys.executable, "-c", text, *FORKING, *arguments]
 
 
 def warm_agents(count: int, folder: Path, imports: str, *arguments: str) -> list[tuple[int, str]]:
-    """That command as `count` agents, forked from one process: the exit status of each, and what it said."""
+    """That command as `count` agents, forked from one process: the exit status of each, and what it
+    said."""
     files = [str(folder / f"agent-{number}") for number in range(count)]
     command = warm_torchrun(imports, *arguments, run=AGENTS.format(files=files))
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+        "OMP_NUM_THREADS": "1",
+    }
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
-    return [(int(code), Path(file).read_text()) for code, file in zip(done.stdout.split(), files, strict=True)]
+    return [
+        (int(code), Path(file).read_text())
+        for code, file in zip(done.stdout.split(), files, strict=True)
+    ]
 
 
 def install(folder: Path, imports: str) -> None:
-    """Make `folder`/torchrun, which is that command, with one thread for a rank as torchrun sets it."""
+    """Make `folder`/torchrun, which is that command, with one thread for a rank as torchrun sets
+    it."""
     interpreter, option, text, *forking = warm_torchrun(imports)
     command = f'{interpreter} {option} {shlex.quote(text)} {" ".join(forking)} "$@"'
     folder.mkdir(exist_ok=True)

@@ -1,7 +1,9 @@
-"""Models of the kinds that people train, tiny and with random weights: most of them transformers' own.
+"""Models of the kinds that people train, tiny and with random weights: most of them transformers'
+own.
 
-Each is a `Problem` of the oracle: what it takes to train it for a step. transformers is imported when a model is made.
-What each needs, and which are not bitwise equal to eager, stands in docs/models.md.
+Each is a `Problem` of the oracle: what it takes to train it for a step. transformers is imported
+when a model is made. What each needs, and which are not bitwise equal to eager, stands in
+docs/models.md.
 """
 
 from collections.abc import Mapping
@@ -22,11 +24,14 @@ SMALL = {
     "num_attention_heads": 4,
     "max_position_embeddings": 64,
 }
-ONE_LAYER = {"num_hidden_layers": 1}  # for models that take long to trace; Llama, GPT-2, BERT, Gemma-2 have two
+ONE_LAYER = {
+    "num_hidden_layers": 1
+}  # for models that take long to trace; Llama, GPT-2, BERT, Gemma-2 have two
 
 
 def _llama() -> nn.Module:
-    """Grouped queries, rotary positions, RMS norm. Without padding it leaves mask and grouping to the kernel."""
+    """Grouped queries, rotary positions, RMS norm. Without padding it leaves mask and grouping to
+    the kernel."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     return LlamaForCausalLM(LlamaConfig(**SMALL, num_key_value_heads=2))
@@ -37,7 +42,9 @@ def _gpt2() -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     sizes = {"n_embd": HIDDEN, "n_layer": 2, "n_head": 4, "n_positions": 64}
-    return GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, **sizes, bos_token_id=0, eos_token_id=0))
+    return GPT2LMHeadModel(
+        GPT2Config(vocab_size=VOCABULARY, **sizes, bos_token_id=0, eos_token_id=0)
+    )
 
 
 def _bert() -> nn.Module:
@@ -51,7 +58,9 @@ def _vit() -> nn.Module:
     """Patches through a convolution; its loss is a function of the output."""
     from transformers import ViTConfig, ViTForImageClassification
 
-    sizes = {k: v for k, v in SMALL.items() if k not in ("vocab_size", "max_position_embeddings")} | ONE_LAYER
+    sizes = {
+        k: v for k, v in SMALL.items() if k not in ("vocab_size", "max_position_embeddings")
+    } | ONE_LAYER
     return ViTForImageClassification(ViTConfig(**sizes, image_size=16, patch_size=4, num_labels=8))
 
 
@@ -59,15 +68,29 @@ def _t5() -> nn.Module:
     """Encoder and decoder: the encoder's last state is used by every layer of the decoder."""
     from transformers import T5Config, T5ForConditionalGeneration
 
-    sizes = {"d_model": HIDDEN, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_decoder_layers": 2, "num_heads": 4}
-    return T5ForConditionalGeneration(T5Config(vocab_size=VOCABULARY, **sizes, decoder_start_token_id=0))
+    sizes = {
+        "d_model": HIDDEN,
+        "d_kv": 8,
+        "d_ff": 64,
+        "num_layers": 1,
+        "num_decoder_layers": 2,
+        "num_heads": 4,
+    }
+    return T5ForConditionalGeneration(
+        T5Config(vocab_size=VOCABULARY, **sizes, decoder_start_token_id=0)
+    )
 
 
 def _whisper() -> nn.Module:
     """Two inputs of different kinds: spectra into the encoder, tokens into the decoder."""
     from transformers import WhisperConfig, WhisperForConditionalGeneration
 
-    layers = {"encoder_layers": 1, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
+    layers = {
+        "encoder_layers": 1,
+        "decoder_layers": 2,
+        "encoder_attention_heads": 4,
+        "decoder_attention_heads": 4,
+    }
     sizes = {"d_model": HIDDEN, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "num_mel_bins": 8}
     limits = {"max_source_positions": 16, "max_target_positions": 32}
     tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
@@ -80,14 +103,17 @@ def _mixtral() -> nn.Module:
     """A mixture of experts. The loop over experts depends on data; the batched form does not."""
     from transformers import MixtralConfig, MixtralForCausalLM
 
-    config = MixtralConfig(**SMALL | ONE_LAYER, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2)
+    config = MixtralConfig(
+        **SMALL | ONE_LAYER, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2
+    )
     model = MixtralForCausalLM(config)
     model.set_experts_implementation("batched_mm")
     return model
 
 
 def _qwen_moe() -> nn.Module:
-    """More, smaller experts, and normed queries and keys. Rows sorted by their expert, one product for all experts."""
+    """More, smaller experts, and normed queries and keys. Rows sorted by their expert, one product
+    for all experts."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     config = Qwen3MoeConfig(
@@ -107,7 +133,9 @@ def _gemma2() -> nn.Module:
     """Soft caps in attention and head; sliding and full attention in turn."""
     from transformers import Gemma2Config, Gemma2ForCausalLM
 
-    return Gemma2ForCausalLM(Gemma2Config(**SMALL, num_key_value_heads=2, head_dim=8, sliding_window=8))
+    return Gemma2ForCausalLM(
+        Gemma2Config(**SMALL, num_key_value_heads=2, head_dim=8, sliding_window=8)
+    )
 
 
 def _mamba() -> nn.Module:
@@ -123,12 +151,19 @@ def _resnet() -> nn.Module:
     from transformers import ResNetConfig, ResNetForImageClassification
 
     return ResNetForImageClassification(
-        ResNetConfig(embedding_size=8, hidden_sizes=[8, 16, 16], depths=[1, 1, 1], num_labels=8, layer_type="basic")
+        ResNetConfig(
+            embedding_size=8,
+            hidden_sizes=[8, 16, 16],
+            depths=[1, 1, 1],
+            num_labels=8,
+            layer_type="basic",
+        )
     )
 
 
 class _UNet(nn.Module):
-    """Three levels down with strides, up again; the skips cross one another; channels last throughout."""
+    """Three levels down with strides, up again; the skips cross one another; channels last
+    throughout."""
 
     def __init__(self, width: int = 4) -> None:
         super().__init__()
@@ -188,11 +223,13 @@ def _(gradient: Tensor, x: Tensor, by: float) -> Tensor:
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    (x, ctx.by) = inputs
+    x, ctx.by = inputs
     ctx.save_for_backward(x)
 
 
-_bend.register_autograd(lambda ctx, g: (_bend_backward(g, *ctx.saved_tensors, ctx.by), None), setup_context=_keep)
+_bend.register_autograd(
+    lambda ctx, g: (_bend_backward(g, *ctx.saved_tensors, ctx.by), None), setup_context=_keep
+)
 
 
 class _Bending(nn.Module):
@@ -220,14 +257,18 @@ def _text(size: int) -> Batch:
 def _full_text(size: int) -> Batch:
     """Masks of ones, as tokenizers give them to rows of equal length."""
     batch = _text(size)
-    return Batch((), {**batch.kwargs, "attention_mask": torch.ones(size, LENGTH, dtype=torch.int64)})
+    return Batch(
+        (), {**batch.kwargs, "attention_mask": torch.ones(size, LENGTH, dtype=torch.int64)}
+    )
 
 
 def _half_padded_text(size: int) -> Batch:
     """Every second pair of rows is full, so that microbatches go different ways."""
     batch = _padded_text(size)
     full = (torch.arange(size) // 2 % 2 == 0)[:, None]
-    tokens, mask, labels = (batch.kwargs[name] for name in ("input_ids", "attention_mask", "labels"))
+    tokens, mask, labels = (
+        batch.kwargs[name] for name in ("input_ids", "attention_mask", "labels")
+    )
     mask, labels = mask.where(~full, 1), labels.where(~full, tokens)
     return Batch((), {"input_ids": tokens, "attention_mask": mask, "labels": labels})
 
@@ -242,7 +283,9 @@ def _padded_text(size: int) -> Batch:
     """Rows of different lengths, padded on the left; the padding is not asked for."""
     tokens = _tokens(size)
     mask = (torch.arange(LENGTH) >= torch.randint(1, LENGTH // 2, (size, 1))).long()
-    return Batch((), {"input_ids": tokens, "attention_mask": mask, "labels": tokens.where(mask.bool(), -100)})
+    return Batch(
+        (), {"input_ids": tokens, "attention_mask": mask, "labels": tokens.where(mask.bool(), -100)}
+    )
 
 
 def _masked_text(size: int) -> Batch:
@@ -256,7 +299,14 @@ def _masked_text(size: int) -> Batch:
 
 def _translation(size: int) -> Batch:
     mask = (torch.arange(LENGTH) < torch.randint(LENGTH // 2, LENGTH, (size, 1))).long()
-    return Batch((), {"input_ids": _tokens(size), "attention_mask": mask, "labels": _tokens(size)[:, 1:].contiguous()})
+    return Batch(
+        (),
+        {
+            "input_ids": _tokens(size),
+            "attention_mask": mask,
+            "labels": _tokens(size)[:, 1:].contiguous(),
+        },
+    )
 
 
 def _speech(size: int) -> Batch:
@@ -264,7 +314,9 @@ def _speech(size: int) -> Batch:
 
 
 def _images(size: int) -> Batch:
-    return Batch((), {"pixel_values": torch.randn(size, 3, 16, 16), "labels": torch.randint(0, 8, (size,))})
+    return Batch(
+        (), {"pixel_values": torch.randn(size, 3, 16, 16), "labels": torch.randint(0, 8, (size,))}
+    )
 
 
 def _classes(size: int) -> Batch:

@@ -1,4 +1,5 @@
-"""The state of a pipeline's model: the parameters that live in this process, and eager's state dict of all."""
+"""The state of a pipeline's model: the parameters that live in this process, and eager's state dict
+of all."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -20,10 +21,16 @@ from zbcompile.program_cache.state_dict import stream_state
 
 
 class ModelState:
-    """This process's share of a model, once a program has placed it; `parts` are those of its DTensors."""
+    """This process's share of a model, once a program has placed it; `parts` are those of its
+    DTensors."""
 
     def __init__(
-        self, model: nn.Module, ranks: Ranks, parts: Parts, bound: BoundPrograms, optimizers: Optimizers
+        self,
+        model: nn.Module,
+        ranks: Ranks,
+        parts: Parts,
+        bound: BoundPrograms,
+        optimizers: Optimizers,
     ) -> None:
         self._model, self._ranks, self._parts = model, ranks, parts
         self._bound, self._optimizers = bound, optimizers
@@ -33,8 +40,9 @@ class ModelState:
         """The first program. Raises PipelineError before there is one."""
         if self._bound.program is None:
             raise PipelineError(
-                "the pipeline is not compiled yet, so it is unknown which parameters are this rank's. Call "
-                "pipe.compile(*args, target=..., **kwargs) with a batch, or pass example=, or run a step first."
+                "the pipeline is not compiled yet, so it is unknown which parameters are this"
+                " rank's. Call pipe.compile(*args, target=..., **kwargs) with a batch, or pass"
+                " example=, or run a step first."
             )
         return self._bound.program
 
@@ -64,14 +72,14 @@ class ModelState:
         return self._parts.shown(own, names)
 
     def require_named_parts(self) -> None:
-        """Raises PipelineError if ranks have different parts of a plain tensor under one name, which
-        torch.distributed.checkpoint takes for copies."""
+        """Raises PipelineError if ranks have different parts of a plain tensor under one name,
+        which torch.distributed.checkpoint takes for copies."""
         program, mesh = self.program, self._ranks.mesh
         for name in sorted(program.homes.keys() - self._parts.parts.keys()):
             if any(mesh.size(each) > 1 for each in along(program.placement(name), SHARD)):
                 raise PipelineError(
-                    f"{name} is sharded by hand, so torch.distributed.checkpoint would take its parts for copies. Call "
-                    "zbcompile.save_checkpoint, or make it a DTensor."
+                    f"{name} is sharded by hand, so torch.distributed.checkpoint would take its"
+                    " parts for copies. Call zbcompile.save_checkpoint, or make it a DTensor."
                 )
 
     def whole(self, frozen: bool) -> dict[str, Any]:
@@ -89,13 +97,17 @@ class ModelState:
     def load(self, state: Mapping[str, Any]) -> None:
         """Copy this process's share out of eager's state dict, in place.
 
-        Strict over the whole model: raises PipelineError, before anything is copied, for keys that it lacks or has in
-        addition, and for tensors of another shape. What `share` returned is taken too.
+        Strict over the whole model: raises PipelineError, before anything is copied, for keys that
+        it lacks or has in addition, and for tensors of another shape. What `share` returned is
+        taken too.
         """
         self._arrive()
         if self._load_share(state):
             return
-        state, target = self._parts.cut(state, self.program.model.names), state_in_process(self._model)
+        state, target = (
+            self._parts.cut(state, self.program.model.names),
+            state_in_process(self._model),
+        )
         _check_keys(target, state)
         with torch.no_grad():
             for key, value in self._bound.own_state().items():
@@ -106,12 +118,16 @@ class ModelState:
         self.loaded(state)
 
     def _load_share(self, state: Mapping[str, Any]) -> bool:
-        """Copies this process's part, as torch.distributed.checkpoint has read it, and returns True; returns False for
-        another state dict."""
-        own = {key: value for key, value in self._share().items() if isinstance(value, torch.Tensor)}
+        """Copies this process's part, as torch.distributed.checkpoint has read it, and returns
+        True; returns False for another state dict."""
+        own = {
+            key: value for key, value in self._share().items() if isinstance(value, torch.Tensor)
+        }
         if any(key not in state or value.shape != state[key].shape for key, value in own.items()):
             return False
-        if state.keys() != self._share().keys() or any(chunk_of(own[key]) != chunk_of(state[key]) for key in own):
+        if state.keys() != self._share().keys() or any(
+            chunk_of(own[key]) != chunk_of(state[key]) for key in own
+        ):
             return False
         with torch.no_grad():
             for key, value in own.items():
@@ -131,7 +147,9 @@ class ModelState:
         bound, held = self._bound, self._bound.parameters
         with self._ranks.watch.region("clip_grad_norm_"):
             rows = frozenset(bound.shards.own) if bound.shards else frozenset()
-            norm = total_norm(self.program, bound.trained, rows, held, self._ranks, norm_type, error_if_nonfinite)
+            norm = total_norm(
+                self.program, bound.trained, rows, held, self._ranks, norm_type, error_if_nonfinite
+            )
         nn.utils.clip_grads_with_norm_([held[name] for name in bound.own_names], max_norm, norm)
         return norm
 
@@ -149,19 +167,22 @@ class ModelState:
 
     def _stream(self, frozen: bool = True) -> Iterator[tuple[str, Any]]:
         self._optimizers.arrive()
-        return stream_state(self._model, self._ranks, self.program.holders, self._bound.shards, frozen)
+        return stream_state(
+            self._model, self._ranks, self.program.holders, self._bound.shards, frozen
+        )
 
 
 def _check_keys(target: Mapping[str, Any], state: Mapping[str, Any]) -> None:
     missing, unexpected = sorted(set(target) - set(state)), sorted(set(state) - set(target))
     if missing or unexpected:
         raise PipelineError(
-            f"the state dict does not fit the model: missing {missing or 'nothing'}, unexpected "
-            f"{unexpected or 'nothing'}. load_state_dict takes the full dict, as model.state_dict() or "
-            "pipe.state_dict(full=True) makes it."
+            f"the state dict does not fit the model: missing {missing or 'nothing'}, unexpected"
+            f" {unexpected or 'nothing'}. load_state_dict takes the full dict, as"
+            " model.state_dict() or pipe.state_dict(full=True) makes it."
         )
     for key, value in target.items():
         if isinstance(value, torch.Tensor) and value.shape != state[key].shape:
             raise PipelineError(
-                f"{key} has shape {list(state[key].shape)} in the state dict and {list(value.shape)} in the model."
+                f"{key} has shape {list(state[key].shape)} in the state dict and"
+                f" {list(value.shape)} in the model."
             )

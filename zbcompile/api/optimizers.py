@@ -1,4 +1,5 @@
-"""The optimizers of a pipeline: made before or after it is compiled, and called around each of its steps."""
+"""The optimizers of a pipeline: made before or after it is compiled, and called around each of its
+steps."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -35,7 +36,11 @@ class Optimizers:
                 self._bind(found)
         else:  # the step will be compiled for the dtype of these gradients
             takes = request.params or (lambda name, parameter: True)
-            chosen = [each for name, each in self.model.named_parameters() if each.requires_grad and takes(name, each)]
+            chosen = [
+                each
+                for name, each in self.model.named_parameters()
+                if each.requires_grad and takes(name, each)
+            ]
             sum_in_single_precision(*chosen)
         return found
 
@@ -66,15 +71,19 @@ class Optimizers:
         """Raise PipelineError if replicas hold parts of the gradients."""
         if self.divided:
             raise PipelineError(
-                f"{what} needs whole gradients, and pipe.optimizer(zero=1) keeps this replica's part."
-                " Pass clip= to pipe.optimizer to clip, or zero=0."
+                f"{what} needs whole gradients, and pipe.optimizer(zero=1) keeps this replica's"
+                " part. Pass clip= to pipe.optimizer to clip, or zero=0."
             )
 
     @property
     def actions(self) -> Mapping[str, Sequence[Callable[[int], None]]]:
-        """The functions that the next step calls for a stage, by kind of action: correct its last update, wait for its
-        parameters, update them (not inside `no_sync`)."""
-        early = [each for each in self.made if each.request.updates_early and self.ranks.replicas.synchronise]
+        """The functions that the next step calls for a stage, by kind of action: correct its last
+        update, wait for its parameters, update them (not inside `no_sync`)."""
+        early = [
+            each
+            for each in self.made
+            if each.request.updates_early and self.ranks.replicas.synchronise
+        ]
         return {
             "VALIDATE": [each.settle for each in self.made if each.request.validates],
             "GATHER": [each.arrive for each in self.divided],
@@ -83,11 +92,13 @@ class Optimizers:
 
     @property
     def all_early(self) -> bool:
-        """Whether a rank that ends a step before another one would not update any more if that one fails."""
+        """Whether a rank that ends a step before another one would not update any more if that one
+        fails."""
         return bool(self.made) and all(each.request.updates_early for each in self.made)
 
     def begin_step(self) -> None:
-        """Before a step of the pipeline. Raises PipelineError if updates inside of it cannot follow the last ones."""
+        """Before a step of the pipeline. Raises PipelineError if updates inside of it cannot follow
+        the last ones."""
         for each in self.made:
             each.begin_step()
 

@@ -1,5 +1,5 @@
-"""Parameters of which other processes have gradients, too. torch's clipping would use this process's norm alone, so it
-is refused."""
+"""Parameters of which other processes have gradients, too. torch's clipping would use this
+process's norm alone, so it is refused."""
 
 from collections.abc import Iterator, Sequence
 
@@ -13,11 +13,14 @@ from zbcompile.program.program import Program
 from zbcompile.program_cache.bound_programs import BoundPrograms
 from zbcompile.torch_private import before_clipping
 
-_PARTIAL = "pipelines_with_a_part_of_its_norm"  # the attribute of such a parameter: how many there are
+_PARTIAL = (  # the attribute of such a parameter: how many there are
+    "pipelines_with_a_part_of_its_norm"
+)
 
 
 class PartialNorms:
-    """Marks the parameters of one pipeline, so that torch's clipping recognises them however they were passed to it."""
+    """Marks the parameters of one pipeline, so that torch's clipping recognises them however they
+    were passed to it."""
 
     def __init__(self, bound: BoundPrograms, parts: Parts) -> None:
         self._bound, self._parts = bound, parts
@@ -40,8 +43,8 @@ class PartialNorms:
         self._noted = []
 
     def _found(self, program: Program) -> Iterator[torch.Tensor]:
-        """Every parameter if there are several pipeline ranks, else what is sharded, as a plain tensor; torch's norm of
-        DTensors is that of the whole."""
+        """Every parameter if there are several pipeline ranks, else what is sharded, as a plain
+        tensor; torch's norm of DTensors is that of the whole."""
         ranks, wholes = self._bound.ranks, self._parts.parameters
         for name, parameter in self._bound.parameters.items() if ranks.group is not None else ():
             if ranks.count > 1 or ranks.mesh.size(*along(program.placement(name), SHARD)) > 1:
@@ -53,6 +56,7 @@ class PartialNorms:
 def _refuse_parts(parameters: Sequence[torch.Tensor]) -> None:
     if any(getattr(each, _PARTIAL, 0) or is_held_elsewhere(each) for each in parameters):
         raise PipelineError(
-            "torch's clip_grad_norm_ would clip by the norm of the gradients in this process, which differs from "
-            "rank to rank. Call pipe.clip_grad_norm_(max_norm) on every rank, or pass clip= to pipe.optimizer."
+            "torch's clip_grad_norm_ would clip by the norm of the gradients in this process, which"
+            " differs from rank to rank. Call pipe.clip_grad_norm_(max_norm) on every rank, or pass"
+            " clip= to pipe.optimizer."
         )

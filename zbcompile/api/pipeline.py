@@ -53,16 +53,22 @@ Attached = TypeVar("Attached", bound=Closing)
 
 
 class Pipeline:
-    """A model as a pipeline; made by `zbcompile.pipeline`. Not an nn.Module: it holds this process's share of one.
+    """A model as a pipeline; made by `zbcompile.pipeline`. Not an nn.Module: it holds this
+    process's share of one.
 
-    The first `step` compiles for the shapes of its microbatches. `record = True` makes `last_step` hold the measured
-    spans of the next steps. `step_index` counts steps; it enters `zbcompile.microbatch_seed`.
+    The first `step` compiles for the shapes of its microbatches. `record = True` makes `last_step`
+    hold the measured spans of the next steps. `step_index` counts steps; it enters
+    `zbcompile.microbatch_seed`.
     """
 
     step_index: int = 0
 
     def __init__(
-        self, model: nn.Module, options: PipelineOptions, engine: Engine, saved: Program | None = None
+        self,
+        model: nn.Module,
+        options: PipelineOptions,
+        engine: Engine,
+        saved: Program | None = None,
     ) -> None:
         self._model, self._ranks, self._watch = model, engine.ranks, engine.ranks.watch
         self._ended = weakref.finalize(self, self._watch.close)
@@ -75,7 +81,9 @@ class Pipeline:
             with readable(model):
                 self._parts = Parts(model, self._ranks.mesh.labels)
             if self._parts.placements:
-                options = replace(options, placements={**(options.placements or {}), **self._parts.placements})
+                options = replace(
+                    options, placements={**(options.placements or {}), **self._parts.placements}
+                )
             self._options = options
             self._bound = bound = BoundPrograms(model, options, self._ranks)
             self._compiled = Programs(model, options, bound, schedule, saved)
@@ -84,15 +92,17 @@ class Pipeline:
             self._norms = PartialNorms(bound, self._parts)
             layout = BatchLayout(model, options, self._compiled)
             others = self._norms, self._observation
-            self._runs = Runs(options, engine, self._parts, self._compiled, layout, self._optimizers, *others)
+            self._runs = Runs(
+                options, engine, self._parts, self._compiled, layout, self._optimizers, *others
+            )
 
     if not TYPE_CHECKING:  # with it, type checkers would allow any name
 
         def __setattr__(self, name: str, value: Any) -> None:
             if not name.startswith("_") and not hasattr(type(self), name):
                 raise AttributeError(
-                    f"a pipeline has no attribute {name}. Options are fixed once it is made: pass them to "
-                    "zbcompile.pipeline."
+                    f"a pipeline has no attribute {name}. Options are fixed once it is made: pass"
+                    " them to zbcompile.pipeline."
                 )
             super().__setattr__(name, value)
 
@@ -100,15 +110,16 @@ class Pipeline:
             says = f"a pipeline has no attribute {name}"
             if not name.startswith("_") and hasattr(nn.Module, name):
                 says += (
-                    f", as it is no nn.Module: use model.{name}, before zbcompile.pipeline if it changes tensors. "
-                    "pipe.step and pipe.eval run a batch"
+                    f", as it is no nn.Module: use model.{name}, before zbcompile.pipeline if it"
+                    " changes tensors. pipe.step and pipe.eval run a batch"
                 )
             raise AttributeError(f"{says}.", name=name, obj=self)
 
     def __getstate__(self) -> NoReturn:
         raise PipelineError(
-            "a pipeline holds connections to other ranks, so it cannot be copied or pickled. Save what it trains "
-            "(zbcompile.save_checkpoint, save_weights) or what it compiled (pipe.program.save)."
+            "a pipeline holds connections to other ranks, so it cannot be copied or pickled. Save"
+            " what it trains (zbcompile.save_checkpoint, save_weights) or what it compiled"
+            " (pipe.program.save)."
         )
 
     @property
@@ -123,8 +134,8 @@ class Pipeline:
 
     @property
     def model(self) -> nn.Module:
-        """The module that the pipeline was made of. From the first step on it refuses to show what other processes
-        train (docs/training.md)."""
+        """The module that the pipeline was made of. From the first step on it refuses to show what
+        other processes train (docs/training.md)."""
         return self._model
 
     @property
@@ -144,12 +155,14 @@ class Pipeline:
 
     @property
     def ranks(self) -> Ranks:
-        """The ranks of this pipeline: `ranks.local` are those in this process, `ranks.count` how many there are."""
+        """The ranks of this pipeline: `ranks.local` are those in this process, `ranks.count` how
+        many there are."""
         return self._ranks
 
     @property
     def parts(self) -> Mapping[str, TensorPart]:
-        """The layout of each DTensor that the pipeline trains as a plain local tensor, by its first name."""
+        """The layout of each DTensor that the pipeline trains as a plain local tensor, by its first
+        name."""
         return self._parts.parts
 
     @property
@@ -177,8 +190,8 @@ class Pipeline:
 
     @property
     def compilations(self) -> tuple[Compilation, ...]:
-        """The work of the backend on this process, for each program: how many graphs, how many distinct, compiled,
-        loaded.
+        """The work of the backend on this process, for each program: how many graphs, how many
+        distinct, compiled, loaded.
 
         Over all ranks, and with an empty cache, as many graphs are compiled as are distinct.
         """
@@ -201,7 +214,8 @@ class Pipeline:
         return self
 
     def microbatches_of(self, *args: Any, target: Any = None, **kwargs: Any) -> int:
-        """The number of microbatches into which `step` splits this batch. Raises PipelineError if it cannot."""
+        """The number of microbatches into which `step` splits this batch. Raises PipelineError if
+        it cannot."""
         return len(self._runs.split(args, kwargs, target).each)
 
     def step(
@@ -213,23 +227,26 @@ class Pipeline:
         return_metrics: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """Forward and backward of one batch: gradients accumulate into `.grad`, the loss is returned on every rank. It
-        is detached: the backward has run, and there is no `loss.backward()` to call.
+        """Forward and backward of one batch: gradients accumulate into `.grad`, the loss is
+        returned on every rank. It is detached: the backward has run, and there is no
+        `loss.backward()` to call.
 
-        Every rank passes the same whole batch, along "dp" and "ep" of a mesh a batch of its own. A batch that the usual
-        number of microbatches does not divide runs in as many equal ones as have no more samples than usual, if the
-        schedule has a name that admits that many. `microbatches=[(args, kwargs, target), ...]` are split already: any
-        number that the schedule admits, each of its own shapes (packed sequences, say); `max_shapes` programs are kept.
+        Every rank passes the same whole batch, along "dp" and "ep" of a mesh a batch of its own. A
+        batch that the usual number of microbatches does not divide runs in as many equal ones as
+        have no more samples than usual, if the schedule has a name that admits that many.
+        `microbatches=[(args, kwargs, target), ...]` are split already: any number that the schedule
+        admits, each of its own shapes (packed sequences, say); `max_shapes` programs are kept.
 
-        `return_outputs=True` returns `(loss, outputs)`: what the model returned, without gradients, on every rank
-        ("last": only on that of the last stage, None on others), or `(outputs, metrics)` if the loss function returns
-        `(loss, metrics)`. Leaves with a row per sample are joined to those of the batch, floating scalars combined as
-        the loss is; others are lists with an entry per microbatch. `return_metrics=True` returns `(loss, metrics)`,
-        joined in the same way, without the memory that outputs take. Raises PipelineError for a batch that cannot be
-        split.
+        `return_outputs=True` returns `(loss, outputs)`: what the model returned, without gradients,
+        on every rank ("last": only on that of the last stage, None on others), or `(outputs,
+        metrics)` if the loss function returns `(loss, metrics)`. Leaves with a row per sample are
+        joined to those of the batch, floating scalars combined as the loss is; others are lists
+        with an entry per microbatch. `return_metrics=True` returns `(loss, metrics)`, joined in the
+        same way, without the memory that outputs take. Raises PipelineError for a batch that cannot
+        be split.
 
-        >>> loss, logits = pipe.step(inputs, target=targets, return_outputs=True)        # doctest: +SKIP
-        >>> pipe.step(microbatches=[((part,), {}, goal) for part, goal in packed])       # doctest: +SKIP
+        >>> loss, logits = pipe.step(inputs, target=targets, return_outputs=True)  # doctest: +SKIP
+        >>> pipe.step(microbatches=[((part,), {}, goal) for part, goal in packed])  # doctest: +SKIP
         """
         kind = kind_of(return_outputs, return_metrics)
         found, outputs = self._run_step(args, kwargs, target, microbatches, kind)
@@ -237,11 +254,19 @@ class Pipeline:
         return (loss, outputs) if kind else loss
 
     def _run_step(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, given: Given | None, outputs: bool | str
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        target: Any,
+        given: Given | None,
+        outputs: bool | str,
     ) -> tuple[Losses, Any]:
         with self._watch.region(f"step {self.step_index}"):
             if torch.is_inference_mode_enabled():
-                raise PipelineError("step is inside torch.inference_mode(), which has no gradients. Call it outside.")
+                raise PipelineError(
+                    "step is inside torch.inference_mode(), which has no gradients. Call it"
+                    " outside."
+                )
             self._optimizers.begin_step()
             self._parts.take_gradients()
             step = self._runs.split(args, kwargs, target, given, outputs)
@@ -257,19 +282,25 @@ class Pipeline:
         outputs: str = "all",
         **kwargs: Any,
     ) -> Any:
-        """The model's output without gradients, on every rank. Nothing of the pipeline or the model changes.
+        """The model's output without gradients, on every rank. Nothing of the pipeline or the model
+        changes.
 
         Args:
-            microbatches: how many microbatches at most (default: those of a step); the last one may be smaller. Or
-                microbatches that are already split, `[(args, kwargs), ...]`, of any shapes; gives a list of outputs.
+            microbatches: how many microbatches at most (default: those of a step); the last one may
+                be smaller. Or microbatches that are already split, `[(args, kwargs), ...]`, of any
+                shapes; gives a list of outputs.
             outputs: "all", or "last": only the rank of the last stage gets them, others None.
 
-        An output without a row per sample (a loss) is computed on the whole batch. Raises PipelineError and
-        CompileError.
+        An output without a row per sample (a loss) is computed on the whole batch. Raises
+        PipelineError and CompileError.
         """
         if not args and not kwargs and not isinstance(microbatches, Sequence):
-            raise PipelineError("eval runs a batch, and got none; for the modes of the modules use model.eval().")
-        return self._runs.evaluate("eval", outputs, self.step_index, args, kwargs, None, microbatches)
+            raise PipelineError(
+                "eval runs a batch, and got none; for the modes of the modules use model.eval()."
+            )
+        return self._runs.evaluate(
+            "eval", outputs, self.step_index, args, kwargs, None, microbatches
+        )
 
     def log_probs(
         self,
@@ -279,29 +310,35 @@ class Pipeline:
         outputs: str = "all",
         **kwargs: Any,
     ) -> Any:
-        """The log-probability of every label, `log p(labels[b, t] | logits[b, t])`, without gradients.
+        """The log-probability of every label, `log p(labels[b, t] | logits[b, t])`, without
+        gradients.
 
-        The model's output for `args` and `kwargs` are the logits [..., words], or has them under `logits`; `labels` has
-        their shape without the words, and nothing is shifted: for the next token pass labels that begin one token
-        later. Label -100 gives 0. Results have the labels' shape and, like the normalisation, at least fp32. They are
-        computed where the logits are, which no other rank sees: that rank holds one microbatch's logits, and its
+        The model's output for `args` and `kwargs` are the logits [..., words], or has them under
+        `logits`; `labels` has their shape without the words, and nothing is shifted: for the next
+        token pass labels that begin one token later. Label -100 gives 0. Results have the labels'
+        shape and, like the normalisation, at least fp32. They are computed where the logits are,
+        which no other rank sees: that rank holds one microbatch's logits, and its
         log-probabilities.
 
-        `microbatches` and `outputs` as for `eval`; microbatches that are already split are
-        `[(args, kwargs, labels), ...]`. Raises PipelineError and CompileError: for an output without logits, for labels
-        of another shape or beyond the words.
+        `microbatches` and `outputs` as for `eval`; microbatches that are already split are `[(args,
+        kwargs, labels), ...]`. Raises PipelineError and CompileError: for an output without logits,
+        for labels of another shape or beyond the words.
 
-        >>> logp = pipe.log_probs(tokens[:, :-1], labels=tokens[:, 1:])                  # doctest: +SKIP
+        >>> logp = pipe.log_probs(tokens[:, :-1], labels=tokens[:, 1:])  # doctest: +SKIP
         """
         if not args and not kwargs and not isinstance(microbatches, Sequence):
-            raise PipelineError("log_probs runs a batch, and got no inputs besides labels=. Pass those of eval.")
-        return self._runs.evaluate("log_probs", outputs, self.step_index, args, kwargs, labels, microbatches)
+            raise PipelineError(
+                "log_probs runs a batch, and got no inputs besides labels=. Pass those of eval."
+            )
+        return self._runs.evaluate(
+            "log_probs", outputs, self.step_index, args, kwargs, labels, microbatches
+        )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Raises PipelineError: a pipeline has no call that autograd could go back through."""
         raise PipelineError(
-            "a pipeline is not called: pipe.step(inputs, target=targets) runs forward and backward, pipe.eval(inputs) "
-            "gives outputs without gradients."
+            "a pipeline is not called: pipe.step(inputs, target=targets) runs forward and backward,"
+            " pipe.eval(inputs) gives outputs without gradients."
         )
 
     def train(self, mode: bool = True) -> Self:
@@ -310,8 +347,10 @@ class Pipeline:
         return self
 
     def recompile(self) -> None:
-        """Drops all programs, so that the next step and evaluation compile: after a change of Python state that is not
-        compared, such as a class attribute or a function that forward calls. Every rank calls it."""
+        """Drops all programs, so that the next step and evaluation compile: after a change of
+        Python state that is not compared, such as a class attribute or a function that forward
+        calls. Every rank calls it.
+        """
         with self._watch.region("recompile"):
             self._compiled.recompile()
 
@@ -326,13 +365,14 @@ class Pipeline:
     def to(self, *args: Any, **kwargs: Any) -> Self:
         """Raises PipelineError: a pipeline's tensors stay where they are, and of their dtype."""
         raise PipelineError(
-            "the tensors of a pipeline stay where they are, and of their dtype: call model.to(...) before "
-            "zbcompile.pipeline."
+            "the tensors of a pipeline stay where they are, and of their dtype: call model.to(...)"
+            " before zbcompile.pipeline."
         )
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Steps inside accumulate into `.grad` without summing over ranks of the mesh; the first step after it does.
+        """Steps inside accumulate into `.grad` without summing over ranks of the mesh; the first
+        step after it does.
 
         Inside, `.grad` holds this rank's part. Without a mesh beyond "pp" it changes nothing.
         """
@@ -346,40 +386,47 @@ class Pipeline:
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
-        """As `torch.nn.utils.clip_grad_norm_` over the whole model: every rank clips its share by the norm of all
-        gradients, tied parameters counted once, and returns that norm."""
+        """As `torch.nn.utils.clip_grad_norm_` over the whole model: every rank clips its share by
+        the norm of all gradients, tied parameters counted once, and returns that norm."""
         return self._state.clip(max_norm, norm_type, error_if_nonfinite)
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """This process's parameters, for an optimizer. Tied parameters appear once.
 
-        `torch.nn.utils.clip_grad_norm_` of them is refused where other processes have gradients too.
+        `torch.nn.utils.clip_grad_norm_` of them is refused where other processes have gradients
+        too.
         """
         return self._state.parameters()
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """This process's parameters under the model's own names; DTensors if the model had them as such."""
+        """This process's parameters under the model's own names; DTensors if the model had them as
+        such."""
         return self._state.named()
 
     def state_dict(self, full: bool = False, frozen: bool = True) -> dict[str, Any]:
-        """Eager's state dict: this process's share, or with `full=True` all of it, on every rank; `frozen=False` then
-        leaves out what is not trained, such as the base of adapters.
+        """Eager's state dict: this process's share, or with `full=True` all of it, on every rank;
+        `frozen=False` then leaves out what is not trained, such as the base of adapters.
 
-        Of an output layer sharded over several processes the share is a DTensor of this process's rows.
-        torch.distributed.checkpoint calls this for `{"model": pipe}`.
+        Of an output layer sharded over several processes the share is a DTensor of this process's
+        rows. torch.distributed.checkpoint calls this for `{"model": pipe}`.
         """
         if not (full or frozen):
-            raise PipelineError("state_dict(frozen=False) is for the whole model: pass full=True as well.")
+            raise PipelineError(
+                "state_dict(frozen=False) is for the whole model: pass full=True as well."
+            )
         caller = (frame := inspect.currentframe()) and frame.f_back
-        if caller is not None and str(caller.f_globals.get("__name__")).startswith("torch.distributed.checkpoint."):
+        if caller is not None and str(caller.f_globals.get("__name__")).startswith(
+            "torch.distributed.checkpoint."
+        ):
             self._state.require_named_parts()
         return self._state.whole(frozen) if full else self._state.share()
 
     def stream_state_dict(self) -> Iterator[tuple[str, Any]]:
-        """The names and whole tensors of eager's state dict, one after the other on every rank: an engine that
-        generates takes them without the memory for all. Every rank must take all of them.
+        """The names and whole tensors of eager's state dict, one after the other on every rank: an
+        engine that generates takes them without the memory for all. Every rank must take all of
+        them.
 
-        >>> for name, tensor in pipe.stream_state_dict():                                # doctest: +SKIP
+        >>> for name, tensor in pipe.stream_state_dict():  # doctest: +SKIP
         ...     engine.load(name, tensor)
         """
         return self._state.stream()
@@ -389,8 +436,8 @@ class Pipeline:
         self._state.load(state)
 
     def resume(self, step: int, filled: Iterable[str]) -> None:
-        """Continue with step number `step`, now that the tensors `filled` of this process's share have their values;
-        `zbcompile.load_checkpoint` writes them in place."""
+        """Continue with step number `step`, now that the tensors `filled` of this process's share
+        have their values; `zbcompile.load_checkpoint` writes them in place."""
         self.step_index = step
         self._state.loaded(filled)
 
@@ -407,56 +454,79 @@ class Pipeline:
         reduce_dtype: torch.dtype | None = None,
         **options: Any,
     ) -> PipelineOptimizer:
-        """An optimizer over this pipeline's parameters; it can be made before or after compiling. Every rank calls it.
+        """An optimizer over this pipeline's parameters; it can be made before or after compiling.
+        Every rank calls it.
 
-        docs/optimizer.md says more. `torch.optim.AdamW(pipe.parameters())` works as well, without what this adds.
+        docs/optimizer.md says more. `torch.optim.AdamW(pipe.parameters())` works as well, without
+        what this adds.
 
         Args:
-            kind: a class of torch optimizers; `options` are its own, such as `lr`.
-            params: a predicate of a parameter's name and the parameter: those that this optimizer trains, default all.
-            groups: as torch's, but "params" is a predicate. The first group that takes a parameter has it; the others
+            kind: a class of torch optimizers; `options` are its own, such as `lr`. params: a
+                predicate of a parameter's name and the parameter: those that this optimizer trains,
+            default all. groups: as torch's, but "params" is a predicate. The first group that takes
+            a parameter has it; the others
                 are in a last group with `options`.
             zero: 0, or with "dp" in the mesh 1 to divide the optimizer's state among replicas.
             clip: the norm to which `optimizer.step()` clips all its gradients, None for no limit.
-            early: update each stage within `pipe.step`, which then returns before other ranks have ended it: the loss
-                is completed when it is read, which waits for them.
-            validate: "before", or "after" to update early although the norm is known later, and to correct the update.
-            reduce_dtype: in which dtype gradients travel between replicas and are summed over them, None: as they are.
+            early: update each stage within `pipe.step`, which then returns before other ranks have
+                ended it: the loss is completed when it is read, which waits for them.
+            validate: "before", or "after" to update early although the norm is known later, and to
+            correct the update.
+            reduce_dtype: in which dtype gradients travel between replicas and are summed over them,
+            None: as they are.
 
         Raises PipelineError, on every rank.
 
-        >>> optimizer = pipe.optimizer(torch.optim.AdamW, lr=1e-3, clip=1.0)            # doctest: +SKIP
-        >>> pipe.step(inputs, target=targets); optimizer.step(); optimizer.zero_grad()  # doctest: +SKIP
+        >>> optimizer = pipe.optimizer(torch.optim.AdamW, lr=1e-3, clip=1.0)  # doctest: +SKIP
+        >>> pipe.step(inputs, target=targets)  # doctest: +SKIP
+        >>> optimizer.step(); optimizer.zero_grad()  # doctest: +SKIP
         """
-        request = OptimizerRequest(kind, options, params, groups, zero, clip, early, validate, reduce_dtype)
+        request = OptimizerRequest(
+            kind, options, params, groups, zero, clip, early, validate, reduce_dtype
+        )
         return self._optimizers.make(request)
 
     def from_replicas(self, value: Any) -> list[Any]:
-        """The `value` of the first rank of every replica, on every rank; every rank must call it."""
+        """The `value` of the first rank of every replica, on every rank; every rank must
+        call it."""
         mesh = self._ranks.mesh
-        own = {mesh.index(*BATCHES): value} if 0 in self._ranks.local and mesh.index("tp", "cp") == 0 else {}
+        own = (
+            {mesh.index(*BATCHES): value}
+            if 0 in self._ranks.local and mesh.index("tp", "cp") == 0
+            else {}
+        )
         with self._watch.region("from_replicas"):
-            found = {number: each for part in gathered(self._ranks, own) for number, each in part.items()}
+            found = {
+                number: each for part in gathered(self._ranks, own) for number, each in part.items()
+            }
         return [found[number] for number in sorted(found)]
 
     def stages(self) -> "list[CompiledPipelineStage]":
         """This rank's stages as torch.distributed.pipelining stages, for torch's own schedules.
 
-        Raises PipelineError in one process (torch's stage needs a process group) and if a parameter trains on
-        several stages: torch's schedules have no place to sum its gradients.
+        Raises PipelineError in one process (torch's stage needs a process group) and if a parameter
+        trains on several stages: torch's schedules have no place to sum its gradients.
         """
         from zbcompile.torch_pipelining.pipeline_stage import generated_stages
 
         bound = self._bound
         self._optimizers.require_whole_gradients("a stage for torch's schedules")
         if not bound.trains:
-            raise PipelineError("no step is compiled yet. Call pipe.compile with a batch of a step, or run one, first.")
+            raise PipelineError(
+                "no step is compiled yet. Call pipe.compile with a batch of a step, or run one,"
+                " first."
+            )
         bound.withhold(self.program)
-        program = replace(self.program, step=self.options.step)  # a loaded one may have got another seed
-        return generated_stages(program, self._compiled.first().stages, self._ranks, bound.parameters)
+        program = replace(
+            self.program, step=self.options.step
+        )  # a loaded one may have got another seed
+        return generated_stages(
+            program, self._compiled.first().stages, self._ranks, bound.parameters
+        )
 
     def attached(self, kind: type[Attached]) -> Attached:
-        """The one `kind` of this pipeline, which is made at the first call and closed with the pipeline."""
+        """The one `kind` of this pipeline, which is made at the first call and closed with the
+        pipeline."""
         if kind not in self._attached:
             self._attached[kind] = kind()
         return cast("Attached", self._attached[kind])
@@ -466,8 +536,9 @@ class Pipeline:
 
         Waits for a checkpoint that is still being written, and raises if that failed.
 
-        After this, and `torch.distributed.destroy_process_group()`, a new process group and a new pipeline can be made
-        in the same process. A pipeline that is garbage collected closes itself.
+        After this, and `torch.distributed.destroy_process_group()`, a new process group and a new
+        pipeline can be made in the same process. A pipeline that is garbage collected closes
+        itself.
         """
         with ExitStack() as closing:
             closing.callback(self._ended)

@@ -1,4 +1,5 @@
-"""The steps of a pipeline, from a batch to gradients, losses and outputs, and its evaluations, of forwards alone."""
+"""The steps of a pipeline, from a batch to gradients, losses and outputs, and its evaluations, of
+forwards alone."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -9,7 +10,14 @@ import torch
 
 from zbcompile.api.optimizers import Optimizers
 from zbcompile.api.partial_norms import PartialNorms
-from zbcompile.batches.batch import Batch, Given, Microbatches, flatten_batch, refuse_input_gradients, split_batches
+from zbcompile.batches.batch import (
+    Batch,
+    Given,
+    Microbatches,
+    flatten_batch,
+    refuse_input_gradients,
+    split_batches,
+)
 from zbcompile.batches.losses import Losses
 from zbcompile.distributed.agreement import agree
 from zbcompile.distributed.ranks import Ranks
@@ -29,8 +37,8 @@ OUTPUTS = ("all", "last")
 
 @dataclass(frozen=True)
 class Runs:
-    """Runs steps and evaluations. Holds what they need: compiled programs, optimizers, observers, and the model's
-    exchanges between experts."""
+    """Runs steps and evaluations. Holds what they need: compiled programs, optimizers, observers,
+    and the model's exchanges between experts."""
 
     options: PipelineOptions
     engine: Engine
@@ -49,8 +57,8 @@ class Runs:
         given: Given | None = None,
         outputs: bool | str = False,
     ) -> Microbatches:
-        """The microbatches of a step that returns `outputs` besides its loss. Raises PipelineError for a batch that
-        cannot be split."""
+        """The microbatches of a step that returns `outputs` besides its loss. Raises PipelineError
+        for a batch that cannot be split."""
         self.compiled.require_step(outputs)
         self.compiled.outputs = outputs
         static, has_others = self.options.static_inputs, bool(args or kwargs or target is not None)
@@ -68,7 +76,8 @@ class Runs:
     def _refuse_target(self, target: Any) -> None:
         if self.options.loss is None and target is not None and self.compiled.saved is None:
             raise PipelineError(
-                "step received target=, but the pipeline has no loss=; forward returns the loss itself."
+                "step received target=, but the pipeline has no loss=; forward returns the loss"
+                " itself."
             )
 
     def program_for(self, step: Microbatches) -> Executable:
@@ -85,7 +94,9 @@ class Runs:
     ) -> AbstractContextManager[None]:
         """If ranks call different steps they deadlock; this names the step in the error."""
         count, of_first = len(step.each), executable.first.number == self.compiled.first().number
-        unlike = [f" in {count} microbatches"] if count != self.compiled.schedule.microbatches else []
+        unlike = (
+            [f" in {count} microbatches"] if count != self.compiled.schedule.microbatches else []
+        )
         if self.engine.ranks.replicas.count == 1 and not (
             of_first and step.alike
         ):  # replicas may have different shapes
@@ -115,7 +126,8 @@ class Runs:
         )
         with self._named(step, executable, outputs, index):
             try:
-                # without autocast: its casts are in the graphs, and it would add casts that the model does not make
+                # without autocast: its casts are in the graphs, and it would add casts that the
+                # model does not make
                 no_autocast = torch.autocast(self.engine.ranks.device.type, enabled=False)
                 with compiled.void_if_it_fails(), self.optimizers.step(), no_autocast:
                     losses, made = self.engine.run(executable, given, compiled.bound.parameters)
@@ -137,45 +149,72 @@ class Runs:
         labels: Any,
         microbatches: int | Sequence[tuple[Any, ...]] | None,
     ) -> Any:
-        """The results of evaluating a batch in the state before step number `step`; for microbatches that are split
-        already, a list with one result for each."""
-        with self.engine.ranks.watch.region("eval" if computes == "eval" else "log_probs"), torch.inference_mode(False):
+        """The results of evaluating a batch in the state before step number `step`; for
+        microbatches that are split already, a list with one result for each."""
+        with (
+            self.engine.ranks.watch.region("eval" if computes == "eval" else "log_probs"),
+            torch.inference_mode(False),
+        ):
             if outputs not in OUTPUTS:
                 raise PipelineError(f"outputs={outputs!r}; expected one of {OUTPUTS}.")
             recorder = self.observation.of_forward()
-            count = None if isinstance(microbatches, Sequence) else checked("microbatches", microbatches)
+            count = (
+                None
+                if isinstance(microbatches, Sequence)
+                else checked("microbatches", microbatches)
+            )
             static = self.options.static_inputs
             if isinstance(microbatches, Sequence):
-                batches = split_batches(microbatches, computes, bool(args or kwargs or labels is not None), static)
+                batches = split_batches(
+                    microbatches, computes, bool(args or kwargs or labels is not None), static
+                )
             else:
                 batches = [flatten_batch(args, kwargs, labels, self.options.split, True, static)]
-            _require_same_calls(self.engine.ranks, computes, outputs, count, recorder is not None, batches)
+            _require_same_calls(
+                self.engine.ranks, computes, outputs, count, recorder is not None, batches
+            )
             self.optimizers.arrive()
-            own, inputs, groups = list[BoundGraphs](), list[dict[str, torch.Tensor]](), list[range]()
+            own, inputs, groups = (
+                list[BoundGraphs](),
+                list[dict[str, torch.Tensor]](),
+                list[range](),
+            )
             for batch in batches:
-                graphs = self.compiled.forwards(batch, computes, 1 if isinstance(microbatches, Sequence) else count)
+                graphs = self.compiled.forwards(
+                    batch, computes, 1 if isinstance(microbatches, Sequence) else count
+                )
                 groups.append(range(len(own), len(own) + len(graphs)))
                 own += graphs
                 inputs += [batch.microbatch(i, len(graphs)).tensors for i in range(len(graphs))]
             self.compiled.bound.require_values()
             executable = self.compiled.evaluation(own)
             given = StepInput(inputs, step, self.options.seed, "sum", recorder, outputs=outputs)
-            with torch.autocast(self.engine.ranks.device.type, enabled=False):  # its casts are in the graphs
+            with torch.autocast(
+                self.engine.ranks.device.type, enabled=False
+            ):  # its casts are in the graphs
                 made = self.engine.run(executable, given, {}, self.compiled.schedule).made
             self.parts.renew()
             self.observation.done()
         if outputs == "last" and not executable.ends_on(self.engine.ranks.local):
             found: list[Any] = [None] * len(batches)
         else:
-            found = [joined_rows(made, {i: own[i].program.returns for i in group}) for group in groups]
+            found = [
+                joined_rows(made, {i: own[i].program.returns for i in group}) for group in groups
+            ]
             found = found if computes == "eval" else list(map(_without_words, found))
         return found if isinstance(microbatches, Sequence) else found[0]
 
 
 def _require_same_calls(
-    ranks: Ranks, computes: str, outputs: str, count: int | None, recorded: bool, batches: Sequence[Batch]
+    ranks: Ranks,
+    computes: str,
+    outputs: str,
+    count: int | None,
+    recorded: bool,
+    batches: Sequence[Batch],
 ) -> None:
-    """Raise PipelineError, on every rank, if ranks call different methods: they would wait for each other."""
+    """Raise PipelineError, on every rank, if ranks call different methods: they would wait for each
+    other."""
     given = [batch.whole.tensors.items() for batch in batches]
     inputs = [", ".join(f"{path} {type_text(tensor)}" for path, tensor in each) for each in given]
     notes = {

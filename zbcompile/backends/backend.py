@@ -1,9 +1,10 @@
-"""Backends, which run the graphs of a program (as FX code, by inductor, or by a user's function), and the choice of the
-passes that this process compiles.
+"""Backends, which run the graphs of a program (as FX code, by inductor, or by a user's function),
+and the choice of the passes that this process compiles.
 
-A backend takes pieces and gives calls: functions of one list, which they empty, so that each input can be freed at its
-last use. Graphs that do the same work are compiled once (see `zbcompile.passes.stage.anonymous_graph`), however many
-stages have them. The names that `backend=` takes are in `zbcompile.options.BACKENDS`.
+A backend takes pieces and gives calls: functions of one list, which they empty, so that each input
+can be freed at its last use. Graphs that do the same work are compiled once (see
+`zbcompile.passes.stage.anonymous_graph`), however many stages have them. The names that `backend=`
+takes are in `zbcompile.options.BACKENDS`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -31,8 +32,10 @@ Key = TypeVar("Key")
 
 @dataclass(frozen=True)
 class Compilation:
-    """The work of a backend for one program on this process: of `graphs` passes, `distinct` ones differ in more than
-    names; `compiled` were compiled here, `loaded` come from the cache (or from another rank, by way of it)."""
+    """The work of a backend for one program on this process: of `graphs` passes, `distinct` ones
+    differ in more than names; `compiled` were compiled here, `loaded` come from the cache (or from
+    another rank, by way of it).
+    """
 
     backend: str
     graphs: int
@@ -42,40 +45,58 @@ class Compilation:
 
     def __str__(self) -> str:
         text = f"{self.backend}: {self.graphs} graphs, {self.distinct} of them distinct"
-        parts = [f"{n} {what}" for n, what in ((self.compiled, "compiled here"), (self.loaded, "from the cache")) if n]
+        parts = [
+            f"{n} {what}"
+            for n, what in ((self.compiled, "compiled here"), (self.loaded, "from the cache"))
+            if n
+        ]
         return f"{text}: {', '.join(parts)}" if parts else text
 
 
 class Compiler(Protocol):
-    """Compiles distinct graphs, by a key each. `first` is the number of the rank, by which several share the work."""
+    """Compiles distinct graphs, by a key each. `first` is the number of the rank, by which several
+    share the work."""
 
     def key(self, graph: BareGraph) -> str: ...
-    def compile(self, graphs: Mapping[str, BareGraph], first: int) -> Mapping[str, tuple[Run, How]]: ...
+    def compile(
+        self, graphs: Mapping[str, BareGraph], first: int
+    ) -> Mapping[str, tuple[Run, How]]: ...
 
 
 @dataclass
 class Backend:
-    """What runs the pieces of one pipeline. Without a `compiler` the graphs run as FX code; with one, `made` holds what
-    it compiled, by key, for all shapes of the pipeline."""
+    """What runs the pieces of one pipeline. Without a `compiler` the graphs run as FX code; with
+    one, `made` holds what it compiled, by key, for all shapes of the pipeline."""
 
     name: str
     compiler: Compiler | None = None
     made: dict[str, Run] = field(default_factory=dict)
 
-    def compile(self, pieces: Mapping[Key, Piece], first: int = 0) -> tuple[dict[Key, Run], Compilation]:
+    def compile(
+        self, pieces: Mapping[Key, Piece], first: int = 0
+    ) -> tuple[dict[Key, Run], Compilation]:
         """A call for each piece. `first`: see `Compiler`."""
         if self.compiler is None:
-            return {place: _fx(piece) for place, piece in pieces.items()}, Compilation(self.name, len(pieces), 0)
+            return {place: _fx(piece) for place, piece in pieces.items()}, Compilation(
+                self.name, len(pieces), 0
+            )
         compiled = {place: piece for place, piece in pieces.items() if not piece.empty}
         graphs = {place: bare(piece.module) for place, piece in compiled.items()}
         keys = {place: self.compiler.key(graph) for place, graph in graphs.items()}
-        missing = {keys[place]: graph for place, graph in graphs.items() if keys[place] not in self.made}
+        missing = {
+            keys[place]: graph for place, graph in graphs.items() if keys[place] not in self.made
+        }
         results = self.compiler.compile(missing, first)
         self.made |= {key: run for key, (run, _) in results.items()}
-        runs = {place: _with_constants(self.made[keys[place]], graph.constants) for place, graph in graphs.items()}
+        runs = {
+            place: _with_constants(self.made[keys[place]], graph.constants)
+            for place, graph in graphs.items()
+        }
         hows = [how for _, how in results.values()]
         counts = len(graphs), len(set(keys.values())), hows.count("compiled"), hows.count("loaded")
-        return runs | {p: _fx(pieces[p]) for p in pieces if p not in runs}, Compilation(self.name, *counts)
+        return runs | {p: _fx(pieces[p]) for p in pieces if p not in runs}, Compilation(
+            self.name, *counts
+        )
 
     def later(self, piece: Piece) -> Run:
         """A call that is compiled when it is first needed."""
@@ -91,7 +112,8 @@ def _fx(piece: Piece) -> Run:
 
 
 def _with_constants(run: Run, constants: tuple[torch.Tensor, ...]) -> Run:
-    """A call of the bare graph, whose last inputs are the tensors that the piece's graph refers to."""
+    """A call of the bare graph, whose last inputs are the tensors that the piece's graph
+    refers to."""
     if not constants:
         return run
 
@@ -104,7 +126,8 @@ def _with_constants(run: Run, constants: tuple[torch.Tensor, ...]) -> Run:
 
 @dataclass(frozen=True)
 class ByFunction:
-    """A user's backend: `function(graph_module, example_inputs)` returns what is called in place of the graph."""
+    """A user's backend: `function(graph_module, example_inputs)` returns what is called in place of
+    the graph."""
 
     function: GraphCompiler
     name: str
@@ -124,8 +147,8 @@ class ByFunction:
             ) from error
         if not callable(compiled):
             raise CompileError(
-                f"backend {self.name} returned a {type(compiled).__name__} for {graph.title}; expected a function to "
-                "call in place of the graph."
+                f"backend {self.name} returned a {type(compiled).__name__} for {graph.title};"
+                " expected a function to call in place of the graph."
             )
         run = compiled if takes_a_list(compiled) else _unpacking(compiled)
         return _counted(run, graph.results, self.name)
@@ -146,9 +169,14 @@ def _counted(run: Callable[[list[Any]], Any], results: int, name: str) -> Run:
     def call(values: list[Any]) -> Sequence[torch.Tensor]:
         found = run(values)
         if not isinstance(found, list | tuple) or len(found) != results:
-            what = f"{len(found)} values" if isinstance(found, list | tuple) else f"a {type(found).__name__}"
+            what = (
+                f"{len(found)} values"
+                if isinstance(found, list | tuple)
+                else f"a {type(found).__name__}"
+            )
             raise PipelineError(
-                f"backend {name} compiled a function that returned {what}; the graph returns {results}."
+                f"backend {name} compiled a function that returned {what}; the graph returns"
+                f" {results}."
             )
         return found
 
@@ -180,35 +208,61 @@ class PassPlace(NamedTuple):
 
 @dataclass(frozen=True)
 class CompiledPasses:
-    """The compiled passes of this process and a report about them; `runs` is empty for the fx backend."""
+    """The compiled passes of this process and a report about them; `runs` is empty for the fx
+    backend."""
 
     runs: Mapping[PassPlace, Run]
     compilation: Compilation
 
     def of(self, kind: str, owner: int) -> dict[str, Run] | None:
-        """The calls of a "stage", or of a rank's "shard", by pass; None if its graphs run as FX code."""
-        return {place.name: run for place, run in self.runs.items() if place[1:] == (kind, owner)} or None
+        """The calls of a "stage", or of a rank's "shard", by pass; None if its graphs run as FX
+        code."""
+        return {
+            place.name: run for place, run in self.runs.items() if place[1:] == (kind, owner)
+        } or None
 
 
 def compile_passes(
     program: Program, ranks: Sequence[int], backend: Backend, cuda_graphs: bool = False
 ) -> CompiledPasses:
-    """Compile what `ranks` run, and with `cuda_graphs` let each pass record itself. A pass that is not in their order
-    (torch's own schedules may call it) is compiled when it is first called."""
+    """Compile what `ranks` run, and with `cuda_graphs` let each pass record itself. A pass that is
+    not in their order (torch's own schedules may call it) is compiled when it is first called."""
     passes = _passes_of(program, ranks)
     if backend.compiler is None and not cuda_graphs:
         return CompiledPasses({}, Compilation(backend.name, len(passes), 0))
-    ordered = {(action.op, action.stage) for rank in ranks for action in flatten(program.lowered.orders[rank])}
-    now = {p: piece for p, piece in passes.items() if p.kind == "shard" or (p.name, p.owner) in ordered}
+    ordered = {
+        (action.op, action.stage)
+        for rank in ranks
+        for action in flatten(program.lowered.orders[rank])
+    }
+    now = {
+        p: piece for p, piece in passes.items() if p.kind == "shard" or (p.name, p.owner) in ordered
+    }
     runs, compilation = backend.compile(now, min(ranks))
-    calls = runs | {place: backend.later(piece) for place, piece in passes.items() if place not in now}
+    calls = runs | {
+        place: backend.later(piece) for place, piece in passes.items() if place not in now
+    }
     if cuda_graphs:
         pool = gpu.graph_pool()
-        calls = {place: record(str(place), run, passes[place], pool) for place, run in calls.items()}
+        calls = {
+            place: record(str(place), run, passes[place], pool) for place, run in calls.items()
+        }
     return CompiledPasses(calls, compilation)
 
 
 def _passes_of(program: Program, ranks: Sequence[int]) -> dict[PassPlace, Piece]:
-    owners = [("stage", stage, program.stages[stage].pieces) for rank in ranks for stage in program.stages_of(rank)]
-    owners += [("shard", rank, program.vocabulary.pieces[rank]) for rank in ranks] if program.vocabulary else []
-    return {PassPlace(name, kind, owner): piece for kind, owner, pieces in owners for name, piece in pieces.items()}
+    owners = [
+        ("stage", stage, program.stages[stage].pieces)
+        for rank in ranks
+        for stage in program.stages_of(rank)
+    ]
+    owners += (
+        [("shard", rank, program.vocabulary.pieces[rank]) for rank in ranks]
+        if program.vocabulary
+        else []
+    )
+    return {
+        PassPlace(name, kind, owner): piece
+        for kind, owner, pieces in owners
+        for name, piece in pieces.items()
+    }

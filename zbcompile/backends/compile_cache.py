@@ -1,12 +1,14 @@
-"""A folder of compiled graphs that processes share: each is made once, by the first process that needs it, and then
-only read.
+"""A folder of compiled graphs that processes share: each is made once, by the first process that
+needs it, and then only read.
 
-An entry is a folder that gets its final name once it is complete: it is made under another name and renamed. Its maker
-holds a lock of the operating system, which ends with the process, so a killed one leaves neither a lock nor half an
-entry; its remains are removed by the next process that makes this entry.
+An entry is a folder that gets its final name once it is complete: it is made under another name and
+renamed. Its maker holds a lock of the operating system, which ends with the process, so a killed
+one leaves neither a lock nor half an entry; its remains are removed by the next process that makes
+this entry.
 
-An entry is executable code. So before it is loaded its files are compared with the checksums stored with it, and the
-folder must belong to this user or to root, with nobody else allowed to write there.
+An entry is executable code. So before it is loaded its files are compared with the checksums stored
+with it, and the folder must belong to this user or to root, with nobody else allowed to write
+there.
 """
 
 import contextlib
@@ -43,20 +45,25 @@ class CompileCache:
         """Whether an entry is complete."""
         return self._at(key).is_dir()
 
-    def obtain(self, wanted: Mapping[str, Make], load: Load[Loaded], first: int = 0) -> dict[str, tuple[Loaded, How]]:
-        """Every entry of `wanted` as `load(key, folder)` reads it, and whether this process made it.
+    def obtain(
+        self, wanted: Mapping[str, Make], load: Load[Loaded], first: int = 0
+    ) -> dict[str, tuple[Loaded, How]]:
+        """Every entry of `wanted` as `load(key, folder)` reads it, and whether this process made
+        it.
 
-        Missing ones are made, from the `first` on; one that another process is making is left to it, and waited for
-        when there is nothing else to do. An entry that cannot be loaded is dropped and made again, with a
-        notice. Raises PipelineError if the folder belongs to somebody else, or cannot be written and something is
-        missing in it.
+        Missing ones are made, from the `first` on; one that another process is making is left to
+        it, and waited for when there is nothing else to do. An entry that cannot be loaded is
+        dropped and made again, with a notice. Raises PipelineError if the folder belongs to
+        somebody else, or cannot be written and something is missing in it.
         """
         self._prepare(wanted)
         pending = [*list(wanted)[first:], *list(wanted)[:first]]
         found: dict[str, tuple[Loaded, How]] = {}
         while pending:
             done = {key: how for key in pending if (how := self._ensure(key, wanted[key]))}
-            found |= {key: entry for key, how in done.items() if (entry := self._load(key, how, load))}
+            found |= {
+                key: entry for key, how in done.items() if (entry := self._load(key, how, load))
+            }
             pending = [key for key in pending if key not in found]
             if pending and not done:
                 time.sleep(PAUSE)
@@ -71,16 +78,17 @@ class CompileCache:
             writable = False
         if not writable and not all(map(self.has, wanted)):
             raise PipelineError(
-                f"{self.folder}, the folder for compiled graphs, cannot be written. Set {CACHE.name} to another folder."
+                f"{self.folder}, the folder for compiled graphs, cannot be written. Set"
+                f" {CACHE.name} to another folder."
             )
 
     def _require_own(self) -> None:
         found = self.folder.stat()
         if found.st_uid not in (os.getuid(), 0) or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             raise PipelineError(
-                f"{self.folder}, the folder for compiled graphs, belongs to user {found.st_uid} and has mode "
-                f"{stat.filemode(found.st_mode)}: others could put code there. Set {CACHE.name} to a folder of "
-                "your own (chmod go-w)."
+                f"{self.folder}, the folder for compiled graphs, belongs to user {found.st_uid} and"
+                f" has mode {stat.filemode(found.st_mode)}: others could put code there. Set"
+                f" {CACHE.name} to a folder of your own (chmod go-w)."
             )
 
     def _ensure(self, key: str, make: Make) -> How | None:
@@ -100,7 +108,9 @@ class CompileCache:
         try:
             self._require_same_files(key)
             return load(key, self._at(key)), how
-        except Exception as error:  # damaged bytes, and names that a later version moved, raise anything
+        except (
+            Exception
+        ) as error:  # damaged bytes, and names that a later version moved, raise anything
             if how == "compiled":
                 raise
             self._drop(key, load, error)
@@ -115,7 +125,9 @@ class CompileCache:
             print(f"zbcompile: {self._at(key)} cannot be loaded ({reason}); rebuilding it.")
             partial = self._at(key, ".partial")
             shutil.rmtree(partial, ignore_errors=True)
-            self._at(key).rename(partial)  # all at once; the process that makes the entry removes it
+            self._at(key).rename(
+                partial
+            )  # all at once; the process that makes the entry removes it
 
     def _loads(self, key: str, load: Load[Loaded]) -> bool:
         try:

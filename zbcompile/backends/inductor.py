@@ -1,4 +1,5 @@
-"""backend="inductor": graphs compiled by torch's inductor, through a cache on disk that ranks and runs share."""
+"""backend="inductor": graphs compiled by torch's inductor, through a cache on disk that ranks and
+runs share."""
 
 import functools
 import hashlib
@@ -48,7 +49,8 @@ def _make(graph: BareGraph, folder: Path) -> None:
             content = inductor_compile(graph.module, graph.inputs)
         except Exception as error:
             raise CompileError(
-                f'inductor cannot compile {graph.title} ({type(error).__name__}: {error}). Use backend="fx".'
+                f"inductor cannot compile {graph.title} ({type(error).__name__}: {error}). Use"
+                ' backend="fx".'
             ) from error
     (folder / CODE).write_bytes(content)
 
@@ -73,8 +75,9 @@ def _processor(cache: CompileCache) -> str:
         compiler, version = cpp_compiler()
     except RuntimeError as error:
         raise PipelineError(
-            'backend="inductor" needs a C++ compiler on the CPU, and torch found none that works (it tries the '
-            'environment variable CXX, g++ and clang++). Install one, or use backend="fx".'
+            'backend="inductor" needs a C++ compiler on the CPU, and torch found none that works'
+            " (it tries the environment variable CXX, g++ and clang++). Install one, or use"
+            ' backend="fx".'
         ) from error
     trial = f"machine-{_digest(torch.__version__, compiler, version)[:16]}"
     ((instructions, _),) = cache.obtain({trial: _try_instructions}, _read_instructions).values()
@@ -87,7 +90,9 @@ def _try_instructions(folder: Path) -> None:
 
 
 def _read_instructions(key: str, folder: Path) -> str:
-    with inductor_files_in(folder):  # also compiles what torch tries whatever it is told (AMX, bfloat16)
+    with inductor_files_in(
+        folder
+    ):  # also compiles what torch tries whatever it is told (AMX, bfloat16)
         return vector_instructions((folder / INSTRUCTIONS).read_text())
 
 

@@ -9,4 +9,6 @@ from torch.fx import GraphModule
 Run = Callable[
     [list[Any]], Sequence[torch.Tensor]
 ]  # takes its arguments out of the list, so that each can be freed early
-GraphCompiler = Callable[[GraphModule, Sequence[torch.Tensor]], Callable[..., Any]]  # as torch.compile's backends
+GraphCompiler = Callable[
+    [GraphModule, Sequence[torch.Tensor]], Callable[..., Any]
+]  # as torch.compile's backends

@@ -17,8 +17,10 @@ from zbcompile.torch_private import pytree
 
 @dataclass(frozen=True)
 class Batch:
-    """The flattened inputs of one step, of `size` samples. `paths[i]` names `leaves[i]`, `cuts[i]` is the dimension to
-    cut it along (None: every microbatch takes it whole), `static` are paths of inputs whose values are in the key."""
+    """The flattened inputs of one step, of `size` samples. `paths[i]` names `leaves[i]`, `cuts[i]`
+    is the dimension to cut it along (None: every microbatch takes it whole), `static` are paths of
+    inputs whose values are in the key.
+    """
 
     leaves: tuple[Any, ...]
     paths: tuple[str, ...]
@@ -43,10 +45,14 @@ class Batch:
         return all(length % count == 0 for length in self.lengths.values())
 
     def most_parts(self, count: int, even: bool) -> int:
-        """The most microbatches, up to `count`, into which it can be cut. They are equal, but the last may be
-        smaller."""
+        """The most microbatches, up to `count`, into which it can be cut. They are equal, but the
+        last may be smaller."""
         sizes = self.lengths.values()
-        fits = self.divides_into if even else lambda n: all(-(-size // -(-size // n)) == n for size in sizes)
+        fits = (
+            self.divides_into
+            if even
+            else lambda n: all(-(-size // -(-size // n)) == n for size in sizes)
+        )
         return max(filter(fits, range(1, count + 1)))
 
     def rows(self, index: int, count: int) -> int:
@@ -60,9 +66,12 @@ class Batch:
         return [self.microbatch(i, count) for i in ends]
 
     def microbatch(self, index: int, count: int) -> "Microbatch":
-        """Microbatch `index` of `count` equal ones; the last one is smaller if the batch does not divide."""
+        """Microbatch `index` of `count` equal ones; the last one is smaller if the batch does not
+        divide."""
         pairs = zip(self.leaves, self.cuts, strict=True)
-        leaves = tuple(leaf if dim is None else _part(leaf, dim, index, count) for leaf, dim in pairs)
+        leaves = tuple(
+            leaf if dim is None else _part(leaf, dim, index, count) for leaf, dim in pairs
+        )
         return Microbatch(leaves, self.paths, self.structure, self.static)
 
     def into(self, count: int) -> "Microbatches":
@@ -90,7 +99,11 @@ class Microbatch:
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
         """The tensor inputs by path, as the compiled graphs ask for them."""
-        return {p: leaf for p, leaf in zip(self.paths, self.leaves, strict=True) if isinstance(leaf, torch.Tensor)}
+        return {
+            p: leaf
+            for p, leaf in zip(self.paths, self.leaves, strict=True)
+            if isinstance(leaf, torch.Tensor)
+        }
 
     @property
     def example(self) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
@@ -98,8 +111,8 @@ class Microbatch:
 
     @property
     def signature(self) -> tuple[Any, ...]:
-        """The key by which graphs are specialised: structure, shapes, dtypes, strides, every non-tensor value, and the
-        values of static inputs."""
+        """The key by which graphs are specialised: structure, shapes, dtypes, strides, every
+        non-tensor value, and the values of static inputs."""
         values = (tensor.flatten().tolist() for tensor in self.static_tensors.values())
         return (str(self.structure), *(_describe(leaf) for leaf in self.leaves), *map(str, values))
 
@@ -122,8 +135,8 @@ def _describe(leaf: Any) -> Any:
 
 @dataclass(frozen=True)
 class Microbatches:
-    """The microbatches of a step; `alike` if one graph is right for the shapes of all, `rows` how many samples each has
-    (None if the caller passed microbatches, whose sizes are unknown)."""
+    """The microbatches of a step; `alike` if one graph is right for the shapes of all, `rows` how
+    many samples each has (None if the caller passed microbatches, whose sizes are unknown)."""
 
     each: tuple[Microbatch, ...]
     alike: bool = False
@@ -151,7 +164,8 @@ class Microbatches:
 
 
 def amount(inputs: Any) -> tuple[int, str]:
-    """The size of inputs without target: in tokens if integer inputs have a length dimension, else in samples."""
+    """The size of inputs without target: in tokens if integer inputs have a length dimension, else
+    in samples."""
     tensors = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
     tokens = next((t for t in tensors if not t.is_floating_point() and t.dim() > 1), None)
     if tokens is not None:
@@ -160,7 +174,8 @@ def amount(inputs: Any) -> tuple[int, str]:
 
 
 def flatten_inputs(example: Any) -> tuple[tuple[str, ...], tuple[Any, ...], Any]:
-    """Returns the leaves of `(args, kwargs, target)`: their paths such as args[0], the leaves, their structure."""
+    """Returns the leaves of `(args, kwargs, target)`: their paths such as args[0], the leaves,
+    their structure."""
     pairs, structure = pytree.tree_flatten_with_path(example)
     top = ("args", "kwargs", "target")
     paths = tuple(top[path[0].idx] + pytree.keystr(path[1:]) for path, _ in pairs)  # type: ignore[attr-defined]
@@ -175,7 +190,8 @@ def flatten_batch(
     partial: bool = False,
     static_inputs: Sequence[str] = (),
 ) -> Batch:
-    """Flatten a step's inputs and decide how each leaf is cut; see `choose_cuts`, which also says what it raises.
+    """Flatten a step's inputs and decide how each leaf is cut; see `choose_cuts`, which also says
+    what it raises.
 
     `partial`: some inputs of a step may be missing, as labels are in an evaluation.
     """
@@ -184,14 +200,21 @@ def flatten_batch(
     return Batch(leaves, paths, cuts, structure, size, static_paths(static_inputs, paths, partial))
 
 
-def whole_batch(args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, static_inputs: Sequence[str] = ()) -> Batch:
+def whole_batch(
+    args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, static_inputs: Sequence[str] = ()
+) -> Batch:
     """A batch that is one microbatch, whatever its shapes."""
     paths, leaves, structure = flatten_inputs((args, kwargs, target))
-    return Batch(leaves, paths, (None,) * len(leaves), structure, 0, static_paths(static_inputs, paths))
+    return Batch(
+        leaves, paths, (None,) * len(leaves), structure, 0, static_paths(static_inputs, paths)
+    )
 
 
-def static_paths(names: Sequence[str], paths: Sequence[str], partial: bool = False) -> tuple[str, ...]:
-    """Returns the paths of the inputs that `static_inputs=` names: keywords, or paths such as `args[1]`.
+def static_paths(
+    names: Sequence[str], paths: Sequence[str], partial: bool = False
+) -> tuple[str, ...]:
+    """Returns the paths of the inputs that `static_inputs=` names: keywords, or paths such as
+    `args[1]`.
 
     `partial`: some may be missing. Raises PipelineError otherwise.
     """
@@ -200,32 +223,45 @@ def static_paths(names: Sequence[str], paths: Sequence[str], partial: bool = Fal
         near = [path for path in paths if path in (name, f"kwargs['{name}']")]
         if not near and not partial:
             raise PipelineError(
-                f"static_inputs= names {name!r}, which is not an input; the inputs are {', '.join(paths)}."
+                f"static_inputs= names {name!r}, which is not an input; the inputs are"
+                f" {', '.join(paths)}."
             )
         found += near
     return tuple(found)
 
 
 def hint_at_target(model: nn.Module, microbatch: Microbatch, loss: Any) -> str:
-    """What to write if the target of a loss was forgotten, or passed to forward; "" if that explains no failure."""
+    """What to write if the target of a loss was forgotten, or passed to forward; "" if that
+    explains no failure."""
     args, kwargs, target = microbatch.example
     if loss is None or target is not None:
         return ""
     try:
         inspect.signature(model.forward).bind(*args, **kwargs)
     except TypeError:
-        return "What loss=fn(output, target) compares with is passed as target=: pipe.step(inputs, target=labels)."
+        return (
+            "What loss=fn(output, target) compares with is passed as target=: pipe.step(inputs,"
+            " target=labels)."
+        )
     return "The step got no target=, so loss=fn(output, target) received None."
 
 
 def hint_at_device(microbatch: Microbatch, device: torch.device) -> str:
-    """Which inputs are not on the model's device; "" if all are. No error by itself: forward may move them."""
-    far = [f"{path} is on {t.device}" for path, t in microbatch.tensors.items() if t.dim() and t.device != device]
-    return f"{', '.join(far)} and the model on {device}: pass tensor.to(pipe.device)." if far else ""
+    """Which inputs are not on the model's device; "" if all are. No error by itself: forward may
+    move them."""
+    far = [
+        f"{path} is on {t.device}"
+        for path, t in microbatch.tensors.items()
+        if t.dim() and t.device != device
+    ]
+    return (
+        f"{', '.join(far)} and the model on {device}: pass tensor.to(pipe.device)." if far else ""
+    )
 
 
 def refuse_meta_inputs(microbatch: Microbatch, device: torch.device) -> None:
-    """Raise CaptureError for an input on the meta device, which a capture would take for one on `device`."""
+    """Raise CaptureError for an input on the meta device, which a capture would take for one on
+    `device`."""
     if any(tensor.is_meta for tensor in microbatch.tensors.values()) and device.type != "meta":
         raise CaptureError(hint_at_device(microbatch, device))
 
@@ -243,12 +279,13 @@ def hinting(*hints: Callable[[], str]) -> Iterator[None]:
 
 
 def refuse_input_gradients(batch: Batch) -> None:
-    """Raise PipelineError for an input that requires a gradient: a step gives gradients to parameters only."""
+    """Raise PipelineError for an input that requires a gradient: a step gives gradients to
+    parameters only."""
     for path, leaf in zip(batch.paths, batch.leaves, strict=True):
         if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
             raise PipelineError(
-                f"{path} requires a gradient; a step gives gradients to the model's parameters only. Pass "
-                "tensor.detach(), or make what computes it part of the model."
+                f"{path} requires a gradient; a step gives gradients to the model's parameters"
+                " only. Pass tensor.detach(), or make what computes it part of the model."
             )
 
 
@@ -260,34 +297,48 @@ def require_divisible(batch: Batch, microbatches: int) -> None:
     lengths = [f"{path} has {n}" for path, n in batch.lengths.items() if n != batch.size]
     others = f" ({', '.join(lengths)})" if lengths else ""
     raise PipelineError(
-        f"a batch of {batch.size} samples{others} cannot be split into {microbatches} equal microbatches. Pass a batch "
-        f"size divisible by {microbatches}, or choose microbatches= among {near}."
+        f"a batch of {batch.size} samples{others} cannot be split into {microbatches} equal"
+        f" microbatches. Pass a batch size divisible by {microbatches}, or choose microbatches="
+        f" among {near}."
     )
 
 
 Given = Sequence[tuple[Any, ...]]
 ARGS = "args", "kwargs"
-FORMS = {"eval": (ARGS,), "step": (ARGS, (*ARGS, "target"))}  # of a microbatch that is passed; the rest takes labels
+FORMS = {
+    "eval": (ARGS,),
+    "step": (ARGS, (*ARGS, "target")),
+}  # of a microbatch that is passed; the rest takes labels
 
 
-def split_batches(given: Any, computes: str, also_inputs: bool, static_inputs: Sequence[str] = ()) -> list[Batch]:
-    """The microbatches of `microbatches=[...]`, a batch of each, for a step or for what an evaluation `computes`;
-    `also_inputs` says whether the call has other inputs as well. Raises PipelineError for these, and for another form.
+def split_batches(
+    given: Any, computes: str, also_inputs: bool, static_inputs: Sequence[str] = ()
+) -> list[Batch]:
+    """The microbatches of `microbatches=[...]`, a batch of each, for a step or for what an
+    evaluation `computes`; `also_inputs` says whether the call has other inputs as well. Raises
+    PipelineError for these, and for another form.
     """
     forms = FORMS.get(computes, ((*ARGS, "labels"),))
     expected = f"expected one or more ({', '.join(forms[-1])}), args a tuple and kwargs a mapping"
     if isinstance(given, str) or not isinstance(given, Sequence) or not given:
-        count = "; how many is said when the pipeline is made" if computes == "step" else ", or how many to split into"
+        count = (
+            "; how many is said when the pipeline is made"
+            if computes == "step"
+            else ", or how many to split into"
+        )
         raise PipelineError(f"microbatches={given!r}; {expected}{count}.")
     if also_inputs:
         raise PipelineError(
-            "microbatches= takes a batch that is split already, and other inputs were passed as well. Pass one."
+            "microbatches= takes a batch that is split already, and other inputs were passed as"
+            " well. Pass one."
         )
     lengths = set(map(len, forms))
     for index, each in enumerate(given):
         fits = isinstance(each, Sequence) and len(each) in lengths
         if not (fits and isinstance(each[0], tuple) and isinstance(each[1], Mapping)):
-            raise PipelineError(f"microbatches[{index}] is a {type(each).__name__} of another form; {expected}.")
+            raise PipelineError(
+                f"microbatches[{index}] is a {type(each).__name__} of another form; {expected}."
+            )
     targets = (each[2] if len(each) > 2 else None for each in given)
     pairs = zip(given, targets, strict=True)
     return [whole_batch(each[0], dict(each[1]), target, static_inputs) for each, target in pairs]

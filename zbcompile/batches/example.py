@@ -12,14 +12,15 @@ from zbcompile.passes.exported.capture.joined_loss import join_loss
 
 @dataclass(frozen=True)
 class Example:
-    """A model with the inputs of ONE microbatch, as a function named on the command line returns it.
+    """A model with the inputs of ONE microbatch, as a function named on the command line returns
+    it.
 
     `args` and `kwargs` are those of the model's forward; `loss(output, target)` and `target` as in
-    `zbcompile.pipeline`:
-    without `loss`, forward returns the loss. Raises PipelineError for parts that do not fit together.
+    `zbcompile.pipeline`: without `loss`, forward returns the loss. Raises PipelineError for parts
+    that do not fit together.
 
     >>> def example():
-    ...     return zbcompile.Example(GPT(), (tokens,), loss=next_byte_loss, target=tokens)      # doctest: +SKIP
+    ...     return zbcompile.Example(GPT(), (tokens,), loss=loss_fn)  # doctest: +SKIP
     """
 
     model: nn.Module
@@ -30,15 +31,21 @@ class Example:
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, nn.Module):
-            raise PipelineError(f"the model of an example is a {type(self.model).__name__}; expected an nn.Module.")
+            raise PipelineError(
+                f"the model of an example is a {type(self.model).__name__}; expected an nn.Module."
+            )
         if not isinstance(self.args, tuple):
             raise PipelineError(
-                f"args of an example is a {type(self.args).__name__}; expected a tuple such as (tokens,)."
+                f"args of an example is a {type(self.args).__name__}; expected a tuple such as"
+                " (tokens,)."
             )
         if not isinstance(self.kwargs, Mapping):
-            raise PipelineError(f"kwargs of an example is a {type(self.kwargs).__name__}; expected a dict.")
+            raise PipelineError(
+                f"kwargs of an example is a {type(self.kwargs).__name__}; expected a dict."
+            )
         if self.target is not None and self.loss is None:
             raise PipelineError(
-                "an example has target= but no loss=; pass loss=fn(output, target), or leave target out."
+                "an example has target= but no loss=; pass loss=fn(output, target), or leave target"
+                " out."
             )
         join_loss(self.model, self.loss)

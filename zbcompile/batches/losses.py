@@ -12,8 +12,10 @@ from zbcompile.torch_private import READ_SCALAR, pytree, wrapper_like
 
 @dataclass
 class Losses:
-    """`found` has the loss of every microbatch of all replicas, once `wait` has returned (None: they are there).
-    `require` raises if they are not those of one batch; on a device it waits for the step to end."""
+    """`found` has the loss of every microbatch of all replicas, once `wait` has returned (None:
+    they are there). `require` raises if they are not those of one batch; on a device it waits for
+    the step to end.
+    """
 
     found: Sequence[torch.Tensor]
     wait: Callable[[], None] | None = None
@@ -30,15 +32,19 @@ class Losses:
         return list(self.found)
 
     def total(self, reduction: str) -> torch.Tensor:
-        """The loss of the step, at once: if it is still in flight, or not required yet, its first use does that."""
+        """The loss of the step, at once: if it is still in flight, or not required yet, its first
+        use does that."""
         if self.wait is None and self.require is None:
             return total_loss(self.found, reduction)
         return PendingLoss(self, reduction)
 
 
 def total_loss(losses: Sequence[torch.Tensor], reduction: str) -> torch.Tensor:
-    """The step's loss: the sum over microbatches, in their order, of loss_i / m (`mean`) or of loss_i (`sum`)."""
-    return reduce(torch.add, [loss / len(losses) if reduction == "mean" else loss for loss in losses])
+    """The step's loss: the sum over microbatches, in their order, of loss_i / m (`mean`) or of
+    loss_i (`sum`)."""
+    return reduce(
+        torch.add, [loss / len(losses) if reduction == "mean" else loss for loss in losses]
+    )
 
 
 class PendingLoss(torch.Tensor):
@@ -66,7 +72,9 @@ class PendingLoss(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         is_read = func is READ_SCALAR or str((kwargs or {}).get("device")) == "cpu"
-        args, kwargs = pytree.tree_map_only(PendingLoss, partial(_value_of, is_read), (args, kwargs or {}))
+        args, kwargs = pytree.tree_map_only(
+            PendingLoss, partial(_value_of, is_read), (args, kwargs or {})
+        )
         return func(*args, **kwargs)
 
 

@@ -19,9 +19,11 @@ FAILED = 2
 _EXPECTED = (PipelineError, CompileError, ScheduleError, OSError)
 
 
-def run_command(name: str, run: Callable[[argparse.Namespace, Say], None], chosen: argparse.Namespace, say: Say) -> int:
-    """Runs a command; returns the exit status. `run` prints its result, or raises an error, which is written to
-    standard error as one line."""
+def run_command(
+    name: str, run: Callable[[argparse.Namespace, Say], None], chosen: argparse.Namespace, say: Say
+) -> int:
+    """Runs a command; returns the exit status. `run` prints its result, or raises an error, which
+    is written to standard error as one line."""
     of_caller = dist.is_initialized()
     try:
         run(chosen, say)

@@ -1,6 +1,7 @@
 """The commands: `python -m zbcompile NAME`, or `python -m zbcompile.NAME`.
 
-A command's module, and with it torch, is imported only when the command runs, after a line that says so.
+A command's module, and with it torch, is imported only when the command runs, after a line that
+says so.
 """
 
 import gc
@@ -14,16 +15,23 @@ from zbcompile.progress import Progress, Say, silent
 from zbcompile.version import __version__
 
 COMMANDS = {
-    "inspect": ("zbcompile.inspection.inspect_command", "what a model would be compiled to, and how long a step takes"),
+    "inspect": (
+        "zbcompile.inspection.inspect_command",
+        "what a model would be compiled to, and how long a step takes",
+    ),
     "compile": ("zbcompile.cli.compile_command", "compile ahead of time into a directory"),
     "run": ("zbcompile.cli.run_command", "train a compiled program with a data function"),
-    "schedules": ("zbcompile.schedules.__main__", "orders without a model: list, show, check, compare"),
+    "schedules": (
+        "zbcompile.schedules.__main__",
+        "orders without a model: list, show, check, compare",
+    ),
 }
 Main = Callable[..., int]
 
 
 def main_of(name: str) -> Main:
-    """The command as a function of its arguments (default: those of the process), which returns the exit status."""
+    """The command as a function of its arguments (default: those of the process), which returns the
+    exit status."""
 
     def main(arguments: Sequence[str] | None = None, say: Say = silent) -> int:
         if name not in COMMAND_LINES:
@@ -37,8 +45,9 @@ def main_of(name: str) -> Main:
 
 
 def run_and_exit(name: str, arguments: list[str] | None = None) -> NoReturn:
-    """Run a command and end the process. Compiling makes many small objects that live on; with the default thresholds
-    the garbage collector walks them again and again, a sixth of `inspect`'s time."""
+    """Run a command and end the process. Compiling makes many small objects that live on; with the
+    default thresholds the garbage collector walks them again and again, a sixth of `inspect`'s
+    time."""
     gc.set_threshold(50_000, 20, 20)
     with Progress(f"zbcompile {name}: loading") as say:
         status = main_of(name)(sys.argv[1:] if arguments is None else arguments, say)
@@ -54,7 +63,15 @@ def choose_and_exit() -> NoReturn:
         print(__version__)
         sys.exit()
     lines = [f"  {each:<12} {sentence}" for each, (_, sentence) in COMMANDS.items()]
-    usage = "\n".join(["usage: python -m zbcompile COMMAND ...", "", *lines, "", "COMMAND --help lists its arguments."])
+    usage = "\n".join(
+        [
+            "usage: python -m zbcompile COMMAND ...",
+            "",
+            *lines,
+            "",
+            "COMMAND --help lists its arguments.",
+        ]
+    )
     if name in ("--help", "-h"):
         print(usage)
         sys.exit()

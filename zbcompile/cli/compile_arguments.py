@@ -30,8 +30,9 @@ FAKE = "h100-sxm"  # the device for predictions of fake models, unless --hardwar
 
 @dataclass(frozen=True)
 class Plan:
-    """The arguments that describe the program; `--help` explains them. `given` are the options among them. `fake`
-    builds the model without memory, on `device`; `debug` does not silence torch."""
+    """The arguments that describe the program; `--help` explains them. `given` are the options
+    among them. `fake` builds the model without memory, on `device`; `debug` does not silence torch.
+    """
 
     target: str
     given: Mapping[str, Any]
@@ -41,13 +42,19 @@ class Plan:
 
     @cached_property
     def options(self) -> PipelineOptions:
-        """All options, those that were not given at their defaults. Raises PipelineError for a wrong value."""
+        """All options, those that were not given at their defaults. Raises PipelineError for a
+        wrong value."""
         options = PipelineOptions(**self.given)
         if self.device != CPU and not self.fake:
             raise PipelineError(
-                f"--device {self.device} places the fake tensors of --fake. Add --fake, or let TARGET move its model."
+                f"--device {self.device} places the fake tensors of --fake. Add --fake, or let"
+                " TARGET move its model."
             )
-        return replace(options, hardware=Hardware.find(FAKE)) if self.fake and options.hardware is None else options
+        return (
+            replace(options, hardware=Hardware.find(FAKE))
+            if self.fake and options.hardware is None
+            else options
+        )
 
     @cached_property
     def maker(self) -> Any:
@@ -58,7 +65,11 @@ class Plan:
     def changed(self) -> list[str]:
         """The options that differ from their defaults, as they are written on a command line."""
         given = [name for name in self.given if getattr(self.options, name) != OPTIONS[name]]
-        return [*map(flag_of, given), *(["--fake"] * self.fake), *([f"--device {self.device}"] * (self.device != CPU))]
+        return [
+            *map(flag_of, given),
+            *(["--fake"] * self.fake),
+            *([f"--device {self.device}"] * (self.device != CPU)),
+        ]
 
 
 AnyPlan = TypeVar("AnyPlan", bound=Plan)
@@ -71,15 +82,18 @@ def with_options(plan: AnyPlan, **options: Any) -> AnyPlan:
 
 def example_of(plan: Plan) -> Example:
     """Build the model. What it prints goes to standard error, not into the report."""
-    with contextlib.redirect_stdout(sys.stderr), fake_models(plan.device) if plan.fake else contextlib.nullcontext():
+    with (
+        contextlib.redirect_stdout(sys.stderr),
+        fake_models(plan.device) if plan.fake else contextlib.nullcontext(),
+    ):
         return example_from(plan.maker, plan.target)
 
 
 def compiled(
     example: Example, schedule: Schedule, plan: Plan, say: Say, observe: Observer = no_observer
 ) -> CompiledExample:
-    """Compile and `say` what passes have ended; `observe` is called after each. If it fails torch prints whole graphs,
-    which only `--debug` shows."""
+    """Compile and `say` what passes have ended; `observe` is called after each. If it fails torch
+    prints whole graphs, which only `--debug` shows."""
 
     def watch(name: str, artifact: Any) -> None:
         if name in ("export", "extract", "accumulate"):
@@ -87,18 +101,23 @@ def compiled(
         observe(name, artifact)
 
     with quiet(plan):
-        return compile_example(example, schedule, plan.options.choices, watch, partial(_choose, plan.options, schedule))
+        return compile_example(
+            example, schedule, plan.options.choices, watch, partial(_choose, plan.options, schedule)
+        )
 
 
 def _choose(options: PipelineOptions, schedule: Schedule, compile_: Compile) -> Program:
     """The program with the schedule and the recomputation that the options leave open."""
     if is_searched(options):
-        return compile_auto(compile_, options.choices, schedule.ranks, schedule.microbatches, options.chunks)
+        return compile_auto(
+            compile_, options.choices, schedule.ranks, schedule.microbatches, options.chunks
+        )
     return compile_within_memory(partial(compile_, schedule), options.choices)
 
 
 def schedule_of(plan: Plan, wanted: str | Schedule | None = None) -> Schedule:
-    """The requested schedule, or the one called `wanted`, for the requested ranks and microbatches."""
+    """The requested schedule, or the one called `wanted`, for the requested ranks and
+    microbatches."""
     options = plan.options if wanted is None else replace(plan.options, schedule=wanted)
     own = RANKS if isinstance(options.schedule, str) else options.schedule.ranks
     return choose_schedule(options, options.ranks or own)

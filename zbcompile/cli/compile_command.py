@@ -33,17 +33,26 @@ def run(chosen: argparse.Namespace, say: Say) -> None:
     """Compile and save; raises the project's errors and OSError."""
     request = CompileRequest(**split_options(chosen))
     if not is_alone():
-        raise PipelineError("one process compiles for all ranks. Start zbcompile.compile without torchrun.")
+        raise PipelineError(
+            "one process compiles for all ranks. Start zbcompile.compile without torchrun."
+        )
     program_in(request.output)  # a wrong place is refused before a long compilation
     options = request.options
     if request.weights is not None and request.fake:
-        raise PipelineError("--weights writes the model's own values, which it lacks under --fake. Leave one out.")
+        raise PipelineError(
+            "--weights writes the model's own values, which it lacks under --fake. Leave one out."
+        )
     if request.device != CPU:
-        raise PipelineError(f"--device {request.device} is for predictions: compile where the program is to run.")
+        raise PipelineError(
+            f"--device {request.device} is for predictions: compile where the program is to run."
+        )
     schedule = schedule_of(request)
     example = example_of(request)
     backend = make_backend(options.backend, device_of(example.model))
-    say(f"{type(example.model).__name__} is built; capturing it for {schedule.name}, {schedule.ranks} ranks")
+    say(
+        f"{type(example.model).__name__} is built; capturing it for {schedule.name},"
+        f" {schedule.ranks} ranks"
+    )
     program = replace(_programs(example, schedule, request, say), writer=save_here)
     if request.only and options.vocab not in (None, "off") and program.vocabulary is None:
         raise PipelineError(
@@ -61,7 +70,11 @@ def run(chosen: argparse.Namespace, say: Say) -> None:
 
 
 def _programs(example: Example, schedule: Schedule, request: CompileRequest, say: Say) -> Program:
-    names, main = sorted(request.only, key="eval".__eq__) or request.also, None  # eval is placed as the others are
+    # eval is placed as the others are
+    names, main = (
+        sorted(request.only, key="eval".__eq__) or request.also,
+        None,
+    )
     if not request.only:
         main = replace(compiled(example, schedule, request, say).program, step=request.options.step)
     found: dict[str, Program] = {}

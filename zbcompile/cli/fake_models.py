@@ -1,4 +1,5 @@
-"""Models of fake tensors: shapes without memory, also for an accelerator that this machine does not have."""
+"""Models of fake tensors: shapes without memory, also for an accelerator that this machine does not
+have."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -15,8 +16,10 @@ from zbcompile.torch_private import replace_tensors
 
 @contextmanager
 def fake_models(device: str = "cpu") -> Iterator[None]:
-    """Tensors made inside are fake ones, by default on `device`, and `model.to(torch.bfloat16)`, `.half()` work on
-    modules of them. An accelerator that is not there is replaced by `zbcompile.passes.gpu.ABSENT`."""
+    """Tensors made inside are fake ones, by default on `device`, and `model.to(torch.bfloat16)`,
+    `.half()` work on modules of them. An accelerator that is not there is replaced by
+    `zbcompile.passes.gpu.ABSENT`.
+    """
     original, made = nn.Module._apply, _Converted()
     nn.Module._apply = made.convert  # type: ignore[method-assign, assignment]
     try:
@@ -42,15 +45,19 @@ class _WithoutAccelerator(TorchFunctionMode):
 
 
 class _Converted:
-    """torch (2.11-2.13) swaps the contents of fake parameters, which is impossible once anything refers to them weakly,
-    as their initialisation does. Here a converted parameter replaces the former one, a tied one at every place."""
+    """torch (2.11-2.13) swaps the contents of fake parameters, which is impossible once anything
+    refers to them weakly, as their initialisation does. Here a converted parameter replaces the
+    former one, a tied one at every place.
+    """
 
     def __init__(self) -> None:
         self.made: dict[tuple[int, int], tuple[Any, Tensor, nn.Parameter]] = {}
 
     @property
     def convert(self) -> Callable[..., nn.Module]:
-        def _apply(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        def _apply(
+            module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True
+        ) -> nn.Module:
             for child in module.children() if recurse else ():
                 child._apply(fn)
             replace_tensors(module, lambda parameter: self._of(parameter, fn), fn)

@@ -1,4 +1,5 @@
-"""The run command: trains a saved program with a data function, from weights or its newest checkpoint."""
+"""The run command: trains a saved program with a data function, from weights or its newest
+checkpoint."""
 
 import argparse
 import time
@@ -49,7 +50,8 @@ def run(options: argparse.Namespace, say: Say) -> None:
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Raises PipelineError for numbers out of range, and for arguments that contradict each other."""
+    """Raises PipelineError for numbers out of range, and for arguments that contradict each
+    other."""
     for name in ("steps", "every", "keep", "replicas", "log_every"):
         if getattr(options, name) < 1:
             raise PipelineError(f"{flag_of(name)} is {getattr(options, name)}; expected at least 1")
@@ -70,7 +72,9 @@ def _mesh(options: argparse.Namespace) -> Any:
         start_group(lambda: device, options.timeout)
     ranks, rest = divmod(dist.get_world_size(), options.replicas)
     if rest:
-        raise PipelineError(f"--replicas {options.replicas} does not divide the {dist.get_world_size()} processes.")
+        raise PipelineError(
+            f"--replicas {options.replicas} does not divide the {dist.get_world_size()} processes."
+        )
     return init_device_mesh(device.type, (options.replicas, ranks), mesh_dim_names=("dp", "pp"))
 
 
@@ -80,10 +84,16 @@ def _train(options: argparse.Namespace, pipe: Pipeline, source: Any) -> None:
     for group in optimizer.param_groups:
         group["lr"] = options.lr  # the command overrides the checkpoint
     weights = options.weights or options.init
-    origin = f"the weights of {weights}" if checkpoint.path is None else f"resumed from {checkpoint.path}"
+    origin = (
+        f"the weights of {weights}"
+        if checkpoint.path is None
+        else f"resumed from {checkpoint.path}"
+    )
     _print(pipe, f"step {checkpoint.step} of {options.steps}: {origin}")
     with pipe.ranks.watch.region(f"opening {options.data}"):
-        data = together(pipe.ranks, f"opening {options.data}", lambda: _data(options, pipe, source, checkpoint))
+        data = together(
+            pipe.ranks, f"opening {options.data}", lambda: _data(options, pipe, source, checkpoint)
+        )
     began, rows = time.perf_counter(), 0
     for step in range(checkpoint.step + 1, options.steps + 1):
         with pipe.ranks.watch.region(f"batch {step - 1}"):
@@ -95,7 +105,10 @@ def _train(options: argparse.Namespace, pipe: Pipeline, source: Any) -> None:
         rows += count
         if step % options.log_every == 0 or step == options.steps:
             rate = rows / (time.perf_counter() - began)
-            _print(pipe, f"step {step} of {options.steps}: loss {loss.item():.6g}, {rate:,.0f} {unit}/s")
+            _print(
+                pipe,
+                f"step {step} of {options.steps}: loss {loss.item():.6g}, {rate:,.0f} {unit}/s",
+            )
             began, rows = time.perf_counter(), 0
         if options.checkpoint is not None and (step % options.every == 0 or step == options.steps):
             _save(options, pipe, optimizer, data, step)
@@ -105,13 +118,16 @@ def _train(options: argparse.Namespace, pipe: Pipeline, source: Any) -> None:
 
 
 def _first_state(options: argparse.Namespace, pipe: Pipeline, optimizer: Any) -> Checkpoint:
-    """Fills the parameters: from the newest checkpoint when resuming, else from what the command names."""
+    """Fills the parameters: from the newest checkpoint when resuming, else from what the command
+    names."""
     with pipe.ranks.watch.region("looking for checkpoints"):
-        existing = gathered(pipe.ranks, options.checkpoint and latest_checkpoint(options.checkpoint))[0]
+        existing = gathered(
+            pipe.ranks, options.checkpoint and latest_checkpoint(options.checkpoint)
+        )[0]
     if existing is not None and not options.resume:
         raise PipelineError(
-            f"{options.checkpoint} holds checkpoints up to {existing.name}. Pass --resume to continue from there, or "
-            "name another directory."
+            f"{options.checkpoint} holds checkpoints up to {existing.name}. Pass --resume to"
+            " continue from there, or name another directory."
         )
     if existing is not None:
         return load_state(options.checkpoint, pipe, optimizer)
@@ -119,14 +135,16 @@ def _first_state(options: argparse.Namespace, pipe: Pipeline, optimizer: Any) ->
         _load_weights(options.weights, pipe)
     elif options.init is None:
         raise PipelineError(
-            f"the parameters have no values; {options.directory} holds only the program. Pass --weights FILE"
-            ".safetensors (zbcompile.save_weights writes one), or --init FILE.py:function."
+            f"the parameters have no values; {options.directory} holds only the program. Pass"
+            " --weights FILE.safetensors (zbcompile.save_weights writes one), or --init"
+            " FILE.py:function."
         )
     return Checkpoint(step=0)
 
 
 def _load_weights(path: Path, pipe: Pipeline) -> None:
-    """Loads weights from safetensors, if there are any, or from a checkpoint, of which only the model is taken."""
+    """Loads weights from safetensors, if there are any, or from a checkpoint, of which only the
+    model is taken."""
     if holds_weights(path) or not candidates(path):
         load_weights(path, pipe)
         return
@@ -135,8 +153,8 @@ def _load_weights(path: Path, pipe: Pipeline) -> None:
 
 
 def _data(options: argparse.Namespace, pipe: Pipeline, source: Any, checkpoint: Checkpoint) -> Data:
-    """Returns the data from step `at.step` on. If batches are drawn again to be skipped, so are their random numbers;
-    otherwise the generators continue from their restored state."""
+    """Returns the data from step `at.step` on. If batches are drawn again to be skipped, so are
+    their random numbers; otherwise the generators continue from their restored state."""
     seed, mesh = pipe.options.seed, pipe.ranks.mesh
     seed_everything(seed)
     replica, replicas = mesh.index(*BATCHES), mesh.size(*BATCHES)
@@ -148,10 +166,14 @@ def _data(options: argparse.Namespace, pipe: Pipeline, source: Any, checkpoint: 
     return data
 
 
-def _save(options: argparse.Namespace, pipe: Pipeline, optimizer: Any, data: Data, step: int) -> None:
+def _save(
+    options: argparse.Namespace, pipe: Pipeline, optimizer: Any, data: Data, step: int
+) -> None:
     """Saves with the state of the data of every replica."""
     states, wait = pipe.from_replicas(data.state()), not options.save_async
-    written = save_checkpoint(options.checkpoint, pipe, optimizer, extra=states, keep=options.keep, wait=wait)
+    written = save_checkpoint(
+        options.checkpoint, pipe, optimizer, extra=states, keep=options.keep, wait=wait
+    )
     _print(pipe, f"step {step} of {options.steps}: {'saved' if wait else 'saving'} {written}")
 
 

@@ -13,13 +13,18 @@ from zbcompile.batches.example import Example
 from zbcompile.errors import PipelineError
 
 FORMS = "expected package.module:name or path/file.py:name"
-RETURNS = "expected (model, args), (model, args, kwargs) or zbcompile.Example(...), args being one microbatch"
+RETURNS = (
+    "expected (model, args), (model, args, kwargs) or zbcompile.Example(...), args being one"
+    " microbatch"
+)
 
 
 def load_example(target: str) -> Example:
-    """Import what `target` names (`package.module:name` or `path/file.py:name`), call it, and return its example.
+    """Import what `target` names (`package.module:name` or `path/file.py:name`), call it, and
+    return its example.
 
-    Raises PipelineError if it cannot be found, imported or called, or returns something else; see `example_from`.
+    Raises PipelineError if it cannot be found, imported or called, or returns something else; see
+    `example_from`.
     """
     return example_from(load_object(target), target)
 
@@ -27,7 +32,9 @@ def load_example(target: str) -> Example:
 def example_from(maker: Any, target: str) -> Example:
     """Returns the example that the function called `target` returns. Raises PipelineError."""
     if not callable(maker):
-        raise PipelineError(f"{target} is a {type(maker).__name__}; expected a function without arguments.")
+        raise PipelineError(
+            f"{target} is a {type(maker).__name__}; expected a function without arguments."
+        )
     try:
         result = maker()
     except Exception as error:
@@ -36,7 +43,9 @@ def example_from(maker: Any, target: str) -> Example:
         return result
     if isinstance(result, tuple) and len(result) in (2, 3):
         return Example(*result)
-    what = f"a tuple of {len(result)}" if isinstance(result, tuple) else f"a {type(result).__name__}"
+    what = (
+        f"a tuple of {len(result)}" if isinstance(result, tuple) else f"a {type(result).__name__}"
+    )
     raise PipelineError(f"{target} returned {what}; {RETURNS}.")
 
 
@@ -44,7 +53,9 @@ def load_object(target: str) -> Any:
     """Import what `target` names. Raises PipelineError if it cannot be found or imported."""
     where, _, name = target.rpartition(":")
     if os.path.isdir(target):
-        raise PipelineError(f"{target} is a directory without a program (it has no manifest.json); {FORMS}.")
+        raise PipelineError(
+            f"{target} is a directory without a program (it has no manifest.json); {FORMS}."
+        )
     if not where or not name:
         raise PipelineError(f"{target!r} names no function; {FORMS}.")
     module = _from_file(Path(where)) if where.endswith(".py") else _from_package(where)
@@ -86,4 +97,8 @@ def _said(error: BaseException) -> str:
 def _functions_of(module: ModuleType) -> str:
     found = ((name, value) for name, value in vars(module).items() if callable(value))
     own = [name for name, value in found if getattr(value, "__module__", "") == module.__name__]
-    return f"it defines {', '.join(own[:8])}{', ...' if len(own) > 8 else ''}" if own else "it defines no function"
+    return (
+        f"it defines {', '.join(own[:8])}{', ...' if len(own) > 8 else ''}"
+        if own
+        else "it defines no function"
+    )

@@ -9,15 +9,15 @@ from zbcompile.errors import PipelineError
 
 Batch = tuple[tuple[Any, ...], dict[str, Any]]
 EXPECTED = (
-    "expected (args, kwargs), a tuple and a mapping, or one mapping of keywords, as pipe.step takes them (the loss's "
-    'target as the keyword "target")'
+    "expected (args, kwargs), a tuple and a mapping, or one mapping of keywords, as pipe.step takes"
+    ' them (the loss\'s target as the keyword "target")'
 )
 
 
 @dataclass(frozen=True)
 class Start:
-    """The start of a run: the first step, the seed, the number of this replica and of all, and the data source's
-    `state_dict` from the checkpoint, None if it has none."""
+    """The start of a run: the first step, the seed, the number of this replica and of all, and the
+    data source's `state_dict` from the checkpoint, None if it has none."""
 
     start: int
     seed: int
@@ -27,23 +27,30 @@ class Start:
 
 
 class Data:
-    """An iterator over batches. `skips` says whether it had to draw the batches of earlier steps, and drop them."""
+    """An iterator over batches. `skips` says whether it had to draw the batches of earlier steps,
+    and drop them."""
 
     def __init__(self, source: Any, name: str, start: Start) -> None:
         self.name, self.step, keywords = name, start.start, dict[str, Any]()
         if callable(source) and not hasattr(source, "__iter__"):
             parameters = inspect.signature(source).parameters
-            keywords = {key: value for key, value in vars(start).items() if key in parameters and key != "state"}
+            keywords = {
+                key: value
+                for key, value in vars(start).items()
+                if key in parameters and key != "state"
+            }
             source = _call(source, keywords, name)
-        self._source = source if hasattr(source, "state_dict") and hasattr(source, "load_state_dict") else None
+        self._source = (
+            source if hasattr(source, "state_dict") and hasattr(source, "load_state_dict") else None
+        )
         if self._source is not None and start.state is not None:
             source.load_state_dict(start.state)
         try:
             self._iterator = iter(source)
         except TypeError:
             raise PipelineError(
-                f"{name} gives a {type(source).__name__}; expected an iterable of batches, or a function that returns "
-                "one."
+                f"{name} gives a {type(source).__name__}; expected an iterable of batches, or a"
+                " function that returns one."
             ) from None
         self.skips = self._source is None and "start" not in keywords
         for step in range(start.start if self.skips else 0):
@@ -66,8 +73,8 @@ class Data:
             return next(self._iterator)
         except StopIteration:
             raise PipelineError(
-                f"{self.name} ended after {step} batches; the run needs one for every step. Let it start over at the "
-                "end, or ask for fewer --steps."
+                f"{self.name} ended after {step} batches; the run needs one for every step. Let it"
+                " start over at the end, or ask for fewer --steps."
             ) from None
 
 
@@ -76,13 +83,14 @@ def _call(function: Any, keywords: Mapping[str, Any], name: str) -> Any:
         return function(**keywords)
     except TypeError as error:
         raise PipelineError(
-            f"calling {name} with {', '.join(keywords) or 'no arguments'} failed: {error}. It may have parameters "
-            "called start, seed, replica and replicas; others need defaults."
+            f"calling {name} with {', '.join(keywords) or 'no arguments'} failed: {error}. It may"
+            " have parameters called start, seed, replica and replicas; others need defaults."
         ) from error
 
 
 def as_batch(item: Any, where: str) -> Batch:
-    """Returns an item of a data function as the arguments of `pipe.step`. Raises PipelineError for another form.
+    """Returns an item of a data function as the arguments of `pipe.step`. Raises PipelineError for
+    another form.
 
     >>> as_batch({"x": 1}, "batch 0")
     ((), {'x': 1})

@@ -24,7 +24,8 @@ _NOT_THE_MODELS = (DeprecationWarning, FutureWarning, PendingDeprecationWarning)
 
 @dataclass(frozen=True)
 class CompiledExample:
-    """A compiled example. `dropped` names outputs that training does not keep, `warnings` what capturing warned of."""
+    """A compiled example. `dropped` names outputs that training does not keep, `warnings` what
+    capturing warned of."""
 
     example: Example
     program: Program
@@ -42,45 +43,63 @@ def compile_example(
     observe: Observer = no_observer,
     choose: Callable[[Compile], Program] | None = None,
 ) -> CompiledExample:
-    """Compile the training step of `example` for `schedule`; raises CompileError if the model cannot be compiled.
+    """Compile the training step of `example` for `schedule`; raises CompileError if the model
+    cannot be compiled.
 
-    `observe` is called after each pass. `choose` may compile the exported step for several schedules or choices, and
-    returns the program to take.
+    `observe` is called after each pass. `choose` may compile the exported step for several
+    schedules or choices, and returns the program to take.
     """
     microbatch, loss, dropped = one_microbatch(example), example.loss, tuple[str, ...]()
     with recorded_warnings() as seen:
         device = next((t.device for t in microbatch.tensors.values()), None)
         exported = export_step(
-            example.model, microbatch, loss, device=device, choices=choices, schedule=schedule, observe=observe
+            example.model,
+            microbatch,
+            loss,
+            device=device,
+            choices=choices,
+            schedule=schedule,
+            observe=observe,
         )
         dropped = exported.step.unused_outputs
 
         def compile_(schedule: Schedule, choices: Choices) -> Program:
-            return compile_program(example.model, microbatch, exported, schedule, choices, observe=observe)
+            return compile_program(
+                example.model, microbatch, exported, schedule, choices, observe=observe
+            )
 
         program = compile_(schedule, choices) if choose is None else choose(compile_)
     return CompiledExample(example, program, dropped, tuple(seen))
 
 
 def compile_example_forward(
-    example: Example, computes: str, schedule: Schedule, choices: Choices, like: Program | None = None
+    example: Example,
+    computes: str,
+    schedule: Schedule,
+    choices: Choices,
+    like: Program | None = None,
 ) -> Program:
-    """A forward of `FORWARDS` for the inputs of `example`: log-probabilities of its target, or of its keyword `labels`,
-    which forward then does not get. Parameters stay where the program `like` has them. Raises CompileError, also for an
-    example without labels."""
+    """A forward of `FORWARDS` for the inputs of `example`: log-probabilities of its target, or of
+    its keyword `labels`, which forward then does not get. Parameters stay where the program `like`
+    has them. Raises CompileError, also for an example without labels."""
     kwargs, labels = dict(example.kwargs), None
     if computes != "eval":
         labels = example.target if example.target is not None else kwargs.pop("labels", None)
     with recorded_warnings():
         microbatch = whole_batch(example.args, kwargs, labels).whole
-        return compile_forward(example.model, microbatch, computes, ForwardOptions(schedule, like, choices, {}))
+        return compile_forward(
+            example.model, microbatch, computes, ForwardOptions(schedule, like, choices, {})
+        )
 
 
 def read_saved(folder: Path) -> CompiledExample:
-    """The program in a directory, all ranks of it, on whatever machine. Its example has the model's names and shapes
-    but no inputs. The operators of other libraries must be defined, but they only run in a step."""
+    """The program in a directory, all ranks of it, on whatever machine. Its example has the model's
+    names and shapes but no inputs. The operators of other libraries must be defined, but they only
+    run in a step."""
     data = read_manifest(folder)
-    program = read_program(folder, data, range(data["ranks"]), torch.device("cpu"), data["operators"])
+    program = read_program(
+        folder, data, range(data["ranks"]), torch.device("cpu"), data["operators"]
+    )
     return CompiledExample(Example(module_of(program.model)), program)
 
 
@@ -91,7 +110,8 @@ def one_microbatch(example: Example) -> Microbatch:
 
 @contextmanager
 def recorded_warnings() -> Iterator[list[str]]:
-    """Context that collects the warnings raised inside, once each, without those for torch's own developers."""
+    """Context that collects the warnings raised inside, once each, without those for torch's own
+    developers."""
     seen: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -1,4 +1,5 @@
-"""Compiling the forward alone: a program without backward graphs, whose parameters stay where they train."""
+"""Compiling the forward alone: a program without backward graphs, whose parameters stay where they
+train."""
 
 import warnings
 from collections.abc import Collection, Mapping
@@ -61,14 +62,18 @@ class ForwardOptions:
 
 
 @without_torchs_logs()
-def compile_forward(model: nn.Module, microbatch: Microbatch, computes: str, options: ForwardOptions) -> Program:
+def compile_forward(
+    model: nn.Module, microbatch: Microbatch, computes: str, options: ForwardOptions
+) -> Program:
     """Returns the program of the forward for microbatches like this one.
 
     `computes` is "eval" or "log_probs".
     """
     args, kwargs, target = microbatch.example
     exported = ExportOptions(
-        static_inputs=microbatch.static, process_groups=options.process_groups, device=options.device
+        static_inputs=microbatch.static,
+        process_groups=options.process_groups,
+        device=options.device,
     )
     step = export_forward(model, args, kwargs, target, FORWARDS[computes], exported)
     if computes == "log_probs":
@@ -162,11 +167,13 @@ def microbatches_like(program: Program, batch: Batch) -> int:
     output = program.returns
     fixed = output.computes == "eval" and any(value is not None for value in output.constants)
     if count > 1 and (fixed or not output.has_rows(batch.size // count)):
-        what = "holds numbers that may depend on the rows" if fixed else "has not one row per sample"
+        what = (
+            "holds numbers that may depend on the rows" if fixed else "has not one row per sample"
+        )
         raise PipelineError(
-            f"the model's output {what}, and is computed of one microbatch as it was compiled. Pass "
-            f"batches of {batch.size // count}, or leave out the argument that makes forward return "
-            "more than rows."
+            f"the model's output {what}, and is computed of one microbatch as it was compiled. Pass"
+            f" batches of {batch.size // count}, or leave out the argument that makes forward"
+            " return more than rows."
         )
     return count
 

@@ -19,7 +19,12 @@ from zbcompile.model.model_info import facts_of
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.errors import PartitionError
 from zbcompile.passes.exported.capture.export import ExportOptions, export_training_step
-from zbcompile.passes.exported.compile_step import CompiledStep, Observer, compile_graph, no_observer
+from zbcompile.passes.exported.compile_step import (
+    CompiledStep,
+    Observer,
+    compile_graph,
+    no_observer,
+)
 from zbcompile.passes.exported.partition.assign_stages import cuts_of_owners
 from zbcompile.passes.exported.partition.balance_stages import balanced_cuts
 from zbcompile.passes.exported.partition.cut_points import ForwardLine
@@ -69,10 +74,10 @@ def export_step(
     """Returns the training step of `model` for microbatches like this one.
 
     Args:
-        choices: Its `vocab` says whether the output layer is sharded; "auto" decides for `schedule`.
-        device: The device of parameters that are on the meta device.
-        process_groups: The mesh dimension of each process group, by the group's name.
-        observe: Called after the export.
+        choices: Its `vocab` says whether the output layer is sharded; "auto" decides for
+            `schedule`. device: The device of parameters that are on the meta device.
+            process_groups: The mesh dimension of each process group, by the group's name. observe:
+            Called after the export.
 
     Raises:
         CaptureError: The model cannot be exported.
@@ -190,9 +195,9 @@ def _require_same_readers(programs: Sequence[StageProgram], like: Program) -> No
         there = tuple(stage.stage for stage in like.stages if name in stage.trained)
         if there and here != there:
             raise PartitionError(
-                f"{name} would be read on stage {', '.join(map(str, here))}, and is on stage "
-                f"{', '.join(map(str, there))} in another program: the model reads its parameters in "
-                "another order than when it was placed. Keep the order, or use two pipelines."
+                f"{name} would be read on stage {', '.join(map(str, here))}, and is on stage"
+                f" {', '.join(map(str, there))} in another program: the model reads its parameters"
+                " in another order than when it was placed. Keep the order, or use two pipelines."
             )
 
 
@@ -214,9 +219,10 @@ def _refuse_buffer_updates(programs: Sequence[StageProgram]) -> None:
     for program in programs:
         for name in program.changed:
             raise PartitionError(
-                f"buffer {name} is changed by the forward of stage {program.stage}. This schedule "
-                "keeps two copies of the model, each of which would change its own buffer from half "
-                "of the microbatches. Use dualpipe-v, which has the same overlap with one copy."
+                f"buffer {name} is changed by the forward of stage {program.stage}. This schedule"
+                " keeps two copies of the model, each of which would change its own buffer from"
+                " half of the microbatches. Use dualpipe-v, which has the same overlap with one"
+                " copy."
             )
 
 
@@ -247,7 +253,9 @@ def device_of(step: StepGraph) -> str:
 def is_program_of(program: Program, exported: ExportedModel) -> bool:
     """Returns True if a program was compiled from an equal graph, with equal constants."""
     constants, others = program.model.constants, exported.step.constant_values
-    same = constants.keys() == others.keys() and all(torch.equal(constants[name], others[name]) for name in others)
+    same = constants.keys() == others.keys() and all(
+        torch.equal(constants[name], others[name]) for name in others
+    )
     return same and program.operations == exported.text
 
 

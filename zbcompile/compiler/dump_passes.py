@@ -1,4 +1,5 @@
-"""`ZBCOMPILE_DUMP=DIR`: the graphs after every pass of the compiler, as files to read and to compare."""
+"""`ZBCOMPILE_DUMP=DIR`: the graphs after every pass of the compiler, as files to read and to
+compare."""
 
 import os
 from collections.abc import Iterator

@@ -1,5 +1,6 @@
-"""Runs of graphs on synthetic data, measured. The data are random numbers, and indices that reach everything that they
-index: indices that are all equal would read one row again and again, and leave all experts but one without work.
+"""Runs of graphs on synthetic data, measured. The data are random numbers, and indices that reach
+everything that they index: indices that are all equal would read one row again and again, and leave
+all experts but one without work.
 """
 
 import time
@@ -28,29 +29,36 @@ def device_of(nodes: Iterable[Node]) -> torch.device:
 
 
 def run_seconds_in_turn(runs: Sequence[Callable[[], None]]) -> list[float]:
-    """Seconds of each run when all take turns: the mean of the middle half of its times, without interruptions."""
+    """Seconds of each run when all take turns: the mean of the middle half of its times, without
+    interruptions."""
     clock = clock_of(gpu.is_available())
     for _ in range(WARM_UP):
         for run in runs:
             run()
     rounds: list[list[float]] = []
-    while len(rounds) < RUNS[0] or (sum(map(sum, rounds)) < ENOUGH * len(runs) and len(rounds) < RUNS[1]):
+    while len(rounds) < RUNS[0] or (
+        sum(map(sum, rounds)) < ENOUGH * len(runs) and len(rounds) < RUNS[1]
+    ):
         ends = [clock()]
         for run in runs:
             run()
             ends.append(clock())
         rounds.append([end - begin for begin, end in pairwise(ends)])
     quarter = len(rounds) // 4
-    return [mean(sorted(times)[quarter : len(times) - quarter]) for times in zip(*rounds, strict=True)]
+    return [
+        mean(sorted(times)[quarter : len(times) - quarter]) for times in zip(*rounds, strict=True)
+    ]
 
 
 def clock_of(accelerated: bool) -> Callable[[], float]:
-    """The clock for runs: if one thread of a CPU does all, its own time, which nothing else on the machine prolongs."""
+    """The clock for runs: if one thread of a CPU does all, its own time, which nothing else on the
+    machine prolongs."""
     return time.perf_counter if accelerated or torch.get_num_threads() > 1 else time.thread_time
 
 
 aten = torch.ops.aten
-# Arguments of operators: what is indexed, the index, and the dimension or the argument that names it.
+# Arguments of operators: what is indexed, the index, and the dimension or the argument that names
+# it.
 _INDEXED: dict[Any, tuple[str, str, int | str]] = {
     aten.embedding: ("weight", "indices", 0),
     **dict.fromkeys((aten.cross_entropy_loss, aten.nll_loss_nd), ("self", "target", 1)),
@@ -69,12 +77,18 @@ Read = tuple[Node, Node]  # a value, or a view of it, and an operation that read
 def values_like(node: Node) -> Any:
     """A value of the form that `node` has, as the operations that read it can take it."""
     value = torch.fx.node.map_aggregate(node.meta["val"], synthetic)
-    if not isinstance(value, torch.Tensor) or value.dtype not in (torch.int32, torch.int64) or not value.numel():
+    if (
+        not isinstance(value, torch.Tensor)
+        or value.dtype not in (torch.int32, torch.int64)
+        or not value.numel()
+    ):
         return value
     found = list(_reads_of(node))
     rows = [count for name, reader in found if (count := _grouped_rows(name, reader))]
     if rows:  # experts that get equally many rows
-        return value.copy_(torch.arange(1, value.numel() + 1).view(value.shape) * min(rows) // value.numel())
+        return value.copy_(
+            torch.arange(1, value.numel() + 1).view(value.shape) * min(rows) // value.numel()
+        )
     limits = [limit for name, reader in found if (limit := _indexed_length(name, reader))]
     return value.copy_(torch.randint(min(limits), value.shape)) if limits else value
 
@@ -83,7 +97,11 @@ def synthetic(value: Any) -> Any:
     """Random numbers between 0 and 1; integers are 0 and masks let everything through."""
     if not isinstance(value, torch.Tensor):
         return value
-    reach = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True) if size)
+    reach = 1 + sum(
+        (size - 1) * stride
+        for size, stride in zip(value.shape, value.stride(), strict=True)
+        if size
+    )
     storage = torch.zeros(reach, dtype=value.dtype, device=value.device)
     if value.dtype is torch.bool:
         storage.fill_(True)
@@ -101,7 +119,8 @@ def _reads_of(node: Node) -> Iterator[Read]:
 
 
 def _grouped_rows(value: Node, reader: Node) -> int:
-    """The number of rows that a grouped product divides at the offsets `value`; 0 if it does not."""
+    """The number of rows that a grouped product divides at the offsets `value`; 0 if it
+    does not."""
     if not isinstance(reader.target, OpOverload) or argument_of(reader, "offs", None) is not value:
         return 0
     one, other = (argument.meta["val"].shape for argument in reader.args[:2])  # type: ignore[union-attr]
@@ -109,7 +128,8 @@ def _grouped_rows(value: Node, reader: Node) -> int:
 
 
 def _indexed_length(value: Node, reader: Node) -> int:
-    """How long the dimension is that `reader` indexes by `value`; 0 if it does not, as far as is known."""
+    """How long the dimension is that `reader` indexes by `value`; 0 if it does not, as far as is
+    known."""
     packet = getattr(reader.target, "overloadpacket", None)
     if packet in _INDEXED:
         table, index, dim = _INDEXED[packet]
@@ -119,7 +139,11 @@ def _indexed_length(value: Node, reader: Node) -> int:
             return int(shape[min(at, len(shape) - 1)])
     elif packet in _COUNTED:
         index, count = _COUNTED[packet]
-        return max(int(argument_of(reader, count, 0)), 0) if argument_of(reader, index, None) is value else 0
+        return (
+            max(int(argument_of(reader, count, 0)), 0)
+            if argument_of(reader, index, None) is value
+            else 0
+        )
     elif packet in _BY_POSITION:
         indices = argument_of(reader, "indices", ())
         whole = all(given is None or given.meta["val"].dtype is not torch.bool for given in indices)

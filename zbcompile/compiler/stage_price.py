@@ -16,10 +16,11 @@ from zbcompile.schedules import Costs
 class StagePrice(NamedTuple):
     """What a stage takes of a microbatch.
 
-    * `seconds` of F, B and W, with their exchanges; `again`: of B's those in which it recomputes; `exchange`: of F's
-      and B's those in which they wait for exchanges that a W can hide; `saved` by BW in place of B and W.
-    * Bytes: `kept` for B and then, as `residue`, for W; `running`, by pass, the most alive while it runs, if messages
-      are from other ranks; `message` to the stage behind it.
+    * `seconds` of F, B and W, with their exchanges; `again`: of B's those in which it recomputes;
+      `exchange`: of F's and B's those in which they wait for exchanges that a W can hide; `saved`
+      by BW in place of B and W.
+    * Bytes: `kept` for B and then, as `residue`, for W; `running`, by pass, the most alive while it
+      runs, if messages are from other ranks; `message` to the stage behind it.
     """
 
     seconds: tuple[float, float, float]
@@ -44,14 +45,20 @@ def price_of(
     saved = max(0.0, backward + weight - times["BW"]) if "BW" in times else 0.0
     (all_f, hides_f), (all_b, hides_b) = (exchange_of(stage, op, choices, device) for op in "FB")
     sizes = stage.crossing.kept, stage.crossing.residue, running_bytes(stage), stage.send_bytes
-    seconds, again = (forward + all_f, backward + all_b, weight), recomputed_seconds(stage, hardware)
+    seconds, again = (
+        (forward + all_f, backward + all_b, weight),
+        recomputed_seconds(stage, hardware),
+    )
     return StagePrice(seconds, again, (hides_f, hides_b), *sizes, saved)
 
 
 def running_bytes(stage: StageProgram, local: Set[Slot] = frozenset()) -> dict[str, int]:
-    """By pass, the most that is alive of a microbatch; `local`: what arrives from stages on the same rank."""
+    """By pass, the most that is alive of a microbatch; `local`: what arrives from stages on the
+    same rank."""
     aside = {"B": stage.crossing.kept - stage.crossing.forward_to_backward}  # what only W reads
-    return {op: transient_bytes(stage, op, True, local=local) + aside.get(op, 0) for op in stage.pieces}
+    return {
+        op: transient_bytes(stage, op, True, local=local) + aside.get(op, 0) for op in stage.pieces
+    }
 
 
 def pass_seconds(piece: Piece, hardware: Hardware) -> float:
@@ -69,13 +76,19 @@ def recomputed_seconds(stage: StageProgram, hardware: Hardware) -> float:
 
 def exchange_seconds(collective: Collective, choices: Choices, device: str) -> float:
     """The time of a collective on the hardware."""
-    return (choices.hardware or hardware_for(device)).exchange_seconds(collective.bytes, collective.kind)
+    return (choices.hardware or hardware_for(device)).exchange_seconds(
+        collective.bytes, collective.kind
+    )
 
 
 def exchange_of(stage: StageProgram, op: str, choices: Choices, device: str) -> tuple[float, float]:
-    """Seconds for which a pass waits for collectives: for all of them, and for those that a W can hide. Operators that
-    wait for their own exchange hide behind nothing."""
-    found = [(each.hides, exchange_seconds(each, choices, device)) for each in collectives_of(stage) if each.name == op]
+    """Seconds for which a pass waits for collectives: for all of them, and for those that a W can
+    hide. Operators that wait for their own exchange hide behind nothing."""
+    found = [
+        (each.hides, exchange_seconds(each, choices, device))
+        for each in collectives_of(stage)
+        if each.name == op
+    ]
     return sum(seconds for _, seconds in found), sum(seconds for hides, seconds in found if hides)
 
 

@@ -1,5 +1,5 @@
-"""What torch logs while it traces a model: if that fails, whole graphs and tracebacks, before our error's one line;
-and what it warns and prints meanwhile."""
+"""What torch logs while it traces a model: if that fails, whole graphs and tracebacks, before our
+error's one line; and what it warns and prints meanwhile."""
 
 import contextlib
 import io
@@ -14,12 +14,16 @@ from zbcompile.torch_private import no_graphs_printed
 
 @contextlib.contextmanager
 def without_torchs_logs() -> Iterator[None]:
-    """Hide torch's logs inside, unless ZBCOMPILE_TORCH_LOGS=1. Loggers that do not have torch's usual level are left
-    alone."""
+    """Hide torch's logs inside, unless ZBCOMPILE_TORCH_LOGS=1. Loggers that do not have torch's
+    usual level are left alone."""
     if TORCH_LOGS.read():
         yield
         return
-    loggers = [logging.getLogger(name) for name in logging.root.manager.loggerDict if name.partition(".")[0] == "torch"]
+    loggers = [
+        logging.getLogger(name)
+        for name in logging.root.manager.loggerDict
+        if name.partition(".")[0] == "torch"
+    ]
     loggers = [logger for logger in loggers if logger.level == logging.WARNING]
     for logger in loggers:
         logger.setLevel(logging.CRITICAL + 1)
@@ -44,11 +48,15 @@ def with_torchs_logs() -> Iterator[None]:
 
 @contextlib.contextmanager
 def silenced() -> Iterator[None]:
-    """Hide everything that is logged, warned of or printed inside; afterwards the caller's settings are restored."""
+    """Hide everything that is logged, warned of or printed inside; afterwards the caller's settings
+    are restored."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
-        streams = contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO())
+        streams = (
+            contextlib.redirect_stderr(io.StringIO()),
+            contextlib.redirect_stdout(io.StringIO()),
+        )
         with warnings.catch_warnings(), streams[0], streams[1]:
             warnings.simplefilter("ignore")
             yield

@@ -35,7 +35,9 @@ WORTH = 0.95  # share of the step without sharding: the gain must pay for the co
 INFINITE = float("inf")
 
 
-def choose_sharding(step: StepGraph, schedule: Schedule | None, choices: Choices) -> ShardedStep | None:
+def choose_sharding(
+    step: StepGraph, schedule: Schedule | None, choices: Choices
+) -> ShardedStep | None:
     """Returns the step with its output layer cut off if `vocab=` asks for it, else None.
 
     "auto" shards if there is an output layer and the predicted step is 5 % shorter; without a
@@ -64,8 +66,8 @@ def choose_sharding(step: StepGraph, schedule: Schedule | None, choices: Choices
 
 
 def predict_steps(sharded: ShardedStep, schedule: Schedule) -> tuple[float, float]:
-    """Returns the length of the step with the output layer on the last stage, and with an equal part
-    of its words on every rank, in FLOPs. Messages are free; infinite if there are no cuts."""
+    """Returns the length of the step with the output layer on the last stage, and with an equal
+    part of its words on every rank, in FLOPs. Messages are free; infinite if there are no cuts."""
     whole, trunk = (_loads(step, schedule.placement) for step in (sharded.whole, sharded.trunk))
     if whole is None or trunk is None:
         return INFINITE if whole is None else _step(schedule, _costs(whole)), INFINITE
@@ -141,7 +143,8 @@ def _most_bytes(
     vocabulary: VocabularyProgram,
     schedule: Schedule,
 ) -> float:
-    """Returns the bytes of the fullest rank: parameters, gradients, optimizer state, activations."""
+    """Returns the bytes of the fullest rank: parameters, gradients, optimizer state,
+    activations."""
     parameters = sharded.whole.parameters
     sizes = {name: node.meta["val"].nbytes for name, node in parameters.items()}
     costs = replace(flop_costs(schedule, vocabulary, stages), **bytes_of(stages))
@@ -158,7 +161,9 @@ def _most_bytes(
     return max(held)
 
 
-def insert(schedule: Schedule, vocabulary: VocabularyProgram, stages: Sequence[StageProgram]) -> Schedule:
+def insert(
+    schedule: Schedule, vocabulary: VocabularyProgram, stages: Sequence[StageProgram]
+) -> Schedule:
     """Returns the schedule with the vocabulary passes placed by the FLOPs of the graphs."""
     lookups = vocabulary.lookup is not None
     if schedule.shards:
@@ -172,7 +177,9 @@ def insert(schedule: Schedule, vocabulary: VocabularyProgram, stages: Sequence[S
     return replace(with_vocabulary(schedule, vocabulary.barriers, costs), lookups=lookups)
 
 
-def flop_costs(schedule: Schedule, vocabulary: VocabularyProgram, stages: Sequence[StageProgram]) -> Costs:
+def flop_costs(
+    schedule: Schedule, vocabulary: VocabularyProgram, stages: Sequence[StageProgram]
+) -> Costs:
     """Returns the costs of all passes in FLOPs; a pass without any counts as one."""
     passes = {op: tuple(stage.flops[op] or 1 for stage in stages) for op in ("F", "B", "W")}
     costs = Costs(passes["F"], passes["B"], passes["W"])

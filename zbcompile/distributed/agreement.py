@@ -1,4 +1,5 @@
-"""Agreement of all ranks: a failure on one is raised on all, and ranks with different programs do not start."""
+"""Agreement of all ranks: a failure on one is raised on all, and ranks with different programs do
+not start."""
 
 import hashlib
 import operator
@@ -18,7 +19,8 @@ MOST = 1 << 62  # more than every digest
 
 
 def together(ranks: Ranks, what: str, make: Callable[[], Result]) -> Result:
-    """Run `make` on every rank; if it fails on one, every rank raises: its own error, or one that names that rank."""
+    """Run `make` on every rank; if it fails on one, every rank raises: its own error, or one that
+    names that rank."""
     result, error = None, None
     try:
         result = make()
@@ -47,13 +49,21 @@ def from_first(ranks: Ranks, what: str, make: Callable[[], Result]) -> Result:
     return next(each for each in found if each is not None)
 
 
-def agree(ranks: Ranks, values: Mapping[str, object], what: str, remedy: str, of_a_place: Sequence[str] = ()) -> None:
-    """Raise on every rank if `values`, or the terms of the ranks, differ, naming what differs and where: the ranks did
-    `what`. The entries `of_a_place` must be equal along the pipeline and replicas only. They are gathered only if their
-    digests differ."""
+def agree(
+    ranks: Ranks,
+    values: Mapping[str, object],
+    what: str,
+    remedy: str,
+    of_a_place: Sequence[str] = (),
+) -> None:
+    """Raise on every rank if `values`, or the terms of the ranks, differ, naming what differs and
+    where: the ranks did `what`. The entries `of_a_place` must be equal along the pipeline and
+    replicas only. They are gathered only if their digests differ."""
     own = {**ranks.terms, **values}
     everywhere = {key: value for key, value in own.items() if key not in of_a_place}
-    if not any(Digests(ranks, (everywhere, ()), ([own.get(key) for key in of_a_place], PLACE)).differ):
+    if not any(
+        Digests(ranks, (everywhere, ()), ([own.get(key) for key in of_a_place], PLACE)).differ
+    ):
         return
     every = gathered(ranks, own)
     places = [ranks.mesh.index_of(ranks.mesh.place_of(rank), PLACE) for rank in ranks.members]
@@ -63,12 +73,16 @@ def agree(ranks: Ranks, values: Mapping[str, object], what: str, remedy: str, of
     ]
     for (key, _), first, rank, expected, found in unlike(ranks.members, reports):
         where, one, other = first_difference(key, expected, found)
-        raise ranks.refusal(f"the ranks {what}: {where} is {one} on rank {first} and {other} on rank {rank}. {remedy}")
+        raise ranks.refusal(
+            f"the ranks {what}: {where} is {one} on rank {first} and {other} on rank {rank}."
+            f" {remedy}"
+        )
 
 
 class Digests:
-    """A comparison of values by their digests: one reduction, under way until somebody reads `differ`. Each value comes
-    with dimensions of the mesh: ranks at the same place along these must have equal ones."""
+    """A comparison of values by their digests: one reduction, under way until somebody reads
+    `differ`. Each value comes with dimensions of the mesh: ranks at the same place along these must
+    have equal ones."""
 
     def __init__(self, ranks: Ranks, *values: tuple[object, Sequence[str]]) -> None:
         self._position, self._pairs = ranks.watch.position, list[torch.Tensor]()
@@ -81,7 +95,8 @@ class Digests:
 
     @cached_property
     def differ(self) -> list[bool]:
-        """Whether each value differs between some ranks that must have equal ones; waits until all have begun."""
+        """Whether each value differs between some ranks that must have equal ones; waits until all
+        have begun."""
         if self._work is not None:
             before = self._position.action
             with self._position.waiting("the comparison"):
@@ -96,8 +111,8 @@ def unlike(
     reports: Iterable[Mapping[Key, Result]],
     equal: Callable[[Result, Result], bool] = operator.eq,
 ) -> Iterator[tuple[Key, int, int, Result, Result]]:
-    """Where `reports` of ranks differ under one key: the key, the first rank that has it and one that has another
-    value, and both values. Ranks may report other keys.
+    """Where `reports` of ranks differ under one key: the key, the first rank that has it and one
+    that has another value, and both values. Ranks may report other keys.
 
     >>> list(unlike([0, 1, 2], [{"a": 1, "b": 2}, {"a": 1}, {"b": 3}]))
     [('b', 0, 2, 2, 3)]
@@ -111,7 +126,8 @@ def unlike(
 
 
 def first_difference(name: str, one: Any, other: Any) -> tuple[str, Any, Any]:
-    """The first entry in which lists of one length, or mappings with the same keys, differ, however deep.
+    """The first entry in which lists of one length, or mappings with the same keys, differ, however
+    deep.
 
     >>> first_difference("graphs", ["a", "b"], ["a", "c"])
     ('graphs[1]', 'b', 'c')

@@ -1,8 +1,9 @@
-"""How the processes of a job meet. Until they have, there is no process group by which they could watch each other: the
-store that one of them, or the launcher, keeps is all that they have.
+"""How the processes of a job meet. Until they have, there is no process group by which they could
+watch each other: the store that one of them, or the launcher, keeps is all that they have.
 
-Under torchrun the agent keeps one store for all restarts, with the names of ranks that have ended, and the nodes of a
-job do not count restarts alike. So the ranks that are there now find each other by new names.
+Under torchrun the agent keeps one store for all restarts, with the names of ranks that have ended,
+and the nodes of a job do not count restarts alike. So the ranks that are there now find each other
+by new names.
 """
 
 import contextlib
@@ -32,21 +33,26 @@ MEMBERS, STARTING, GAVE_UP = "zbcompile/members", "zbcompile/starting", "zbcompi
 
 
 class Rendezvous:
-    """This process, `rank` of `ranks`, on its way to the other ranks of its job, for at most `timeout` seconds.
-    `absent` says which of them are not there, as far as this one knows."""
+    """This process, `rank` of `ranks`, on its way to the other ranks of its job, for at most
+    `timeout` seconds. `absent` says which of them are not there, as far as this one knows."""
 
     def __init__(self, environment: Mapping[str, str], timeout: float) -> None:
         self.rank, self.ranks = int(environment["RANK"]), int(environment["WORLD_SIZE"])
         self.host, self.port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
-        self.launcher = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # keeps the store, else rank 0 does
+        # keeps the store, else rank 0 does
+        self.launcher = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         self.timeout, self.began, self.name = timeout, time.monotonic(), uuid.uuid4().hex[:16]
         self.absent = f"the launcher at {self.host}:{self.port} does not answer"
         if not self.launcher:
-            self.absent = f"rank 0, which keeps the store at {self.host}:{self.port}, did not arrive, or has ended"
+            self.absent = (
+                f"rank 0, which keeps the store at {self.host}:{self.port}, did not arrive, or has"
+                " ended"
+            )
         self._over = threading.Event()
 
     def join(self, backend: str) -> None:
-        """Make the process group of all ranks. Raises PipelineError if that takes longer than `timeout`."""
+        """Make the process group of all ranks. Raises PipelineError if that takes longer than
+        `timeout`."""
         try:
             with self._watched():
                 store = self.meet(self._store())
@@ -58,12 +64,14 @@ class Rendezvous:
     def failure(self, error: str) -> str:
         """Why there is no process group, and what to do."""
         waited = f"{time.monotonic() - self.began:.0f} s (timeout={self.timeout:g})"
-        why = "; ".join(dict.fromkeys(each for each in (self.absent, error.partition("\n")[0]) if each))
+        why = "; ".join(
+            dict.fromkeys(each for each in (self.absent, error.partition("\n")[0]) if each)
+        )
         return (
-            f"rank {self.rank} of {self.ranks} found no process group after {waited}: {why}. Start all processes, "
-            "with the same MASTER_ADDR and MASTER_PORT, on machines that reach each other by "
-            f"{os.environ.get(INTERFACE, 'the address of their host name')} (set {INTERFACE} to the interface; "
-            "`ip address` shows them), or give them more timeout=."
+            f"rank {self.rank} of {self.ranks} found no process group after {waited}: {why}. Start"
+            " all processes, with the same MASTER_ADDR and MASTER_PORT, on machines that reach"
+            f" each other by {os.environ.get(INTERFACE, 'the address of their host name')} (set"
+            f" {INTERFACE} to the interface; `ip address` shows them), or give them more timeout=."
         )
 
     @property
@@ -80,7 +88,13 @@ class Rendezvous:
             time.sleep(PAUSE)
         rest = timedelta(seconds=max(NEWS, self.left))
         return dist.TCPStore(
-            self.host, self.port, None, keeps, timeout=rest, wait_for_workers=False, multi_tenant=not self.launcher
+            self.host,
+            self.port,
+            None,
+            keeps,
+            timeout=rest,
+            wait_for_workers=False,
+            multi_tenant=not self.launcher,
         )
 
     def _answers(self) -> bool:
@@ -89,23 +103,29 @@ class Rendezvous:
         return False
 
     def meet(self, store: Any) -> dist.Store:
-        """The part of `store` that the ranks of this start share with no earlier one, once all have come. Raises
-        RuntimeError if one is missing when the time is over.
+        """The part of `store` that the ranks of this start share with no earlier one, once all have
+        come. Raises RuntimeError if one is missing when the time is over.
 
-        Every rank adds a name that was never used before. Rank 0 lists the last name of every rank; a list counts once
-        every rank has found its name in it, which those of an earlier start cannot.
+        Every rank adds a name that was never used before. Rank 0 lists the last name of every rank;
+        a list counts once every rank has found its name in it, which those of an earlier start
+        cannot.
         """
         store.append(MEMBERS, f"{self.rank}:{self.name},")
         looked, start = 0.0, ""
         while True:
             looks = time.monotonic() - looked >= NEWS or self.left <= 0
             members = _members(store) if self.rank == 0 or looks else {}
-            if self.rank == 0 and members.keys() >= set(range(self.ranks)):  # more came to an earlier start
+            if self.rank == 0 and members.keys() >= set(
+                range(self.ranks)
+            ):  # more came to an earlier start
                 store.set(STARTING, ",".join(members[rank] for rank in range(self.ranks)))
             names = _read(store, STARTING)
             here: set[int] = set()
             if self.name in names:
-                before, start = start, f"zbcompile/start-{hashlib.sha256(names.encode()).hexdigest()}"
+                before, start = (
+                    start,
+                    f"zbcompile/start-{hashlib.sha256(names.encode()).hexdigest()}",
+                )
                 if start != before:
                     store.append(f"{start}/here", f"{self.rank},")
                 here = {int(rank) for rank in _read(store, f"{start}/here").split(",") if rank}
@@ -129,14 +149,21 @@ class Rendezvous:
         return f"rank{'s' if len(missing) > 1 else ''} {numbers} did not arrive"
 
     def _connect(self, store: dist.Store, backend: str) -> None:
-        """Make the group. What is received in it waits as long as the group may take to connect, in each of gloo's
-        tries: so another one, which may take less, shows first that all ranks reach each other."""
+        """Make the group. What is received in it waits as long as the group may take to connect, in
+        each of gloo's tries: so another one, which may take less, shows first that all ranks reach
+        each other."""
         rest = timedelta(seconds=max(ANSWER, self.left))
         store.set_timeout(rest)
         if backend == "gloo":
-            reached = gloo_link(dist.PrefixStore("reached", store), self.rank, rest / GLOO_TRIES, self.ranks)
+            reached = gloo_link(
+                dist.PrefixStore("reached", store), self.rank, rest / GLOO_TRIES, self.ranks
+            )
         dist.init_process_group(
-            backend, store=store, rank=self.rank, world_size=self.ranks, timeout=patience(backend, self.timeout)
+            backend,
+            store=store,
+            rank=self.rank,
+            world_size=self.ranks,
+            timeout=patience(backend, self.timeout),
         )
         if backend == "gloo":
             del reached  # not before: others may still connect

@@ -13,8 +13,8 @@ ROUNDS = 10  # of a ping; the fastest one counts
 
 
 class Clock:
-    """`mark` records the current time without waiting for the device; `seconds` returns it later, on this host's
-    clock. This one is for devices that work while the host waits."""
+    """`mark` records the current time without waiting for the device; `seconds` returns it later,
+    on this host's clock. This one is for devices that work while the host waits."""
 
     def mark(self) -> Any:
         return time.perf_counter()
@@ -46,9 +46,11 @@ def clock_of(device: torch.device) -> Clock:
 
 
 def offset_to_first(group: dist.ProcessGroup, device: torch.device) -> float:
-    """How far this host's clock is ahead of that of the group's first rank, in seconds; all ranks must call it.
+    """How far this host's clock is ahead of that of the group's first rank, in seconds; all ranks
+    must call it.
 
-    The first rank asks each in turn for its time; half of the fastest round trip is the error that can remain.
+    The first rank asks each in turn for its time; half of the fastest round trip is the error that
+    can remain.
     """
     own, size = dist.get_rank(group), dist.get_world_size(group)
     ahead = torch.zeros(size, dtype=torch.float64, device=device)
@@ -62,10 +64,14 @@ def offset_to_first(group: dist.ProcessGroup, device: torch.device) -> float:
 
 
 def ping(
-    group: dist.ProcessGroup, other: int, rounds: int, read: Callable[[], float], device: torch.device
+    group: dist.ProcessGroup,
+    other: int,
+    rounds: int,
+    read: Callable[[], float],
+    device: torch.device,
 ) -> tuple[float, float]:
-    """The seconds of the fastest round trip to `other`, and how far the clock that `read` reads is ahead there; `other`
-    calls `answer_pings` with as many rounds."""
+    """The seconds of the fastest round trip to `other`, and how far the clock that `read` reads is
+    ahead there; `other` calls `answer_pings` with as many rounds."""
     trips = []
     answer = torch.zeros((), dtype=torch.float64, device=device)
     for _ in range(rounds):
@@ -78,7 +84,11 @@ def ping(
 
 
 def answer_pings(
-    group: dist.ProcessGroup, other: int, rounds: int, read: Callable[[], float], device: torch.device
+    group: dist.ProcessGroup,
+    other: int,
+    rounds: int,
+    read: Callable[[], float],
+    device: torch.device,
 ) -> None:
     """The other end of `ping`."""
     question = torch.zeros((), dtype=torch.float64, device=device)

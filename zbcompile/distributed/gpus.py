@@ -1,4 +1,5 @@
-"""Assignment of GPUs: a different one for every local rank; and how many streams of one can make progress at a time."""
+"""Assignment of GPUs: a different one for every local rank; and how many streams of one can make
+progress at a time."""
 
 import os
 import warnings
@@ -11,18 +12,19 @@ from zbcompile.faults.board import Board
 from zbcompile.passes import gpu
 
 QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
-FEWEST_QUEUES = 8  # CUDA's default. Two neighbours have four channels, and each channel has a stream
+# CUDA's default. Two neighbours have four channels, and each channel has a stream
+FEWEST_QUEUES = 8
 
 
 def take_gpu() -> None:
-    """Make the GPU of this process's LOCAL_RANK its current one. Raises PipelineError on every process of a machine
-    that has fewer GPUs than processes."""
+    """Make the GPU of this process's LOCAL_RANK its current one. Raises PipelineError on every
+    process of a machine that has fewer GPUs than processes."""
     gpu.make_current(torch.device(gpu.KIND, own_gpu(os.environ, gpu.device_count())))
 
 
 def own_gpu(environment: Mapping[str, str], count: int) -> int:
-    """The index of this process's GPU among `count`. A single one is simply taken: a launcher may show each process a
-    different one, which `require_own_gpus` verifies.
+    """The index of this process's GPU among `count`. A single one is simply taken: a launcher may
+    show each process a different one, which `require_own_gpus` verifies.
 
     >>> own_gpu({"LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "4"}, count=8)
     2
@@ -31,15 +33,16 @@ def own_gpu(environment: Mapping[str, str], count: int) -> int:
     wanted = int(environment.get("LOCAL_WORLD_SIZE", local + 1))
     if count > 1 and wanted > count:
         raise PipelineError(
-            f"local rank {local} of {wanted} on this machine, which has {count} GPUs: every process needs its own. "
-            f"Start {count} processes per machine (torchrun --nproc-per-node {count}), or hide the GPUs "
-            "(CUDA_VISIBLE_DEVICES=) to train on the CPU."
+            f"local rank {local} of {wanted} on this machine, which has {count} GPUs: every process"
+            f" needs its own. Start {count} processes per machine (torchrun --nproc-per-node"
+            f" {count}), or hide the GPUs (CUDA_VISIBLE_DEVICES=) to train on the CPU."
         )
     return local if count > 1 else 0
 
 
 def require_own_gpus(board: Board, device: torch.device, timeout: float) -> None:
-    """Raise PipelineError on every rank when two of them use one GPU: NCCL cannot connect it to itself."""
+    """Raise PipelineError on every rank when two of them use one GPU: NCCL cannot connect it to
+    itself."""
     require_different(board.exchange("gpu", gpu.identity(device), timeout), device)
 
 
@@ -49,20 +52,24 @@ def require_different(gpus: Mapping[int, str], device: torch.device) -> None:
     for rank, name in gpus.items():
         if name in first:
             raise PipelineError(
-                f"ranks {first[name]} and {rank} use the same GPU ({name}); this rank's model is on {device}. Give "
-                'every process its own: torch.cuda.set_device(int(os.environ["LOCAL_RANK"])) before model.cuda().'
+                f"ranks {first[name]} and {rank} use the same GPU ({name}); this rank's model is"
+                f" on {device}. Give every process its own:"
+                ' torch.cuda.set_device(int(os.environ["LOCAL_RANK"])) before model.cuda().'
             )
         first[name] = rank
 
 
 def warn_of_few_queues(environment: Mapping[str, str]) -> None:
-    """Warn if the streams of the channels have to share hardware queues with the passes. Then a second receive, which
-    waits in its stream for the first, also holds back the pass whose result the sender of the first one needs."""
+    """Warn if the streams of the channels have to share hardware queues with the passes. Then a
+    second receive, which waits in its stream for the first, also holds back the pass whose result
+    the sender of the first one needs.
+    """
     given = environment.get(QUEUES, "")
     if given.isdecimal() and int(given) < FEWEST_QUEUES:
         warnings.warn(
-            f"{QUEUES}={given}: streams that share a hardware queue of the GPU wait for each other, and a pipeline "
-            f"whose receives are posted early can stand still. Unset it (CUDA takes {FEWEST_QUEUES}), or set it to 32.",
+            f"{QUEUES}={given}: streams that share a hardware queue of the GPU wait for each other,"
+            " and a pipeline whose receives are posted early can stand still. Unset it (CUDA takes"
+            f" {FEWEST_QUEUES}), or set it to 32.",
             RuntimeWarning,
             stacklevel=2,
         )

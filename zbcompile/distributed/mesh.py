@@ -1,4 +1,5 @@
-"""The mesh around a pipeline: the dimensions along which ranks share a step, their process groups, and the replicas."""
+"""The mesh around a pipeline: the dimensions along which ranks share a step, their process groups,
+and the replicas."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,9 +30,10 @@ PARTS = ("dp", "ep", "cp")  # ranks along these have losses of their own, which 
 
 @dataclass
 class Mesh:
-    """The mesh around a pipeline, as this process sees it. `layout` holds the ranks of all processes, with an axis for
-    each of `names`, and this process at `place`. `groups` are those in use so far, all of which wait `timeout` seconds;
-    `made` lists the ones that torch's mesh did not bring along."""
+    """The mesh around a pipeline, as this process sees it. `layout` holds the ranks of all
+    processes, with an axis for each of `names`, and this process at `place`. `groups` are those in
+    use so far, all of which wait `timeout` seconds; `made` lists the ones that torch's mesh did not
+    bring along."""
 
     names: tuple[str, ...] = ()
     layout: torch.Tensor = field(default_factory=lambda: torch.tensor(0))
@@ -41,12 +43,16 @@ class Mesh:
     timeout: float = 300
 
     def size(self, *dimensions: str) -> int:
-        """How many ranks there are along these dimensions; 1 along one that the mesh does not have."""
-        lengths = (n for name, n in zip(self.names, self.layout.shape, strict=True) if name in dimensions)
+        """How many ranks there are along these dimensions; 1 along one that the mesh does
+        not have."""
+        lengths = (
+            n for name, n in zip(self.names, self.layout.shape, strict=True) if name in dimensions
+        )
         return torch.Size(lengths).numel()
 
     def index(self, *dimensions: str) -> int:
-        """The number of this process among the ranks along these dimensions, the last one running fastest."""
+        """The number of this process among the ranks along these dimensions, the last one running
+        fastest."""
         return self.index_of(dict(zip(self.names, self.place, strict=True)), dimensions)
 
     def index_of(self, place: dict[str, int], dimensions: Sequence[str]) -> int:
@@ -69,13 +75,14 @@ class Mesh:
         """The processes that differ from this one along `dimensions` alone."""
         at = dict(zip(self.names, self.place, strict=True))
         places = [
-            {**at, **dict(zip(dimensions, p, strict=True))} for p in product(*map(range, map(self.size, dimensions)))
+            {**at, **dict(zip(dimensions, p, strict=True))}
+            for p in product(*map(range, map(self.size, dimensions)))
         ]
         return [int(self.layout[tuple(place[name] for name in self.names)]) for place in places]
 
     def group(self, *dimensions: str) -> dist.ProcessGroup | None:
-        """The process group of the ranks along these dimensions; None if this process is the only one. All of them must
-        ask for groups in one order."""
+        """The process group of the ranks along these dimensions; None if this process is the only
+        one. All of them must ask for groups in one order."""
         wanted = tuple(name for name in DIMENSIONS if name in dimensions and self.size(name) > 1)
         if not wanted:
             return None
@@ -91,20 +98,35 @@ class Mesh:
 
     @property
     def labels(self) -> dict[str, str]:
-        """The dimension of each process group of this process, by the group's name: of the mesh's own groups, and of
-        all others of the same ranks, such as those of a second DeviceMesh."""
-        along = {tuple(self.ranks((name,))): name for name in reversed(self.names) if self.size(name) > 1}
-        found = {name: along[members] for name, members in groups_of_process().items() if members in along}
-        return found | {group.group_name: key[0] for key, group in self.groups.items() if len(key) == 1}
+        """The dimension of each process group of this process, by the group's name: of the mesh's
+        own groups, and of all others of the same ranks, such as those of a second DeviceMesh."""
+        along = {
+            tuple(self.ranks((name,))): name for name in reversed(self.names) if self.size(name) > 1
+        }
+        found = {
+            name: along[members]
+            for name, members in groups_of_process().items()
+            if members in along
+        }
+        return found | {
+            group.group_name: key[0] for key, group in self.groups.items() if len(key) == 1
+        }
 
     def bring(self, given: Mapping[str, dist.ProcessGroup]) -> None:
-        """Use the process groups of single dimensions, but not those whose ranks wait less than `timeout`."""
-        patient = {name: each for name, each in given.items() if each.size() == 1 or is_patient(each, self.timeout)}
+        """Use the process groups of single dimensions, but not those whose ranks wait less than
+        `timeout`."""
+        patient = {
+            name: each
+            for name, each in given.items()
+            if each.size() == 1 or is_patient(each, self.timeout)
+        }
         self.groups |= {(name,): group for name, group in patient.items()}
 
     def _make(self, members: list[int]) -> dist.ProcessGroup:
         world: Any = dist.group.WORLD
-        if sorted(members) == list(range(dist.get_world_size())) and is_patient(world, self.timeout):
+        if sorted(members) == list(range(dist.get_world_size())) and is_patient(
+            world, self.timeout
+        ):
             return world  # type: ignore[no-any-return]
         made = new_group(members, self.timeout)
         self.made.append(made)
@@ -112,20 +134,21 @@ class Mesh:
 
 
 def new_group(members: list[int], timeout: float, backend: str | None = None) -> dist.ProcessGroup:
-    """A group of some ranks, which only these ranks make; by default with the backend of the process group. Raises
-    PipelineError if torch cannot make it."""
+    """A group of some ranks, which only these ranks make; by default with the backend of the
+    process group. Raises PipelineError if torch cannot make it."""
     if len(members) < dist.get_world_size() and is_bound(dist.group.WORLD):
         raise PipelineError(
-            f"the pipeline needs a group of the ranks {members}, and the process group is bound to a device, so that "
-            "only all ranks together can make one. Call init_process_group without device_id=."
+            f"the pipeline needs a group of the ranks {members}, and the process group is bound to"
+            " a device, so that only all ranks together can make one. Call init_process_group"
+            " without device_id=."
         )
     waits = patience(backend or dist.get_backend(), timeout)
     return dist.new_group(members, waits, backend, use_local_synchronization=True)
 
 
 def patience(backend: str, timeout: float) -> timedelta:
-    """How long torch waits in a group before it gives up: longer than this package's watch, which says why. With NCCL
-    torch then ends the process."""
+    """How long torch waits in a group before it gives up: longer than this package's watch, which
+    says why. With NCCL torch then ends the process."""
     return timedelta(seconds=2 * timeout if backend == gpu.BACKEND else timeout + LONGER)
 
 
@@ -136,12 +159,14 @@ def is_patient(group: dist.ProcessGroup, timeout: float) -> bool:
 
 
 def mesh_of(given: Any, timeout: float) -> Mesh:
-    """The `given` mesh, None for one of the pipeline's ranks alone. Raises PipelineError if it is not a
+    """The `given` mesh, None for one of the pipeline's ranks alone. Raises PipelineError if it is
+    not a
     pipeline's."""
     if not dist.is_initialized():
         raise PipelineError(
-            "mesh= was given, but this process has no process group. Start the script with torchrun and call "
-            "init_process_group, or leave mesh= out: ranks= then runs all pipeline ranks in this process."
+            "mesh= was given, but this process has no process group. Start the script with torchrun"
+            " and call init_process_group, or leave mesh= out: ranks= then runs all pipeline ranks"
+            " in this process."
         )
     if given is None:
         world = dist.get_world_size()
@@ -152,7 +177,9 @@ def mesh_of(given: Any, timeout: float) -> Mesh:
     _require_all_ranks(given)
     layout = given.mesh.reshape([size for name, size in _sizes(given).items() if name in names])
     if not all(bool((layout.diff(dim=i) > 0).all()) for i in range(len(names))):
-        raise PipelineError(f"mesh= has the ranks {layout.tolist()}; expected rising numbers along every dimension.")
+        raise PipelineError(
+            f"mesh= has the ranks {layout.tolist()}; expected rising numbers along every dimension."
+        )
     place = tuple((layout == dist.get_rank()).nonzero()[0].tolist())
     mesh = Mesh(names, layout, place, timeout=timeout)
     mesh.bring({name: given[name].get_group() for name in names})
@@ -164,15 +191,20 @@ def _sizes(given: Any) -> dict[str, int]:
 
 
 def _dimensions(given: Any) -> tuple[str, ...]:
-    """The pipeline's dimensions of a DeviceMesh in its order; others may have one rank each. Raises PipelineError."""
+    """The pipeline's dimensions of a DeviceMesh in its order; others may have one rank each. Raises
+    PipelineError."""
     sizes = _sizes(given)
     if not sizes:
-        raise PipelineError(f"mesh= has dimensions without names; expected some of {_known()}. Pass mesh_dim_names=.")
+        raise PipelineError(
+            f"mesh= has dimensions without names; expected some of {_known()}. Pass"
+            " mesh_dim_names=."
+        )
     for name in sizes:
         if sizes[name] > 1 and name not in DIMENSIONS:
             raise PipelineError(
-                f'mesh= has a dimension "{name}" of size {sizes[name]}; expected some of {_known()}. Give dimensions '
-                "these names in mesh_dim_names=, and flatten several into one of them first."
+                f'mesh= has a dimension "{name}" of size {sizes[name]}; expected some of'
+                f" {_known()}. Give dimensions these names in mesh_dim_names=, and flatten several"
+                " into one of them first."
             )
     return tuple(name for name in sizes if name in DIMENSIONS)
 
@@ -181,22 +213,32 @@ def _require_all_ranks(given: Any) -> None:
     root, world = root_of(given), dist.get_world_size()
     if root.size() != world:
         shape = " x ".join(
-            f"{name}={size}" for name, size in zip(root.mesh_dim_names or (), root.mesh.shape, strict=False)
+            f"{name}={size}"
+            for name, size in zip(root.mesh_dim_names or (), root.mesh.shape, strict=False)
         )
         raise PipelineError(
-            f"mesh= has {root.size()} ranks ({shape}), but there are {world} processes. Make a mesh of all of them."
+            f"mesh= has {root.size()} ranks ({shape}), but there are {world} processes. Make a mesh"
+            " of all of them."
         )
     names = given.mesh_dim_names
-    left_out = [f'"{name}"' for name in root.mesh_dim_names or () if name not in names and root[name].size() > 1]
-    if left_out and given.size() != world:  # a dimension that torch has flattened contains those that it was made of
+    left_out = [
+        f'"{name}"'
+        for name in root.mesh_dim_names or ()
+        if name not in names and root[name].size() > 1
+    ]
+    if (
+        left_out and given.size() != world
+    ):  # a dimension that torch has flattened contains those that it was made of
         raise PipelineError(
-            f"mesh= is only the part {tuple(names)} of a mesh that also has {', '.join(left_out)}: ranks along these "
-            "would train on, and nothing would ever be averaged over them. Pass the whole mesh."
+            f"mesh= is only the part {tuple(names)} of a mesh that also has {', '.join(left_out)}:"
+            " ranks along these would train on, and nothing would ever be averaged over them. Pass"
+            " the whole mesh."
         )
     if given.get_coordinate() is None:
         sizes = dict(zip(names, given.mesh.shape, strict=True))
         raise PipelineError(
-            f"mesh= ({sizes}) does not contain this process, rank {dist.get_rank()}. Pass the part that does."
+            f"mesh= ({sizes}) does not contain this process, rank {dist.get_rank()}. Pass the part"
+            " that does."
         )
 
 
@@ -206,12 +248,13 @@ def _known() -> str:
 
 @dataclass
 class Replicas:
-    """The ranks that hold the same stages, one per loss that the step averages: along "dp", "ep" and "cp" of the mesh.
-    This process is number `rank` of `count`.
+    """The ranks that hold the same stages, one per loss that the step averages: along "dp", "ep"
+    and "cp" of the mesh. This process is number `rank` of `count`.
 
-    `synchronise` is False inside `no_sync`. `partial` are the parameters whose `.grad` holds this replica's part of the
-    sum: those of steps without synchronisation. Of the others all replicas hold the whole sum, and all but the first
-    clear it before they add to it, so that the next reduction counts it once.
+    `synchronise` is False inside `no_sync`. `partial` are the parameters whose `.grad` holds this
+    replica's part of the sum: those of steps without synchronisation. Of the others all replicas
+    hold the whole sum, and all but the first clear it before they add to it, so that the next
+    reduction counts it once.
     """
 
     group: dist.ProcessGroup | None = None

@@ -1,5 +1,5 @@
-"""What travels between stages: the buffers that messages arrive in, and their tensors, as these travel (packed) and as
-a graph was traced for them (laid out)."""
+"""What travels between stages: the buffers that messages arrive in, and their tensors, as these
+travel (packed) and as a graph was traced for them (laid out)."""
 
 from typing import NamedTuple
 
@@ -11,7 +11,8 @@ from zbcompile.passes.torch_names import dtype_named
 
 
 class Buffer(NamedTuple):
-    """A receive buffer: the `number`-th of its shape. Number -1 is a fresh one: what arrives is passed on."""
+    """A receive buffer: the `number`-th of its shape. Number -1 is a fresh one: what arrives is
+    passed on."""
 
     spec: TensorSpec
     number: int
@@ -37,7 +38,8 @@ def empty(spec: TensorSpec, device: torch.device) -> torch.Tensor:
 
 
 def laid_out(value: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    """`value`, packed or not, with the strides that the graph was traced for; a copy only if they differ."""
+    """`value`, packed or not, with the strides that the graph was traced for; a copy only if they
+    differ."""
     if value.shape == spec.shape and (value.stride() == spec.stride or _same_strides(value, spec)):
         return value
     once, _ = packed_layout(spec.shape, spec.stride)
@@ -45,7 +47,8 @@ def laid_out(value: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
 
 
 def as_contiguous(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous view of a dense tensor's memory, dimensions in order of strides: backends send nothing else."""
+    """A contiguous view of a dense tensor's memory, dimensions in order of strides: backends send
+    nothing else."""
     if tensor.is_contiguous():
         return tensor
     return tensor.permute(memory_order(tensor))
@@ -55,15 +58,22 @@ def memory_order(tensor: torch.Tensor) -> list[int]:
     """The dimensions of a dense tensor, those with the largest strides first."""
     if tensor.is_contiguous():
         return list(range(tensor.ndim))
-    return sorted(range(tensor.ndim), key=lambda i: (tensor.stride(i), tensor.shape[i]), reverse=True)
+    return sorted(
+        range(tensor.ndim), key=lambda i: (tensor.stride(i), tensor.shape[i]), reverse=True
+    )
 
 
 def _copied(tensor: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
     """A copy of the first elements of each dimension."""
     first = tensor[tuple(slice(size) for size in shape)]
-    return torch.empty_strided(shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(first)
+    return torch.empty_strided(shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(
+        first
+    )
 
 
 def _same_strides(value: torch.Tensor, spec: TensorSpec) -> bool:
     """Whether strides agree, except in dimensions of size 1, where they mean nothing."""
-    return all(a == b or size == 1 for a, b, size in zip(value.stride(), spec.stride, value.shape, strict=True))
+    return all(
+        a == b or size == 1
+        for a, b, size in zip(value.stride(), spec.stride, value.shape, strict=True)
+    )

@@ -1,4 +1,5 @@
-"""What travels in collectives: a large tensor by itself, in its own memory, small ones together in a copy."""
+"""What travels in collectives: a large tensor by itself, in its own memory, small ones together in
+a copy."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,13 +14,14 @@ Key = TypeVar("Key")
 Content = tuple[Key, torch.Tensor]
 
 ALONE_BYTES = 1 << 20  # what is as large travels by itself: a copy would need as much memory again
-PARCEL_BYTES = 25 << 20  # smaller tensors travel together up to this size, as in DistributedDataParallel
+# smaller tensors travel together up to this size, as in DistributedDataParallel
+PARCEL_BYTES = 25 << 20
 
 
 @dataclass
 class Parcel(Generic[Key]):
-    """Dense tensors of one dtype under way: `flat` is the memory of a single one, or a copy of several, or in another
-    dtype."""
+    """Dense tensors of one dtype under way: `flat` is the memory of a single one, or a copy of
+    several, or in another dtype."""
 
     contents: Sequence[Content[Key]]
     flat: torch.Tensor
@@ -45,8 +47,8 @@ def send(
     begin: Callable[[torch.Tensor], dist.Work | None],
     dtype: torch.dtype | None = None,
 ) -> list[Parcel[Key]]:
-    """Begin the collective `begin` on these tensors, which have equal sizes on all of its ranks; real ones are sent in
-    `dtype`, if it is given."""
+    """Begin the collective `begin` on these tensors, which have equal sizes on all of its ranks;
+    real ones are sent in `dtype`, if it is given."""
     return [_sent(contents, begin, dtype) for contents in _divided(tensors)]
 
 
@@ -64,7 +66,9 @@ def _divided(tensors: Iterable[Content[Key]]) -> Iterator[list[Content[Key]]]:
 
 
 def _sent(
-    contents: Sequence[Content[Key]], begin: Callable[[torch.Tensor], dist.Work | None], dtype: torch.dtype | None
+    contents: Sequence[Content[Key]],
+    begin: Callable[[torch.Tensor], dist.Work | None],
+    dtype: torch.dtype | None,
 ) -> Parcel[Key]:
     views = [as_contiguous(tensor) for _, tensor in contents]
     alone = len(views) == 1 and views[0].is_contiguous()

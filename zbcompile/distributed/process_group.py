@@ -1,4 +1,5 @@
-"""Where the ranks come from: a mesh, a process group, torchrun's environment, or this process alone."""
+"""Where the ranks come from: a mesh, a process group, torchrun's environment, or this process
+alone."""
 
 import os
 from collections.abc import Callable
@@ -25,33 +26,42 @@ FindDevice = Callable[[], torch.device]
 
 
 def find_ranks(find_device: FindDevice, ranks: int | None, mesh: Any, timeout: float) -> Ranks:
-    """The ranks of this process: one of a group if a mesh, a process group or torchrun gives ranks, else all of them.
-    `find_device` is asked once this process has its GPU. `timeout`: see `zbcompile.pipeline`."""
+    """The ranks of this process: one of a group if a mesh, a process group or torchrun gives ranks,
+    else all of them. `find_device` is asked once this process has its GPU. `timeout`: see
+    `zbcompile.pipeline`."""
     if not is_alone(mesh):
         if mesh is None and not dist.is_initialized():
             start_group(find_device, timeout)
         return _group_ranks(find_device, mesh_of(mesh, timeout), ranks, timeout)
     if ranks is None:
-        print("zbcompile: neither torchrun nor ranks= gives a number of ranks; running as one rank in this process.")
+        print(
+            "zbcompile: neither torchrun nor ranks= gives a number of ranks; running as one rank in"
+            " this process."
+        )
     return Ranks(ranks or 1, find_device())
 
 
 def is_alone(mesh: Any = None) -> bool:
-    """Whether this process is the only one: no mesh, process group or torchrun gives it other ranks."""
+    """Whether this process is the only one: no mesh, process group or torchrun gives it other
+    ranks."""
     grouped = dist.is_available() and dist.is_initialized()
-    return mesh is None and not grouped and not ("RANK" in os.environ and "WORLD_SIZE" in os.environ)
+    return (
+        mesh is None and not grouped and not ("RANK" in os.environ and "WORLD_SIZE" in os.environ)
+    )
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """The device of the model's parameters; a pipeline stage lives on one device. A model on the meta device goes to
-    this process's GPU, or without one to the CPU."""
-    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta}
+    """The device of the model's parameters; a pipeline stage lives on one device. A model on the
+    meta device goes to this process's GPU, or without one to the CPU."""
+    devices = {
+        tensor.device for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta
+    }
     if not devices and is_on_meta(model):
         return own_device()
     if len(devices) > 1:
         raise PipelineError(
-            f"the model's tensors are on several devices: {', '.join(sorted(map(str, devices)))}. Move it to one: "
-            "model.to(device)."
+            f"the model's tensors are on several devices: {', '.join(sorted(map(str, devices)))}."
+            " Move it to one: model.to(device)."
         )
     return devices.pop() if devices else torch.device("cpu")
 
@@ -62,13 +72,18 @@ def own_device() -> torch.device:
 
 
 def start_group(find_device: FindDevice, timeout: float) -> None:
-    """Do what a script under torchrun would do itself: each local rank takes its own GPU, and the group gets the
-    backend of the model's device. torch's own watchdog, which ends the process, comes after this package's."""
+    """Do what a script under torchrun would do itself: each local rank takes its own GPU, and the
+    group gets the backend of the model's device. torch's own watchdog, which ends the process,
+    comes after this package's.
+    """
     if "RANK" not in os.environ:
         raise PipelineError("there are no other processes. Start the command with torchrun.")
-    if missing := [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
+    if missing := [
+        name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ
+    ]:
         raise PipelineError(
-            f"RANK is set, {' and '.join(missing)} not. Start the processes with torchrun, or set them as it does."
+            f"RANK is set, {' and '.join(missing)} not. Start the processes with torchrun, or set"
+            " them as it does."
         )
     if gpu.is_available():
         take_gpu()
@@ -77,28 +92,37 @@ def start_group(find_device: FindDevice, timeout: float) -> None:
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
-    """The backend by which a group moves the tensors of a device: "gloo" for the CPU, "nccl" for CUDA. Raises
-    PipelineError if it has another one, or none."""
+    """The backend by which a group moves the tensors of a device: "gloo" for the CPU, "nccl" for
+    CUDA. Raises PipelineError if it has another one, or none."""
     backends = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
-    wanted, found = {"cpu": "gloo", gpu.KIND: gpu.BACKEND}.get(device.type, "none"), backends.get(device.type, "none")
+    wanted, found = (
+        {"cpu": "gloo", gpu.KIND: gpu.BACKEND}.get(device.type, "none"),
+        backends.get(device.type, "none"),
+    )
     if found != wanted or wanted == "none":
         raise PipelineError(
-            f"the model is on {device}, for which the process group has the backend {found}; expected "
-            f'{wanted}. Move the model (model.to(device)), or call init_process_group("cpu:gloo,cuda:nccl").'
+            f"the model is on {device}, for which the process group has the backend {found};"
+            " expected "
+            f"{wanted}. Move the model (model.to(device)), or call"
+            ' init_process_group("cpu:gloo,cuda:nccl").'
         )
     return wanted
 
 
-def _group_ranks(find_device: FindDevice, mesh: Mesh, ranks: int | None, timeout: float) -> GroupRanks:
+def _group_ranks(
+    find_device: FindDevice, mesh: Mesh, ranks: int | None, timeout: float
+) -> GroupRanks:
     size = mesh.size("pp")
     if ranks is not None and ranks != size:
         raise PipelineError(
-            f"ranks={ranks}, but the process group has {size} pipeline ranks. Leave ranks= out, or start {ranks} "
-            "processes."
+            f"ranks={ranks}, but the process group has {size} pipeline ranks. Leave ranks= out, or"
+            f" start {ranks} processes."
         )
     world: Any = dist.group.WORLD
     device, own, ordered = find_device(), dist.get_rank(), ORDERED.read()
-    gpu.make_current(device)  # torch gathers objects on that: on GPU 0 of all ranks, if a script only moved its model
+    gpu.make_current(
+        device
+    )  # torch gathers objects on that: on GPU 0 of all ranks, if a script only moved its model
     backend = backend_of(world, device)
     board = Board(world, dist.get_process_group_ranks(world), own, timeout)
     watch = Watch(Position(own), board, (world,), timeout, backend, progress_of(device))
@@ -115,7 +139,9 @@ def _group_ranks(find_device: FindDevice, mesh: Mesh, ranks: int | None, timeout
     except BaseException:
         watch.close()
         raise
-    watch.groups = tuple({group for group in (pipeline, everyone, replicas.group) if group is not None})
+    watch.groups = tuple(
+        {group for group in (pipeline, everyone, replicas.group) if group is not None}
+    )
     return GroupRanks(
         count=size,
         device=device,

@@ -1,4 +1,5 @@
-"""Ranks: which ranks of a pipeline this process plays, and what it tells the other processes outside of a step."""
+"""Ranks: which ranks of a pipeline this process plays, and what it tells the other processes
+outside of a step."""
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,8 +31,8 @@ Value = TypeVar("Value")
 
 
 class Traffic(NamedTuple):
-    """What a transport is for: one pass over `microbatches` microbatches, of program `number`, over channels of
-    `schedule`."""
+    """What a transport is for: one pass over `microbatches` microbatches, of program `number`, over
+    channels of `schedule`."""
 
     schedule: Schedule
     microbatches: int
@@ -40,14 +41,16 @@ class Traffic(NamedTuple):
 
 @dataclass
 class Ranks:
-    """The ranks of a pipeline as one process sees them; as it is, of a process that plays all of them.
+    """The ranks of a pipeline as one process sees them; as it is, of a process that plays all of
+    them.
 
-    `local` are those that this process plays, of `count` in all; `rank` is the only one, None if it plays all of them.
-    `group` is the pipeline's process group, `everyone` that of the whole mesh, None without one; `mesh` says which
-    other ranks share the step. `watch` guards what ranks do together, and names in its errors the processes by
-    `members`, among which this one has the place `number`. `leads` says whether this process is the first of those that
-    hold the same stages, and writes for them; `is_first` whether it has the first rank of all, the one that prints and
-    writes files. `terms` are settings that must be equal in all processes, or their messages do not meet.
+    `local` are those that this process plays, of `count` in all; `rank` is the only one, None if it
+    plays all of them. `group` is the pipeline's process group, `everyone` that of the whole mesh,
+    None without one; `mesh` says which other ranks share the step. `watch` guards what ranks do
+    together, and names in its errors the processes by `members`, among which this one has the place
+    `number`. `leads` says whether this process is the first of those that hold the same stages, and
+    writes for them; `is_first` whether it has the first rank of all, the one that prints and writes
+    files. `terms` are settings that must be equal in all processes, or their messages do not meet.
     Every process must make each of the calls below, in one common order.
     """
 
@@ -87,11 +90,12 @@ class Ranks:
         """Overwrite `tensor` with the one of pipeline rank `rank`."""
 
     def add_up(self, tensor: torch.Tensor) -> None:
-        """Overwrite `tensor` with its sum over the processes that train on this batch: of all dimensions but "dp"."""
+        """Overwrite `tensor` with its sum over the processes that train on this batch: of all
+        dimensions but "dp"."""
 
     def begin_largest(self, numbers: torch.Tensor) -> tuple[torch.Tensor, dist.Work | None]:
-        """Begin to form the elementwise maximum over the processes of the mesh: where it will be, and what to wait for,
-        None in one process."""
+        """Begin to form the elementwise maximum over the processes of the mesh: where it will be,
+        and what to wait for, None in one process."""
         return numbers, None
 
     def transport(self, traffic: Traffic, buffers: ReceiveBuffers) -> Transport:
@@ -99,16 +103,19 @@ class Ranks:
         return Transport()
 
     def collective_group(self) -> dist.ProcessGroup | None:
-        """The process group of the vocabulary's collectives, made at the first call; None in one process."""
+        """The process group of the vocabulary's collectives, made at the first call; None in one
+        process."""
         return None
 
     def apart(self) -> dist.ProcessGroup | None:
-        """A new process group of all, over gloo, for a thread that speaks to the others while they train."""
+        """A new process group of all, over gloo, for a thread that speaks to the others while they
+        train."""
         return None
 
     def watch_over(self, names: Iterable[str]) -> None:
-        """Process groups that the graphs communicate through, by name, and those that the mesh has made: they end with
-        this pipeline when one of its ranks fails, so that their other ranks do not wait for it."""
+        """Process groups that the graphs communicate through, by name, and those that the mesh has
+        made: they end with this pipeline when one of its ranks fails, so that their other ranks do
+        not wait for it."""
 
     def disconnect(self) -> None:
         """Release per-rank resources (channels)."""
@@ -124,9 +131,12 @@ class GroupRanks(Ranks):
     backend: str
     ordered: bool  # messages are told apart only by their order, as with NCCL
     collectives: dist.ProcessGroup | None = None
-    hosts: dist.ProcessGroup | None = None  # of replicas over gloo, if `everyone` is a group of devices
+    # of replicas over gloo, if `everyone` is a group of devices
+    hosts: dist.ProcessGroup | None = None
     opened: OrderedLinks | None = None
-    opened_for: set[Hashable] = field(default_factory=set)  # the needs of the schedules whose channels these are
+    opened_for: set[Hashable] = field(
+        default_factory=set
+    )  # the needs of the schedules whose channels these are
     rank: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -135,7 +145,10 @@ class GroupRanks(Ranks):
         self.number = self.members.index(self.watch.board.rank)
         self.leads = self.mesh.index(*self.mesh.beside("pp")) == 0
         self.is_first = self.rank == 0 and self.leads
-        self.terms = {"timeout": self.watch.timeout, **{each.name: each.read() for each in OF_MESSAGES}}
+        self.terms = {
+            "timeout": self.watch.timeout,
+            **{each.name: each.read() for each in OF_MESSAGES},
+        }
 
     def gather(self, value: Value) -> list[Value]:
         return _gather(value, self.everyone)
@@ -150,7 +163,9 @@ class GroupRanks(Ranks):
         dist.all_reduce(tensor, group=self.mesh.group(*self.mesh.beside("dp")) or self.group)
 
     def begin_largest(self, numbers: torch.Tensor) -> tuple[torch.Tensor, dist.Work]:
-        if self.hosts is None:  # in every step of replicas a device would first have to end the step before
+        if (
+            self.hosts is None
+        ):  # in every step of replicas a device would first have to end the step before
             steps = self.backend != "gloo" and self.replicas.count > 1
             self.hosts = self.apart() if steps else self.everyone
         found = numbers.to(self.device) if self.hosts is self.everyone else numbers
@@ -161,18 +176,27 @@ class GroupRanks(Ranks):
         return PointToPoint(channels=self.channels(traffic), buffers=buffers)
 
     def channels(self, traffic: Traffic) -> Channels:
-        """What carries messages between the ranks of a schedule; the first call opens the rank-local channels, a later
-        one those that only its schedule needs."""
+        """What carries messages between the ranks of a schedule; the first call opens the
+        rank-local channels, a later one those that only its schedule needs."""
         schedule = traffic.schedule
         if not self.ordered:
-            return TaggedLinks(self.group, traffic.microbatches, f"{self.watch.position.doing} ({traffic.number})")
+            return TaggedLinks(
+                self.group, traffic.microbatches, f"{self.watch.position.doing} ({traffic.number})"
+            )
         needs = schedule.placement, schedule.ops
         if self.opened is None or needs not in self.opened_for:
             found = self.opened or OrderedLinks({}, {})
-            store, pairs = self.watch.board.private_store(self.group), found.missing(channels_of(schedule), self.rank)
+            store, pairs = (
+                self.watch.board.private_store(self.group),
+                found.missing(channels_of(schedule), self.rank),
+            )
             with self.watch.position.waiting("the opening of the channels"):
-                new = open_channels(self.backend, pairs, self.rank, store, self.device, self.watch.timeout)
-            self.opened = OrderedLinks({**found.outward, **new.outward}, {**found.inward, **new.inward})
+                new = open_channels(
+                    self.backend, pairs, self.rank, store, self.device, self.watch.timeout
+                )
+            self.opened = OrderedLinks(
+                {**found.outward, **new.outward}, {**found.inward, **new.inward}
+            )
             self.opened_for.add(needs)
             self.watch.groups = (*self.watch.groups, *new.links)
         return self.opened

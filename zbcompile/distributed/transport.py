@@ -1,14 +1,16 @@
-"""How boundary tensors travel: through mailboxes inside one process, or through point-to-point messages, which channels
-carry from rank to rank.
+"""How boundary tensors travel: through mailboxes inside one process, or through point-to-point
+messages, which channels carry from rank to rank.
 
-gloo pairs messages by their tags, so one process group carries them all. NCCL has no tags: it pairs the operations of a
-communicator by their order, and runs them on one stream, one after the other. Two things can go wrong there. A send may
-be queued behind a receive that was posted early, for a message that is made from what is sent: so no two channels may
-share a communicator, not the two directions of a pair of ranks (which share one by default), nor the pairs of a group
-(which do once it is bound to a device, `init_process_group(device_id=...)`). And both ends may post in different
+gloo pairs messages by their tags, so one process group carries them all. NCCL has no tags: it pairs
+the operations of a communicator by their order, and runs them on one stream, one after the other.
+Two things can go wrong there. A send may be queued behind a receive that was posted early, for a
+message that is made from what is sent: so no two channels may share a communicator, not the two
+directions of a pair of ranks (which share one by default), nor the pairs of a group (which do once
+it is bound to a device, `init_process_group(device_id=...)`). And both ends may post in different
 orders. So every channel, from one rank to another, has a separate group of its own, and
-`zbcompile.schedules.checking.communication_rules` proves that both ends post the same messages in the same order. Each
-group has its own stream, so that a channel waits neither for another one nor for the passes."""
+`zbcompile.schedules.checking.communication_rules` proves that both ends post the same messages in
+the same order. Each group has its own stream, so that a channel waits neither for another one nor
+for the passes."""
 
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,11 +34,13 @@ SOURCE, DESTINATION = 0, 1  # the ranks of a link
 
 @dataclass(frozen=True)
 class TaggedLinks:
-    """One group for all messages, every tensor with its own tag: gloo pairs equal tags by order alone. `send` and
-    `receive` start moving one tensor, the `index`-th of a message, and return a work to wait for.
+    """One group for all messages, every tensor with its own tag: gloo pairs equal tags by order
+    alone. `send` and `receive` start moving one tensor, the `index`-th of a message, and return a
+    work to wait for.
 
-    Tags begin at a number of the call that all ranks make: a rank that makes another call by mistake never matches it.
-    gloo would hand it a message of the wrong size, and end the process if that does not fit.
+    Tags begin at a number of the call that all ranks make: a rank that makes another call by
+    mistake never matches it. gloo would hand it a message of the wrong size, and end the process if
+    that does not fit.
     """
 
     group: dist.ProcessGroup
@@ -50,7 +54,9 @@ class TaggedLinks:
         return self.group.recv([tensor], peer, self._tag(message, index))
 
     def _tag(self, message: Message, index: int) -> int:
-        number = (message.stage * 2 + (message.kind == "B")) * self.microbatches + message.microbatch
+        number = (
+            message.stage * 2 + (message.kind == "B")
+        ) * self.microbatches + message.microbatch
         return (zlib.crc32(self.call.encode()) + number * 64 + index) % (UNUSED_TAG - 1) + 1
 
 
@@ -68,8 +74,8 @@ class OrderedLinks:
         return self.inward[peer].recv([tensor], SOURCE, 0)
 
     def close(self, backend: str, broken: bool) -> None:
-        """Close the connections. gloo's close with their groups; if a step was `broken` off, NCCL's kernels that wait
-        for a message that never comes are ended."""
+        """Close the connections. gloo's close with their groups; if a step was `broken` off, NCCL's
+        kernels that wait for a message that never comes are ended."""
         for link in self.links if backend == gpu.BACKEND else ():
             (link.abort if broken else link.shutdown)()
 
@@ -94,11 +100,12 @@ def open_channels(
     device: torch.device,
     timeout: float,
 ) -> OrderedLinks:
-    """Open this rank's channels; all ranks must call it, with the same `pairs`. Only they use `store`.
+    """Open this rank's channels; all ranks must call it, with the same `pairs`. Only they use
+    `store`.
 
-    Opening one waits for the other end (an NCCL communicator is made by its first operation), so all ranks go through
-    theirs in one common order: both ends of the lowest-numbered unopened channel are waiting on it, so this cannot
-    deadlock.
+    Opening one waits for the other end (an NCCL communicator is made by its first operation), so
+    all ranks go through theirs in one common order: both ends of the lowest-numbered unopened
+    channel are waiting on it, so this cannot deadlock.
     """
     outward: dict[int, LinkGroup] = {}
     inward: dict[int, LinkGroup] = {}
@@ -118,7 +125,8 @@ def open_channels(
 
 
 def in_rounds(pairs: Sequence[Pair]) -> Iterator[Pair]:
-    """The pairs so ordered that neighbours of a chain do not wait in turn: those with an even lower rank come first."""
+    """The pairs so ordered that neighbours of a chain do not wait in turn: those with an even lower
+    rank come first."""
     return iter(sorted(pairs, key=lambda pair: (min(pair) % 2, min(pair), max(pair), pair)))
 
 
@@ -140,11 +148,13 @@ class Waitable(Protocol):
 
 @dataclass
 class Transport:
-    """Moves messages between stages; as it is, in one process, where a message is in its box as soon as it is sent.
+    """Moves messages between stages; as it is, in one process, where a message is in its box as
+    soon as it is sent.
 
-    `deliver` is for a stage on the same rank; `post` announces a receive into buffers; `ready` says whether `wait` may
-    be called, which returns once the message has arrived; `complete` releases sends that are known to have arrived.
-    What else brings messages, such as a collective, puts them into `boxes`, and into `receives` what to wait for.
+    `deliver` is for a stage on the same rank; `post` announces a receive into buffers; `ready` says
+    whether `wait` may be called, which returns once the message has arrived; `complete` releases
+    sends that are known to have arrived. What else brings messages, such as a collective, puts them
+    into `boxes`, and into `receives` what to wait for.
     """
 
     boxes: dict[Message, Tensors] = field(default_factory=dict)
@@ -175,16 +185,19 @@ class Transport:
 
     def finish(self) -> None:
         if self.boxes:
-            raise PipelineError(f"the step ended with messages that no stage took: {sorted(self.boxes)}")
+            raise PipelineError(
+                f"the step ended with messages that no stage took: {sorted(self.boxes)}"
+            )
 
 
 @dataclass
 class ReceiveBuffers:
-    """The memory that messages arrive in, made at first use and kept over steps. `receive_buffers` says who has it
-    when.
+    """The memory that messages arrive in, made at first use and kept over steps. `receive_buffers`
+    says who has it when.
 
-    On CUDA no event is needed between the last reader and the next message: a backend orders its transfer behind
-    whatever the compute stream was given before the receive was posted, and every reader was.
+    On CUDA no event is needed between the last reader and the next message: a backend orders its
+    transfer behind whatever the compute stream was given before the receive was posted, and every
+    reader was.
     """
 
     device: torch.device
@@ -203,10 +216,11 @@ class ReceiveBuffers:
 class PointToPoint(Transport):
     """Messages between processes.
 
-    Nothing here blocks the host on CUDA: `wait` on an NCCL work makes the compute stream wait for an event of the
-    channel's stream, and both ends of a message start when the compute stream reaches where they were posted. A sent
-    tensor is held until its work has been waited for, so the caching allocator cannot hand out its memory while it is
-    being read; `complete` only waits for what is known to be over, so the compute stream does not stand still there.
+    Nothing here blocks the host on CUDA: `wait` on an NCCL work makes the compute stream wait for
+    an event of the channel's stream, and both ends of a message start when the compute stream
+    reaches where they were posted. A sent tensor is held until its work has been waited for, so the
+    caching allocator cannot hand out its memory while it is being read; `complete` only waits for
+    what is known to be over, so the compute stream does not stand still there.
     """
 
     channels: Channels
@@ -222,7 +236,8 @@ class PointToPoint(Transport):
     def post(self, message: Message, buffers: Sequence[Buffer], peer: int) -> None:
         tensors = self.boxes[message] = [self.buffers.get(buffer) for buffer in buffers]
         self.receives[message] = [
-            self.channels.receive(as_contiguous(tensor), message, index, peer) for index, tensor in enumerate(tensors)
+            self.channels.receive(as_contiguous(tensor), message, index, peer)
+            for index, tensor in enumerate(tensors)
         ]
 
     def ready(self, message: Message) -> bool:

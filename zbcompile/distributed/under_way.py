@@ -1,6 +1,7 @@
-"""Exchanges under way. A process does not end while one of its last step is: a thread of gloo holds the tensors of an
-exchange until it is over, and needs the GIL to release them. If the interpreter has already exited by then, the process
-ends with SIGABRT after a training run in which nothing failed."""
+"""Exchanges under way. A process does not end while one of its last step is: a thread of gloo holds
+the tensors of an exchange until it is over, and needs the GIL to release them. If the interpreter
+has already exited by then, the process ends with SIGABRT after a training run in which nothing
+failed."""
 
 import atexit
 import contextlib
@@ -32,7 +33,9 @@ def complete(work: dist.Work) -> None:
 def _wait_for_all() -> None:
     if not _under_way:
         return
-    while _under_way and not hasattr(sys, "last_value"):  # after an error others may never take part
+    while _under_way and not hasattr(
+        sys, "last_value"
+    ):  # after an error others may never take part
         with contextlib.suppress(RuntimeError):
             _under_way.pop().wait(PATIENCE)
     time.sleep(LETTING_GO)

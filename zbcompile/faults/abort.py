@@ -30,8 +30,9 @@ Group = dist.ProcessGroup | LinkGroup
 def cut_connections(group: Group, backend: str) -> None:
     """Make everything that waits in `group` raise, on this rank; its peers see a closed connection.
 
-    Gloo's `abort` does nothing (torch 2.11-2.13). But a gloo receive that times out closes all connections of the group
-    if the one that it uses is still open, so this tries a receive from each peer.
+    Gloo's `abort` does nothing (torch 2.11-2.13). But a gloo receive that times out closes all
+    connections of the group if the one that it uses is still open, so this tries a receive from
+    each peer.
     """
     if backend != "gloo":
         group.abort()
@@ -49,8 +50,10 @@ def port_of(store: Any) -> int | None:
 
 
 def cut_connections_to(port: int | None) -> None:
-    """Shut down this process's connections to a port: what waits in them raises. torch's client gives no other way, and
-    a wait inside torch cannot be left to a thread: of a script, or of a process group that is being made."""
+    """Shut down this process's connections to a port: what waits in them raises. torch's client
+    gives no other way, and a wait inside torch cannot be left to a thread: of a script, or of a
+    process group that is being made.
+    """
     for name in os.listdir("/dev/fd") if port is not None else ():
         with contextlib.suppress(OSError):
             if stat.S_ISSOCK(os.fstat(int(name)).st_mode):

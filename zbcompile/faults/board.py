@@ -1,8 +1,8 @@
 """Out-of-band rank status and faults, kept in the process group's store.
 
-It works when messages do not: a rank that failed, or one whose peer is gone, can still write to it and read from it.
-Every call ends in bounded time. torch itself bounds only the wait for a key, not that for the answer of the server,
-which may be frozen or cut off (2.11-2.13).
+It works when messages do not: a rank that failed, or one whose peer is gone, can still write to it
+and read from it. Every call ends in bounded time. torch itself bounds only the wait for a key, not
+that for the answer of the server, which may be frozen or cut off (2.11-2.13).
 """
 
 import os
@@ -29,19 +29,23 @@ class SilentStoreError(RuntimeError):
 
 
 class BoundedStore:
-    """A store that only one thread asks, over a connection of its own, so that each caller waits only as
-    long as it asks for."""
+    """A store that only one thread asks, over a connection of its own, so that each caller waits
+    only as long as it asks for."""
 
     def __init__(self, store: Any) -> None:
-        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[Any], Any]] | None] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[Any], Any]] | None] = (
+            queue.SimpleQueue()
+        )
         self._late: Future[Any] | None = None
         self._closed = False
         self._port = port_of(store)
-        threading.Thread(target=_answer, args=(store, self._calls), name="zbcompile-store", daemon=True).start()
+        threading.Thread(
+            target=_answer, args=(store, self._calls), name="zbcompile-store", daemon=True
+        ).start()
 
     def ask(self, what: Callable[[Any], Value], within: float = ANSWER) -> Value:
-        """The value of `what(store)`. Raises SilentStoreError after `within` seconds, RuntimeError if the store
-        is gone."""
+        """The value of `what(store)`. Raises SilentStoreError after `within` seconds, RuntimeError
+        if the store is gone."""
         if self._closed:
             raise RuntimeError("the store of the process group is closed")
         answer: Future[Any] = Future()
@@ -51,7 +55,9 @@ class BoundedStore:
             return answer.result(GRACE if known else within)  # type: ignore[no-any-return]
         except TimeoutError:
             self._late = answer
-            raise SilentStoreError(f"the store of the process group has not answered for {within:g} s") from None
+            raise SilentStoreError(
+                f"the store of the process group has not answered for {within:g} s"
+            ) from None
 
     def cut(self) -> None:
         """End every call that waits for an answer of the store's server, on whichever thread."""
@@ -63,7 +69,9 @@ class BoundedStore:
         self._calls.put(None)
 
 
-def _answer(shared: Any, calls: "queue.SimpleQueue[tuple[Future[Any], Callable[[Any], Any]] | None]") -> None:
+def _answer(
+    shared: Any, calls: "queue.SimpleQueue[tuple[Future[Any], Callable[[Any], Any]] | None]"
+) -> None:
     store = None
     while (call := calls.get()) is not None:
         answer, what = call
@@ -76,11 +84,14 @@ def _answer(shared: Any, calls: "queue.SimpleQueue[tuple[Future[Any], Callable[[
 
 
 class Board:
-    """One pipeline's keys in the store of its process group, over a separate connection (a blocked call on the
-    group's connection must not keep the watchdog from reading). No call takes much longer than ANSWER, the first one
-    than `timeout`; all raise RuntimeError if the store does not answer."""
+    """One pipeline's keys in the store of its process group, over a separate connection (a blocked
+    call on the group's connection must not keep the watchdog from reading). No call takes much
+    longer than ANSWER, the first one than `timeout`; all raise RuntimeError if the store does not
+    answer."""
 
-    def __init__(self, group: dist.ProcessGroup, members: Sequence[int], rank: int, timeout: float) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, members: Sequence[int], rank: int, timeout: float
+    ) -> None:
         self.members = tuple(members)
         self.rank = rank
         shared: Any = group.get_group_store()  # `clone` is missing in torch's type stubs (2.13)
@@ -98,18 +109,26 @@ class Board:
         return dist.PrefixStore(f"{self._name}/channels/{first}", group.get_group_store())
 
     def exchange(self, what: str, value: str, timeout: float) -> dict[int, str]:
-        """The values of all ranks for `what`, once every rank has given one; PipelineError after `timeout` seconds."""
+        """The values of all ranks for `what`, once every rank has given one; PipelineError after
+        `timeout` seconds."""
         keys = {rank: f"{what}/{rank}" for rank in self.members}
         self._ask(lambda store: store.set(keys[self.rank], value))
         try:
-            self._ask(lambda store: store.wait(list(keys.values()), timedelta(seconds=timeout)), timeout + ANSWER)
+            self._ask(
+                lambda store: store.wait(list(keys.values()), timedelta(seconds=timeout)),
+                timeout + ANSWER,
+            )
         except RuntimeError as error:
-            missing = self._ask(lambda store: [rank for rank, key in keys.items() if not store.check([key])])
+            missing = self._ask(
+                lambda store: [rank for rank, key in keys.items() if not store.check([key])]
+            )
             raise PipelineError(
-                f"ranks {missing} did not make their part of the pipeline within {timeout:g} s. Every rank "
-                "must call zbcompile.pipeline."
+                f"ranks {missing} did not make their part of the pipeline within {timeout:g} s."
+                " Every rank must call zbcompile.pipeline."
             ) from error
-        return self._ask(lambda store: {rank: store.get(key).decode() for rank, key in keys.items()})
+        return self._ask(
+            lambda store: {rank: store.get(key).decode() for rank, key in keys.items()}
+        )
 
     def beat(self, status: Status) -> None:
         """Publish this process's heartbeat and position."""
@@ -120,8 +139,11 @@ class Board:
         return self._ask(lambda store: {rank: _status(store, rank) for rank in self.members})
 
     def post(self, region: int, fault: Fault) -> Fault:
-        """Post a fault of a region; return the fault that all ranks see, which is the first one posted."""
-        return Fault.read(self._ask(lambda store: store.compare_set(f"fault/{region}", "", fault.text())).decode())
+        """Post a fault of a region; return the fault that all ranks see, which is the first one
+        posted."""
+        return Fault.read(
+            self._ask(lambda store: store.compare_set(f"fault/{region}", "", fault.text())).decode()
+        )
 
     def posted(self, region: int) -> Fault | None:
         """The fault of a region, or the one that ended the process group's connections for good."""
@@ -144,8 +166,8 @@ class Board:
         self._store.cut()
 
     def close(self) -> None:
-        """Release the store, so that the process that hosts it can end it. Later calls on the board raise
-        RuntimeError, as if the store did not answer."""
+        """Release the store, so that the process that hosts it can end it. Later calls on the board
+        raise RuntimeError, as if the store did not answer."""
         self._store.close()
 
 

@@ -6,8 +6,10 @@ from zbcompile.passes import gpu
 
 
 class DeviceProgress:
-    """`mark` notes that a call has been given to the device; `behind` says, without waiting, whether the device still
-    works on what was marked last. This class is for the CPU, where a call has ended when it returns: never behind."""
+    """`mark` notes that a call has been given to the device; `behind` says, without waiting,
+    whether the device still works on what was marked last. This class is for the CPU, where a call
+    has ended when it returns: never behind.
+    """
 
     def mark(self) -> None:
         pass
@@ -17,7 +19,8 @@ class DeviceProgress:
 
 
 class StreamProgress(DeviceProgress):
-    """For CUDA: `mark` records an event behind everything in the stream. Any thread may ask `behind`."""
+    """For CUDA: `mark` records an event behind everything in the stream. Any thread may ask
+    `behind`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -31,7 +34,9 @@ class StreamProgress(DeviceProgress):
     def behind(self) -> bool:
         event = self._event
         try:
-            with gpu.as_current(self._device):  # another thread's device is GPU 0, where a query would make a context
+            with gpu.as_current(
+                self._device
+            ):  # another thread's device is GPU 0, where a query would make a context
                 return event is not None and not event.query()
         except RuntimeError:  # the device has failed: its next use says why
             return False

@@ -24,7 +24,8 @@ class ReportText:
 
 @dataclass(frozen=True)
 class Fault(ReportText):
-    """What ended a step: on which rank, in which action, and why; rank None if the store or a connection failed."""
+    """What ended a step: on which rank, in which action, and why; rank None if the store or a
+    connection failed."""
 
     rank: int | None
     where: str
@@ -36,10 +37,12 @@ class Fault(ReportText):
 
 @dataclass
 class Position:
-    """Where this process is. The running thread writes it, plain assignments only; the watchdog reads it.
+    """Where this process is. The running thread writes it, plain assignments only; the watchdog
+    reads it.
 
-    `region` counts the calls in which ranks depend on each other, `doing` names the present one, `action` is what runs
-    in it, `waits` says whether the action waits for another rank, `waited` counts the waits outside of the action loop.
+    `region` counts the calls in which ranks depend on each other, `doing` names the present one,
+    `action` is what runs in it, `waits` says whether the action waits for another rank, `waited`
+    counts the waits outside of the action loop.
     """
 
     rank: int = 0
@@ -76,7 +79,8 @@ class Position:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Around work of this process alone inside of such a wait; the time for it does not count as waiting."""
+        """Around work of this process alone inside of such a wait; the time for it does not count
+        as waiting."""
         self.waits = False
         try:
             yield
@@ -86,8 +90,9 @@ class Position:
 
 @dataclass(frozen=True)
 class Status(ReportText):
-    """A rank's position as others see it; `beat` grows while its process lives, `timeout` is how many seconds it waits
-    for others, `ended` is why it makes no further calls, empty as long as it may."""
+    """A rank's position as others see it; `beat` grows while its process lives, `timeout` is how
+    many seconds it waits for others, `ended` is why it makes no further calls, empty as long as it
+    may."""
 
     beat: int
     region: int
@@ -121,22 +126,28 @@ class Heartbeats:
         return rank in self.seen and time.monotonic() - self.seen[rank][1] >= seconds
 
 
-def find_gone(own: int, statuses: Mapping[int, Status], heartbeats: Heartbeats, seconds: float) -> Fault | None:
-    """The first other rank that makes no further calls, or has shown signs of life but none for `seconds`."""
+def find_gone(
+    own: int, statuses: Mapping[int, Status], heartbeats: Heartbeats, seconds: float
+) -> Fault | None:
+    """The first other rank that makes no further calls, or has shown signs of life but none for
+    `seconds`."""
     here = statuses[own]
     for rank, status in statuses.items():
         silent = status.beat >= 0 and heartbeats.silent(rank, seconds)
         if rank != own and (status.ended or silent):
             where = status.where if status.region == here.region else here.doing
             cause = status.ended or "its process ended or is frozen, or its machine was lost"
-            told = f"{cause}. Its last sign of life came from {status.where}; rank {own} missed it at {here.where}"
+            told = (
+                f"{cause}. Its last sign of life came from {status.where}; rank {own} missed it at"
+                f" {here.where}"
+            )
             return Fault(rank, where, told)
     return None
 
 
 def find_stray(own: int, statuses: Mapping[int, Status], beats: Mapping[int, int]) -> Fault | None:
-    """A rank that waits in another call, while this rank waits here. A status of a beat up to `beats` does not count: a
-    busy process may publish late that it has gone on."""
+    """A rank that waits in another call, while this rank waits here. A status of a beat up to
+    `beats` does not count: a busy process may publish late that it has gone on."""
     here = statuses[own]
     for rank, status in statuses.items():
         strays = status.region == here.region and status.waits and status.doing != here.doing
@@ -145,21 +156,31 @@ def find_stray(own: int, statuses: Mapping[int, Status], beats: Mapping[int, int
             return Fault(
                 second[0],
                 second[1],
-                f"rank {first[0]} is at {first[1]} meanwhile. Every rank must make the same calls in the same order, "
-                "with the same batch shapes and keywords",
+                f"rank {first[0]} is at {first[1]} meanwhile. Every rank must make the same calls"
+                " in the same order, with the same batch shapes and keywords",
             )
     return None
 
 
-def find_late(own: int, statuses: Mapping[int, Status], seconds: float, on_device: bool = False) -> Fault:
-    """Identify which rank a timed-out rank was waiting for: one that never came, one that is busy, or none. With
-    `on_device` the device waits and not the host: then a host that does not wait proves nothing."""
+def find_late(
+    own: int, statuses: Mapping[int, Status], seconds: float, on_device: bool = False
+) -> Fault:
+    """Identify which rank a timed-out rank was waiting for: one that never came, one that is busy,
+    or none. With `on_device` the device waits and not the host: then a host that does not wait
+    proves nothing."""
     here = statuses[own]
     waited = f"rank {own} waited {seconds:g} s for it at {here.where}"
-    for rank, status in statuses.items():  # before the first step compares them, ranks compile for different times
+    for (
+        rank,
+        status,
+    ) in statuses.items():  # before the first step compares them, ranks compile for different times
         if status.beat >= 0 and status.timeout != here.timeout:
-            given = f"timeout= is {here.timeout:g} on rank {own} and {status.timeout:g} on rank {rank}"
-            return Fault(own, here.where, f"{given}, for which it did not wait. Pass the same on every rank")
+            given = (
+                f"timeout= is {here.timeout:g} on rank {own} and {status.timeout:g} on rank {rank}"
+            )
+            return Fault(
+                own, here.where, f"{given}, for which it did not wait. Pass the same on every rank"
+            )
     for rank, status in sorted(statuses.items(), key=lambda item: item[1].region):
         if status.beat < 0:
             return Fault(rank, status.where, f"it never arrived; {waited}")
@@ -172,6 +193,7 @@ def find_late(own: int, statuses: Mapping[int, Status], seconds: float, on_devic
     return Fault(
         None,
         here.where,
-        f"every rank shows signs of life and has waited for another one for {seconds:g} s. A connection between two of "
-        "them is cut, or torch's own collectives were called in different orders",
+        f"every rank shows signs of life and has waited for another one for {seconds:g} s. A"
+        " connection between two of them is cut, or torch's own collectives were called in"
+        " different orders",
     )

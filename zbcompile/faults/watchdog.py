@@ -1,9 +1,10 @@
-"""The watch over the calls in which ranks depend on each other: when one rank fails, all of them end.
+"""The watch over the calls in which ranks depend on each other: when one rank fails, all of them
+end.
 
-A rank that fails posts its fault in the store. A thread of every rank writes a heartbeat there twice a second and,
-while its rank waits, looks for a posted fault; it then cuts the connections of the process group, which makes the wait
-raise. A normal step pays for two attribute writes per action, five if the action waits for a message, and for nothing
-on the network.
+A rank that fails posts its fault in the store. A thread of every rank writes a heartbeat there
+twice a second and, while its rank waits, looks for a posted fault; it then cuts the connections of
+the process group, which makes the wait raise. A normal step pays for two attribute writes per
+action, five if the action waits for a message, and for nothing on the network.
 """
 
 import contextlib
@@ -22,12 +23,22 @@ from zbcompile.errors import PipelineError
 from zbcompile.faults.abort import Group, cut_connections
 from zbcompile.faults.board import Board, SilentStoreError
 from zbcompile.faults.device_progress import DeviceProgress
-from zbcompile.faults.fault_report import Fault, Heartbeats, Position, Status, find_gone, find_late, find_stray
+from zbcompile.faults.fault_report import (
+    Fault,
+    Heartbeats,
+    Position,
+    Status,
+    find_gone,
+    find_late,
+    find_stray,
+)
 from zbcompile.schedules.ir.actions import Action
 
 INTERVAL = 0.5  # seconds between two signs of life
-SILENCE = 4 * INTERVAL  # a process that shows none for this long counts as gone once a connection is lost
-LEAVING = 3 * INTERVAL  # how long a rank that knows of a fault stays until the other ranks know of it too
+# a process that shows none for this long counts as gone once a connection is lost
+SILENCE = 4 * INTERVAL
+# how long a rank that knows of a fault stays until the other ranks know of it too
+LEAVING = 3 * INTERVAL
 STRAY = 3.0  # seconds after which ranks that wait in different calls are at fault, not just late
 
 
@@ -71,15 +82,20 @@ def own_fault(position: Position, error: BaseException) -> Fault:
 def _after(what: str) -> str:
     """What ended a rank, with the error of its script before that, if there was one."""
     error = sys.exc_info()[1] or getattr(sys, "last_value", None)
-    return what if error is None else f"{what}, after {type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+    return (
+        what
+        if error is None
+        else f"{what}, after {type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+    )
 
 
 @dataclass(eq=False)
 class Watch:
-    """This process is one rank of several. `groups` are the process groups of its pipeline, all of `backend`; `inner`
-    are those that its graphs use together with ranks of other pipelines. `timeout` is how many seconds it waits for
-    another rank, and `progress` says how far its device is. `inside` says whether it runs a call now; `heard` is a
-    fault that was posted, and `closed` says how the pipeline was closed."""
+    """This process is one rank of several. `groups` are the process groups of its pipeline, all of
+    `backend`; `inner` are those that its graphs use together with ranks of other pipelines.
+    `timeout` is how many seconds it waits for another rank, and `progress` says how far its device
+    is. `inside` says whether it runs a call now; `heard` is a fault that was posted, and `closed`
+    says how the pipeline was closed."""
 
     position: Position
     board: Board
@@ -110,7 +126,9 @@ class Watch:
         before, self.inside = self.inside, True
         try:
             yield
-            if self.fault is not None:  # this rank has given up, but what it waited in could not be cut
+            if (
+                self.fault is not None
+            ):  # this rank has given up, but what it waited in could not be cut
                 raise self.fault.error()
         except BaseException as error:
             told = self._explain(error)
@@ -126,7 +144,8 @@ class Watch:
 
     @contextlib.contextmanager
     def apart(self, what: str) -> Iterator[None]:
-        """Wrap a wait for something that all ranks have begun together, but each may wait for at another place."""
+        """Wrap a wait for something that all ranks have begun together, but each may wait for at
+        another place."""
         if self.inside:
             yield
             return
@@ -153,16 +172,20 @@ class Watch:
         if self.fault is not None:
             raise PipelineError(f"this pipeline has ended: {self.fault.error()}. {remedy}")
         if self.stopped.is_set():
-            raise PipelineError(f"this pipeline is closed, or its process group is destroyed. {remedy}")
+            raise PipelineError(
+                f"this pipeline is closed, or its process group is destroyed. {remedy}"
+            )
 
     # On the thread that runs the pipeline: what to raise
 
     def _explain(self, error: BaseException) -> BaseException:
-        """The error that this rank raises for `error`. Others learn of it, or it learns what happened to them."""
+        """The error that this rank raises for `error`. Others learn of it, or it learns what
+        happened to them."""
         try:
             return error if error is self.known else self._tell_others(error)
         finally:
-            self.position.waits = False  # whoever catches it may go on, and other pipelines use the same connections
+            # whoever catches it may go on, and other pipelines use the same connections
+            self.position.waits = False
 
     def _tell_others(self, error: BaseException) -> BaseException:
         try:
@@ -178,7 +201,9 @@ class Watch:
         if self.fault is None and not self._lost_connection(error):
             fault = self.board.post(region, own_fault(self.position, error))
             if not isinstance(self.position.action, Action) or not isinstance(error, Exception):
-                self._leave(region)  # nothing of this call was sent: the connections may still be good
+                self._leave(
+                    region
+                )  # nothing of this call was sent: the connections may still be good
                 return error
         else:
             fault = self.fault or self.board.post(region, self._find_out(region, error))
@@ -190,23 +215,29 @@ class Watch:
         return fault.error()
 
     def _lost_connection(self, error: BaseException) -> bool:
-        """Whether the process group raised `error`: only it raises while a rank waits or communicates."""
+        """Whether the process group raised `error`: only it raises while a rank waits or
+        communicates."""
         action = self.position.action
         communicates = isinstance(action, Action) and action.op.startswith(("SEND", "RECV"))
         return isinstance(error, RuntimeError) and (self.position.waits or communicates)
 
     def _find_out(self, region: int, error: BaseException) -> Fault:
-        """The fault that broke a connection: one that a rank has posted, or a rank that has gone."""
+        """The fault that broke a connection: one that a rank has posted, or a rank that has
+        gone."""
         rank, end = self.position.rank, math.inf
         last = False
         while not last:
-            last = time.monotonic() >= end  # on a busy machine time passes between looks: one more decides
+            # on a busy machine time passes between looks: one more decides
+            last = time.monotonic() >= end
             fault = self.board.posted(region) or self._find_gone(self.board.statuses())
             if fault is not None:
                 return fault
             end = min(end, time.monotonic() + SILENCE + INTERVAL)
             time.sleep(INTERVAL / 10)
-        cause = f"rank {rank} lost its connection to the other ranks, which all show signs of life: {error}"
+        cause = (
+            f"rank {rank} lost its connection to the other ranks, which all show signs of life:"
+            f" {error}"
+        )
         return Fault(None, self.position.status().where, cause)
 
     def _find_gone(self, statuses: dict[int, Status]) -> Fault | None:
@@ -224,7 +255,10 @@ class Watch:
         if self.heard is not None:
             return self.heard
         here, rank = self.position.status(), self.position.rank
-        lost = f"ended, is frozen, or cannot be reached from rank {rank}; it hosts the store of the process group"
+        lost = (
+            f"ended, is frozen, or cannot be reached from rank {rank}; it hosts the store of the"
+            " process group"
+        )
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             return Fault(None, here.where, f"the launcher at {self.board.address} {lost}")
         return Fault(self.board.members[0], here.doing, f"its process {lost}")
@@ -248,7 +282,8 @@ class Watch:
         self.board.close()
 
     def _look_patiently(self) -> None:
-        """A store that does not answer may do so later; it is given up once this rank has waited long enough."""
+        """A store that does not answer may do so later; it is given up once this rank has waited
+        long enough."""
         try:
             self._look()
         except SilentStoreError:
@@ -265,15 +300,19 @@ class Watch:
         place = self._place()
         if place != self._seen:
             self._seen, self._since, self._heard_here = place, time.monotonic(), {}
-        return time.monotonic() - self._since if self.position.waits or self.progress.behind() else 0.0
+        return (
+            time.monotonic() - self._since if self.position.waits or self.progress.behind() else 0.0
+        )
 
     def _look(self) -> None:
-        """Look at the store once; end this rank's wait if there is a reason to. With NCCL the device waits, not the
-        host: then a posted fault concerns this rank wherever its host is."""
+        """Look at the store once; end this rank's wait if there is a reason to. With NCCL the
+        device waits, not the host: then a posted fault concerns this rank wherever its host is."""
         waited = self._waited()
         self.board.beat(self.position.status(next(self._beats), self.timeout))
         self.heard = self.board.posted(self.position.region)
-        if self.fault is None and (self.position.waits or self.progress.behind() or self.backend != "gloo"):
+        if self.fault is None and (
+            self.position.waits or self.progress.behind() or self.backend != "gloo"
+        ):
             fault = self.heard or self._lose_patience(waited)
             if fault is not None:
                 self._cut(fault)
@@ -284,7 +323,11 @@ class Watch:
             return None
         rank, statuses = self.position.rank, self.board.statuses()
         gone = self._find_gone(statuses)  # notes the heartbeats, some time before they decide
-        fault = find_stray(rank, statuses, self._heard_here) if waited >= min(STRAY, self.timeout) else None
+        fault = (
+            find_stray(rank, statuses, self._heard_here)
+            if waited >= min(STRAY, self.timeout)
+            else None
+        )
         for other, status in statuses.items():
             self._heard_here.setdefault(other, status.beat)
         if waited >= self.timeout + INTERVAL:
@@ -292,7 +335,8 @@ class Watch:
         return None if fault is None else self.board.post(self.position.region, fault)
 
     def _cut(self, fault: Fault) -> None:
-        """End this rank's wait. If its device waits, no call may be there to raise the fault, so report it at once."""
+        """End this rank's wait. If its device waits, no call may be there to raise the fault, so
+        report it at once."""
         self.fault = fault
         if self.progress.behind():
             print(f"zbcompile: {fault.error()}", file=sys.stderr, flush=True)

@@ -21,10 +21,13 @@ from zbcompile.tables import Figure, Table
 
 
 def compare(subject: Subject) -> tuple[Table, list[Prediction]]:
-    """Compile once per placement, since nothing else of a schedule changes the graphs, and predict each schedule."""
+    """Compile once per placement, since nothing else of a schedule changes the graphs, and predict
+    each schedule."""
     request = subject.request
     names = compared_names(request)
-    counted = with_options(request, microbatches=request.options.microbatches or _common_microbatches(names, request))
+    counted = with_options(
+        request, microbatches=request.options.microbatches or _common_microbatches(names, request)
+    )
     comparison, rows, steps, notes = _Comparison(subject.example), [], [], []
     for name in names:
         try:
@@ -42,8 +45,8 @@ def compare(subject: Subject) -> tuple[Table, list[Prediction]]:
 
 
 def compared_names(request: Request) -> list[str]:
-    """The schedules that `--compare` names. Raises ScheduleError for one that does not exist; one that these ranks or
-    microbatches do not admit stands below the table, with the reason."""
+    """The schedules that `--compare` names. Raises ScheduleError for one that does not exist; one
+    that these ranks or microbatches do not admit stands below the table, with the reason."""
     names = [name.strip() for name in (request.compare or "").split(",") if name.strip()]
     for name in names:
         name.endswith(ENDS_OF_SCHEDULES) or find(name)
@@ -51,10 +54,13 @@ def compared_names(request: Request) -> list[str]:
 
 
 def _common_microbatches(names: Sequence[str], request: Request) -> int:
-    """A number of microbatches that all schedules admit, so that steps of equal work are compared."""
+    """A number of microbatches that all schedules admit, so that steps of equal work are
+    compared."""
     ranks, counts = request.options.ranks or RANKS, [4 * (request.options.ranks or RANKS)]
     for name in names:
-        with contextlib.suppress(ScheduleError):  # the error of this one is reported below the table
+        with contextlib.suppress(
+            ScheduleError
+        ):  # the error of this one is reported below the table
             counts.append(smallest_microbatches(name, ranks, at_least=max(counts)))
     return max(counts)
 

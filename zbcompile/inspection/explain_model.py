@@ -1,4 +1,5 @@
-"""`zbcompile.explain`: examine a model, report everything that is unsupported, and raise nothing."""
+"""`zbcompile.explain`: examine a model, report everything that is unsupported, and raise
+nothing."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -32,8 +33,8 @@ SHOWN = 15  # places that the printed form lists
 class CutPlace:
     """A position where the model can be cut.
 
-    `after` is the operation before it with its module and source line, `bytes` what crosses per microbatch in each
-    direction, `share` the part of the step's FLOPs that lies before it.
+    `after` is the operation before it with its module and source line, `bytes` what crosses per
+    microbatch in each direction, `share` the part of the step's FLOPs that lies before it.
     """
 
     operation: str
@@ -46,8 +47,8 @@ class CutPlace:
 class Explanation:
     """What `zbcompile.pipeline` would do with a model. Empty `problems`: it compiles.
 
-    `problems` are sentences that name what is unsupported, where, and the remedy; `notes` what a user should know.
-    `places` is empty when the model could not be captured at all.
+    `problems` are sentences that name what is unsupported, where, and the remedy; `notes` what a
+    user should know. `places` is empty when the model could not be captured at all.
     """
 
     model: str
@@ -72,11 +73,21 @@ class Explanation:
 
     def tables(self) -> list[Table]:
         """The tables of the printed form; `zbcompile.tables` also writes them as JSON or HTML."""
-        verdict = "can be compiled" if self.supported else f"cannot be compiled: {counted(self.problems, 'problem')}"
+        verdict = (
+            "can be compiled"
+            if self.supported
+            else f"cannot be compiled: {counted(self.problems, 'problem')}"
+        )
         subject = [Figure(name, getattr(self, name)) for name in ("inputs", "loss", "parameters")]
-        shown = self.places if len(self.places) <= SHOWN else tuple(dict.fromkeys(self.nearest_places(SHOWN + 1)))
+        shown = (
+            self.places
+            if len(self.places) <= SHOWN
+            else tuple(dict.fromkeys(self.nearest_places(SHOWN + 1)))
+        )
         hidden = len(self.places) - len(shown)
-        title = f"It can be cut in {counted(self.places, 'place')}" + (f" ({hidden} not shown)" if hidden else "")
+        title = f"It can be cut in {counted(self.places, 'place')}" + (
+            f" ({hidden} not shown)" if hidden else ""
+        )
         rows = [
             [
                 Figure("work before", place.share, "share"),
@@ -89,7 +100,10 @@ class Explanation:
         return [
             facts("model", subject, f"{self.model} {verdict}."),
             Table("places", f"{title}:" if rows else "", rows),
-            *(Table(name.lower(), f"{name}:" * bool(texts), notes=[f"- {t}" for t in texts]) for name, texts in lists),
+            *(
+                Table(name.lower(), f"{name}:" * bool(texts), notes=[f"- {t}" for t in texts])
+                for name, texts in lists
+            ),
         ]
 
 
@@ -98,14 +112,20 @@ def counted(things: Sequence[object], noun: str) -> str:
 
 
 def explain(
-    model: nn.Module, *args: Any, loss: LossFunction | None = None, target: Any = None, **kwargs: Any
+    model: nn.Module,
+    *args: Any,
+    loss: LossFunction | None = None,
+    target: Any = None,
+    **kwargs: Any,
 ) -> Explanation:
-    """Describe what `model` would be compiled to for ONE microbatch `(*args, **kwargs)`; print and return it.
+    """Describe what `model` would be compiled to for ONE microbatch `(*args, **kwargs)`; print and
+    return it.
 
-    `loss` and `target` are those of `zbcompile.pipeline` and `step`. If neither `loss` nor the model gives a loss, the
-    sum of the outputs serves as one. Never raises because of the model; runs no step and changes nothing.
+    `loss` and `target` are those of `zbcompile.pipeline` and `step`. If neither `loss` nor the
+    model gives a loss, the sum of the outputs serves as one. Never raises because of the model;
+    runs no step and changes nothing.
 
-    >>> zbcompile.explain(model, tokens, loss=next_byte_loss, target=tokens)             # doctest: +SKIP
+    >>> zbcompile.explain(model, tokens, loss=next_byte_loss, target=tokens)  # doctest: +SKIP
     """
     batch, problems, notes = (args, kwargs, target), list[str](), list[str]()
     with silenced(), _unchanged(model, loss), recorded_warnings() as warned:
@@ -122,7 +142,11 @@ def explain(
     explanation = Explanation(
         model=type(model).__name__,
         inputs=tuple(_inputs(*batch)),
-        loss=f"a {_dtype(step)} scalar, {source}" if step else "unknown: the model could not be captured",
+        loss=(
+            f"a {_dtype(step)} scalar, {source}"
+            if step
+            else "unknown: the model could not be captured"
+        ),
         parameters=tuple(_parameters(model)),
         places=tuple(_places(compiled)) if compiled else (),
         problems=tuple(dict.fromkeys(problems)),
@@ -160,26 +184,39 @@ def _places(compiled: CompiledStep) -> Iterator[CutPlace]:
         node = line.nodes[cut - 1]
         share = before[cut] / before[-1] if before[-1] else 0.0
         origin = origin_of(node)
-        after = f"{origin.owner}  {shown_path(origin.file)}:{origin.line}" if origin and origin.file else node.name
+        after = (
+            f"{origin.owner}  {shown_path(origin.file)}:{origin.line}"
+            if origin and origin.file
+            else node.name
+        )
         yield CutPlace(node.name, after, line.crossing_bytes[cut], share)
 
 
 def _notes(step: StepGraph, model: nn.Module) -> Iterator[str]:
-    yield from (f"forward returns {name} as well, which training drops" for name in step.unused_outputs)
     yield from (
-        f"exact=True is not possible: {call} differs from eager in the last bits" for call in step.inexact_calls
+        f"forward returns {name} as well, which training drops" for name in step.unused_outputs
+    )
+    yield from (
+        f"exact=True is not possible: {call} differs from eager in the last bits"
+        for call in step.inexact_calls
     )
     if step.buffer_updates:
         yield (
-            f"forward changes {shortened(sorted(step.buffer_updates))}: m microbatches change a buffer m times; the "
-            "model is never cut between reading and changing one; dualpipe, which keeps two copies of the model, "
-            "refuses it"
+            f"forward changes {shortened(sorted(step.buffer_updates))}: m microbatches change a"
+            " buffer m times; the model is never cut between reading and changing one; dualpipe,"
+            " which keeps two copies of the model, refuses it"
         )
-    names = [name for name, _ in model.named_parameters() if step.tied_names.get(name, name) not in step.parameters]
+    names = [
+        name
+        for name, _ in model.named_parameters()
+        if step.tied_names.get(name, name) not in step.parameters
+    ]
     unused = [name for name in names if name not in step.tied_names]
     unused += [name for name, gradient in step.gradients.items() if gradient is None]
     if unused:
-        yield f"forward does not use {shortened(sorted(set(unused)))}: no gradient, as in eager mode"
+        yield (
+            f"forward does not use {shortened(sorted(set(unused)))}: no gradient, as in eager mode"
+        )
 
 
 def _dtype(step: StepGraph) -> str:
@@ -207,13 +244,16 @@ def _parameters(model: nn.Module) -> Iterator[str]:
 
 def sum_of_floats(output: Any) -> torch.Tensor:
     """The sum of all floating-point tensors of an output."""
-    floats = [tensor.float().sum() for tensor in flatten_output(output)[0] if tensor.is_floating_point()]
+    floats = [
+        tensor.float().sum() for tensor in flatten_output(output)[0] if tensor.is_floating_point()
+    ]
     return torch.stack(floats).sum()
 
 
 @contextlib.contextmanager
 def _unchanged(model: nn.Module, loss: Any) -> Iterator[None]:
-    """On exit, restore the attributes and hooks of all modules, every parameter's `requires_grad`, and the generator.
+    """On exit, restore the attributes and hooks of all modules, every parameter's `requires_grad`,
+    and the generator.
 
     A forward counts calls, fills lists and installs hooks (transformers does when it first runs).
     """

@@ -26,7 +26,8 @@ def stage_and_pass(text: str) -> tuple[int, str]:
     stage, _, name = text.partition(".")
     if not stage.isdecimal() or name.upper() not in PASS_LETTERS:
         raise PipelineError(
-            f"--graph {text}: expected STAGE.PASS such as 1.B, with one of the passes {', '.join(PASS_LETTERS)}."
+            f"--graph {text}: expected STAGE.PASS such as 1.B, with one of the passes"
+            f" {', '.join(PASS_LETTERS)}."
         )
     return int(stage), name.upper()
 
@@ -35,25 +36,38 @@ def require_stage(schedule: Schedule, stage: int) -> None:
     """Raise PipelineError if the stage does not exist."""
     if not 0 <= stage < schedule.stages:
         raise PipelineError(
-            f"stage {stage} does not exist: {schedule.name} on {schedule.ranks} ranks has stages 0 to "
-            f"{schedule.stages - 1}."
+            f"stage {stage} does not exist: {schedule.name} on {schedule.ranks} ranks has stages 0"
+            f" to {schedule.stages - 1}."
         )
 
 
 def graph_text(inspected: CompiledExample, stage: int, name: str) -> str:
-    """Returns one graph as torch.fx prints it, below a title and the role of each input and output."""
+    """Returns one graph as torch.fx prints it, below a title and the role of each input and
+    output."""
     if name not in inspected.program.stages[stage].pieces:
-        raise PipelineError(f"--graph {stage}.{name}: the program is a forward alone, which has no {name}. Ask for F.")
+        raise PipelineError(
+            f"--graph {stage}.{name}: the program is a forward alone, which has no {name}. Ask"
+            " for F."
+        )
     program, model = inspected.program.stages[stage], type(inspected.example.model).__name__
     piece = program.pieces[name]
-    roles = [f"# in: {', '.join(map(str, piece.inputs))}", f"# out: {', '.join(map(str, piece.outputs))}"]
+    roles = [
+        f"# in: {', '.join(map(str, piece.inputs))}",
+        f"# out: {', '.join(map(str, piece.outputs))}",
+    ]
     module = with_graph(piece.module, copied(piece.module.graph))
     for node in module.graph.nodes:
         if (origin := origin_of(node)) and origin.file:
-            set_stack_trace(node, f'File "{origin.file}", line {origin.line}, in forward\n    {origin.code}')
+            set_stack_trace(
+                node, f'File "{origin.file}", line {origin.line}, in forward\n    {origin.code}'
+            )
         node.meta.pop(ANNOTATIONS, None)  # print_readable shows it
-    title = f"# {name} of stage {stage} of {model}: {program.flops[name]:,} FLOPs for one microbatch"
-    return "\n".join([title, *roles, module.print_readable(print_output=False, include_stride=True)])
+    title = (
+        f"# {name} of stage {stage} of {model}: {program.flops[name]:,} FLOPs for one microbatch"
+    )
+    return "\n".join(
+        [title, *roles, module.print_readable(print_output=False, include_stride=True)]
+    )
 
 
 def graph_table(inspected: CompiledExample, stage: int, name: str) -> Table:
@@ -106,7 +120,9 @@ class PassLog:
         now = time.perf_counter()
         totals = self.totals[name]
         totals.runs += 1
-        totals.operations += sum(node.op == "call_function" for graph in graphs_of(artifact) for node in graph.nodes)
+        totals.operations += sum(
+            node.op == "call_function" for graph in graphs_of(artifact) for node in graph.nodes
+        )
         totals.seconds += now - self._last
         self._last = time.perf_counter()
 
@@ -125,7 +141,8 @@ def pass_table(log: PassLog) -> Table:
     ]
     seconds = sum(totals.seconds for totals in log.totals.values())
     note = (
-        f"Operations after all runs of a pass; {seconds:.2f} seconds in passes. From `extract` on those of F, B, W and "
-        "BW of every stage are counted. A pass without runs had nothing to do."
+        f"Operations after all runs of a pass; {seconds:.2f} seconds in passes. From `extract` on"
+        " those of F, B, W and BW of every stage are counted. A pass without runs had nothing"
+        " to do."
     )
     return Table("passes", rows=rows, notes=[note])

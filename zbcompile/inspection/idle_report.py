@@ -10,10 +10,12 @@ from zbcompile.tables import Figure, Table
 
 
 def critical_table(timeline: Timeline, unit: str) -> Table:
-    """The chain of actions that determines the step's length, divided wherever it changes the rank."""
+    """The chain of actions that determines the step's length, divided wherever it changes
+    the rank."""
     path = critical_path(timeline)
     kinds = ", ".join(
-        f"{kind} {format_share(time / (timeline.finish or 1))}" for kind, time in time_by_kind(path).items()
+        f"{kind} {format_share(time / (timeline.finish or 1))}"
+        for kind, time in time_by_kind(path).items()
     )
     order, length = timeline.schedule, format_time(timeline.finish, unit)
     rows = [
@@ -28,7 +30,9 @@ def critical_table(timeline: Timeline, unit: str) -> Table:
     ]
     step = f"The step of {order.name} with {order.microbatches} microbatches"
     title = f"{step} takes {length} because of this chain of {len(path)} actions: {kinds}."
-    return Table("critical path", title, rows, ["Making anything else faster does not shorten the step."])
+    return Table(
+        "critical path", title, rows, ["Making anything else faster does not shorten the step."]
+    )
 
 
 def idle_by_cause(timeline: Timeline) -> dict[str, float]:
@@ -45,9 +49,17 @@ def format_idle(shares: Mapping[str, float]) -> str:
     """Returns one sentence with the causes whose share is not negligible."""
     parts = [f"{cause} {share:.1%}" for cause, share in shares.items() if share >= 0.0005]
     total = sum(shares.values())
-    return f"Ranks are idle {total:.1%} of the time: {', '.join(parts)}." if parts else "No rank is idle."
+    return (
+        f"Ranks are idle {total:.1%} of the time: {', '.join(parts)}."
+        if parts
+        else "No rank is idle."
+    )
 
 
 def _actions(legs: Sequence[CriticalStep]) -> str:
     steps = [str(leg.step) for leg in legs]
-    return ", ".join(steps) if len(steps) <= 6 else f"{', '.join(steps[:3])} ... {', '.join(steps[-2:])}"
+    return (
+        ", ".join(steps)
+        if len(steps) <= 6
+        else f"{', '.join(steps[:3])} ... {', '.join(steps[-2:])}"
+    )

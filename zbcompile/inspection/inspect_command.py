@@ -29,14 +29,19 @@ def run(chosen: argparse.Namespace, say: Say) -> None:
     subject = Subject(request)
     asked = [part for name, part in PARTS.items() if getattr(request, name) not in (None, False)]
     tables = [table for part in _checked(subject, asked) for table in part(subject)]
-    print(json.dumps({"schema": SCHEMA, **to_data(tables)}, indent=1) if request.json else to_text(tables).rstrip("\n"))
+    print(
+        json.dumps({"schema": SCHEMA, **to_data(tables)}, indent=1)
+        if request.json
+        else to_text(tables).rstrip("\n")
+    )
 
 
 Part = Callable[[Subject], Iterator[Table]]
 
 
 def _checked(subject: Subject, asked: list[Part]) -> list[Part]:
-    """What is shown. Raises PipelineError, before anything is compiled, for what the schedule or a directory lacks."""
+    """What is shown. Raises PipelineError, before anything is compiled, for what the schedule or a
+    directory lacks."""
     request = subject.request
     needing = [f"--{name}" for name in ("passes", "compare") if getattr(request, name)]
     subject.require_model([*request.changed, *needing])
@@ -51,7 +56,11 @@ def _graph(subject: Subject) -> Iterator[Table]:
 
 
 def _files(paths: list[Path]) -> Table:
-    return Table("files", rows=[[Figure("file", str(path))] for path in paths], picture="\n".join(map(str, paths)))
+    return Table(
+        "files",
+        rows=[[Figure("file", str(path))] for path in paths],
+        picture="\n".join(map(str, paths)),
+    )
 
 
 def _graphs(subject: Subject) -> Iterator[Table]:
@@ -86,7 +95,8 @@ def _critical_path(subject: Subject) -> Iterator[Table]:
 
 
 def _timeline(subject: Subject) -> Iterator[Table]:
-    """The timelines to draw: the step, for a recorded one also its prediction. Those of --compare are drawn there."""
+    """The timelines to draw: the step, for a recorded one also its prediction. Those of --compare
+    are drawn there."""
     file, compared = subject.request.timeline, subject.comparison
     assert file is not None
     if subject.request.compare:

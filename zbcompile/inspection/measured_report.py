@@ -19,10 +19,17 @@ from zbcompile.tables import WIDTH, Figure, Table, facts
 LARGEST_RATIO = 4  # of two steps that are drawn on one axis
 PASSES = ("F", "B", "W", "BW", "S", "T")
 WAITS = ("warm-up", "wait", "cool-down")
-_SILENT = ("threads", "order", "graphs", "types")  # differ only along with entries that are reported anyway
-# The parts of a rank's difference; they add up to it. `communication`: results that were made and on their way while it
-# stood waiting for them. `waiting`: waits for passes of other ranks, while the pipeline fills, runs and drains.
-# `overhead`: all inputs had arrived: the host's work between two passes.
+# differ only along with entries that are reported anyway
+_SILENT = (
+    "threads",
+    "order",
+    "graphs",
+    "types",
+)
+# The parts of a rank's difference; they add up to it. `communication`: results that were made and
+# on their way while it stood waiting for them. `waiting`: waits for passes of other ranks, while
+# the pipeline fills, runs and drains. `overhead`: all inputs had arrived: the host's work between
+# two passes.
 PARTS: Mapping[str, Sequence[str]] = {
     "compute": (),  # its own passes
     "communication": ("communication",),
@@ -33,8 +40,10 @@ PARTS: Mapping[str, Sequence[str]] = {
 
 @dataclass(frozen=True)
 class StepComparison:
-    """A record next to the prediction `predicted`, whose times are those of `basis`. Steps count from the first pass to
-    the end of the last, in seconds. `notes` say what else differs between the program that was recorded and this."""
+    """A record next to the prediction `predicted`, whose times are those of `basis`. Steps count
+    from the first pass to the end of the last, in seconds. `notes` say what else differs between
+    the program that was recorded and this.
+    """
 
     record: StepRecord
     predicted: Timeline
@@ -59,7 +68,10 @@ class StepComparison:
                 Figure("ranks", schedule.ranks),
                 Figure("stages", schedule.stages),
                 Figure("microbatches", schedule.microbatches),
-                Figure("recorded", "in one process, its passes replayed" if in_process else "by every rank"),
+                Figure(
+                    "recorded",
+                    "in one process, its passes replayed" if in_process else "by every rank",
+                ),
                 Figure("step", self.measured.finish, "s"),
                 Figure("bubble", pass_bubble(self.measured), "share"),
                 Figure("whole call", self.record.step_time, "s"),
@@ -71,7 +83,10 @@ class StepComparison:
         )
         difference = _signed(self.measured.finish - self.predicted.finish)
         yield Table("ranks", f"Where the {difference} are: measured less predicted", self.ranks)
-        title = "Time of each pass, mean over the microbatches: measured, and how often the predicted time"
+        title = (
+            "Time of each pass, mean over the microbatches: measured, and how often the predicted"
+            " time"
+        )
         yield Table("passes", title, self.passes)
         title, picture = _pictures(self.predicted, self.measured)
         yield Table("steps", title, picture=picture)
@@ -79,7 +94,8 @@ class StepComparison:
 
     @property
     def ranks(self) -> list[list[Figure]]:
-        """The difference between the measured and the predicted time of every rank's step, in parts."""
+        """The difference between the measured and the predicted time of every rank's step, in
+        parts."""
         peaks = self.record.peak_activation_bytes
         return [
             [
@@ -101,10 +117,14 @@ class StepComparison:
 
     @cached_property
     def _seconds(self) -> dict[tuple[str, int], tuple[float, float]]:
-        """The seconds of every recorded pass of every stage: predicted, and measured as the mean over the
-        microbatches."""
+        """The seconds of every recorded pass of every stage: predicted, and measured as the mean
+        over the microbatches."""
         costs, measured = self.predicted.costs, mean_seconds(self.record.spans)
-        return {(op, s): (float(costs.time(op, s)), t) for (op, s), t in measured.items() if op in PASSES}
+        return {
+            (op, s): (float(costs.time(op, s)), t)
+            for (op, s), t in measured.items()
+            if op in PASSES
+        }
 
     @property
     def passes(self) -> list[list[Figure]]:
@@ -116,7 +136,10 @@ class StepComparison:
             for name in names:
                 predicted, measured = self._seconds.get((name, stage), (None, None))
                 ratio = measured / predicted if measured is not None and predicted else None
-                row += [Figure(name, measured, "s", "microbatch"), Figure(f"{name} ratio", ratio, "ratio")]
+                row += [
+                    Figure(name, measured, "s", "microbatch"),
+                    Figure(f"{name} ratio", ratio, "ratio"),
+                ]
             rows.append(row)
         return rows
 
@@ -131,36 +154,55 @@ class StepComparison:
             ratios = {key: measured / expected for key, (expected, measured) in known.items()}
             extremes = (
                 f"{ratios[key]:.2f} times ({key[0]} of stage {key[1]})"
-                for key in (min(ratios, key=ratios.__getitem__), max(ratios, key=ratios.__getitem__))
+                for key in (
+                    min(ratios, key=ratios.__getitem__),
+                    max(ratios, key=ratios.__getitem__),
+                )
             )
-            yield f"The passes took {whole / expected:.2f} times their predicted time, from {' to '.join(extremes)}."
+            yield (
+                f"The passes took {whole / expected:.2f} times their predicted time, from"
+                f" {' to '.join(extremes)}."
+            )
         if not self.record.in_process:
             replayed = simulate(self.record.schedule, self.record.costs_of_passes).finish
             share = format_share((step - replayed) / step if step else 0.0)
             yield (
-                "If every pass took its mean measured time and messages took none, the step would take "
-                f"{format_time(replayed, 's')}: {_signed(step - replayed)} ({share} of the step) is messages, the host "
-                "between passes, and slower microbatches."
+                "If every pass took its mean measured time and messages took none, the step would"
+                f" take {format_time(replayed, 's')}: {_signed(step - replayed)} ({share} of the"
+                " step) is messages, the host between passes, and slower microbatches."
             )
 
     def _largest(self) -> str:
         count = self.predicted.schedule.ranks
-        means = {part: sum(self._more(rank, part) for rank in range(count)) / count for part in PARTS}
+        means = {
+            part: sum(self._more(rank, part) for rank in range(count)) / count for part in PARTS
+        }
         order = sorted(means, key=lambda part: -abs(means[part]))
-        told = [f"{part} {_signed(means[part])}" for part in order if abs(means[part]) > 1e-6 * self.measured.finish]
+        told = [
+            f"{part} {_signed(means[part])}"
+            for part in order
+            if abs(means[part]) > 1e-6 * self.measured.finish
+        ]
         return f"On average over the ranks: {', '.join(told)}." if told else "No rank differs."
 
 
 def compare_step(
-    record: StepRecord, predicted: Timeline, basis: Basis, manifest: Mapping[str, Any], rescale: bool = False
+    record: StepRecord,
+    predicted: Timeline,
+    basis: Basis,
+    manifest: Mapping[str, Any],
+    rescale: bool = False,
 ) -> StepComparison:
-    """Compare `record` with its prediction under `basis`; `manifest` is that of the program that was predicted.
-    `rescale`: of the predicted times only the ratios count, and all passes together take as long as in the record.
+    """Compare `record` with its prediction under `basis`; `manifest` is that of the program that
+    was predicted. `rescale`: of the predicted times only the ratios count, and all passes together
+    take as long as in the record.
 
     Raises PipelineError if the record is of another schedule, or the prediction is not in seconds.
     """
     if basis.unit != "s":
-        raise PipelineError("--measured compares seconds; --costs uniform has none. Use flops, or a file of costs.")
+        raise PipelineError(
+            "--measured compares seconds; --costs uniform has none. Use flops, or a file of costs."
+        )
     updates = record.schedule.ops & ONCE  # the optimizer's actions, which the record alone has
     if updates:
         predicted = simulate(with_updates(predicted.schedule, updates), predicted.costs)
@@ -169,7 +211,9 @@ def compare_step(
     if rescale:
         factor = sum(record.timeline.busy) / (sum(predicted.busy) or 1.0)
         times = ("forward", "backward", "weight", "saved", "vocab_s", "vocab_t")
-        scaled: dict[str, Any] = {n: tuple(factor * time for time in getattr(predicted.costs, n)) for n in times}
+        scaled: dict[str, Any] = {
+            n: tuple(factor * time for time in getattr(predicted.costs, n)) for n in times
+        }
         predicted = simulate(predicted.schedule, replace(predicted.costs, **scaled))
         text = f"{text}; {factor:.2f} times that, so that all passes take as long as measured"
     return StepComparison(record, predicted, text, tuple(_other_program(record.program, manifest)))
@@ -179,13 +223,22 @@ def _require_same_schedule(recorded: Schedule, here: Schedule) -> None:
     """Raise PipelineError unless a record has the actions that are predicted."""
     if recorded.orders == here.compute_only().orders:
         return
-    sizes = [f"{s.name} on {s.ranks} ranks with {s.microbatches} microbatches" for s in (recorded, here)]
-    what = "the same name and sizes, but another order" if sizes[0] == sizes[1] else f"here it is {sizes[1]}"
-    raise PipelineError(f"the record is of {sizes[0]}; {what}. Leave out --schedule: the record holds its own.")
+    sizes = [
+        f"{s.name} on {s.ranks} ranks with {s.microbatches} microbatches" for s in (recorded, here)
+    ]
+    what = (
+        "the same name and sizes, but another order"
+        if sizes[0] == sizes[1]
+        else f"here it is {sizes[1]}"
+    )
+    raise PipelineError(
+        f"the record is of {sizes[0]}; {what}. Leave out --schedule: the record holds its own."
+    )
 
 
 def _other_program(recorded: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[str]:
-    """The differences between the recorded program and the predicted one, which make the comparison doubtful."""
+    """The differences between the recorded program and the predicted one, which make the comparison
+    doubtful."""
     differing = [key for key in here if key in recorded and recorded[key] != here[key]]
     told = [key for key in differing if key not in _SILENT]
     for key in told:

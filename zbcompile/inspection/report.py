@@ -21,9 +21,9 @@ _BASES = {
     "names": "names (loads from FLOPs and bytes)",
 }
 _SPEED = (
-    "Times are in FLOPs of a nominal core, which moves a byte in the time of five: this machine is not known. "
-    "For seconds: --hardware with the profile of a machine; --costs measured; or the record "
-    "of a step as --costs."
+    "Times are in FLOPs of a nominal core, which moves a byte in the time of five: this machine is"
+    " not known. For seconds: --hardware with the profile of a machine; --costs measured; or the"
+    " record of a step as --costs."
 )
 
 
@@ -38,11 +38,16 @@ class Summary:
         self.inspected, self.prediction = inspected, prediction
         self.program, self.model = inspected.program, inspected.example.model
         self.timeline, self.unit = prediction.shown, prediction.unit
-        self.sizes = {name: (p.numel(), p.numel() * p.element_size()) for name, p in self.model.named_parameters()}
+        self.sizes = {
+            name: (p.numel(), p.numel() * p.element_size())
+            for name, p in self.model.named_parameters()
+        }
         tensors = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
         self.prices = prediction.basis.prices or prices_of(self.program)
         running = running_of(self.prices)
-        self.memory = rank_memories(self.program, prediction.timeline.costs, tensors, running=running)
+        self.memory = rank_memories(
+            self.program, prediction.timeline.costs, tensors, running=running
+        )
 
     def tables(self) -> Iterator[Table]:
         yield self._model()
@@ -56,13 +61,18 @@ class Summary:
         picture = format_timeline(self.timeline, width=WIDTH).partition("\n")[2]
         yield Table("step", "The predicted step, to scale (dots are idle time)", picture=picture)
         yield self._orders()
-        yield Table("notes", "Notes" if (notes := [f"- {each}" for each in self._notes()]) else "", notes=notes)
+        yield Table(
+            "notes",
+            "Notes" if (notes := [f"- {each}" for each in self._notes()]) else "",
+            notes=notes,
+        )
         yield self._prediction()
 
     def _model(self) -> Table:
         program = self.program
         inputs = (
-            f"{path} {dtype.removeprefix('torch.')}{list(shape)}" for path, (shape, dtype) in program.inputs.items()
+            f"{path} {dtype.removeprefix('torch.')}{list(shape)}"
+            for path, (shape, dtype) in program.inputs.items()
         )
         return facts(
             "model",
@@ -95,14 +105,20 @@ class Summary:
             Figure("messages", sent.count, "", "step"),
             Figure("sent", sent.bytes, "B", "step"),
         ]
-        return facts("prediction", [each for each in figures if each.value is not None], "One step, predicted", notes)
+        return facts(
+            "prediction",
+            [each for each in figures if each.value is not None],
+            "One step, predicted",
+            notes,
+        )
 
     @property
     def _memory_limit(self) -> float | None:
         return self.program.choices.memory or hardware_of(self.program).memory
 
     def _loads(self) -> tuple[Sequence[float], str]:
-        """The load of every stage and its unit: that of the predicted step, or without times that of the cuts."""
+        """The load of every stage and its unit: that of the predicted step, or without times that
+        of the cuts."""
         cuts, costs = self.program.cuts, self.prediction.timeline.costs
         if self.prediction.basis.unit != "s":
             return cuts.loads, cuts.unit
@@ -126,18 +142,25 @@ class Summary:
                 Figure("of the mean", load / mean, "ratio"),
                 Figure("crosses", stage.send_bytes, "B", "microbatch"),
                 Figure("last operation", place_of(stage)[1]),
-                Figure("graphs", "its own" if stage.original == stage.stage else f"of stage {stage.original}"),
+                Figure(
+                    "graphs",
+                    "its own" if stage.original == stage.stage else f"of stage {stage.original}",
+                ),
             ]
             for stage, load in zip(stages, loads, strict=True)
         ]
-        counts = f"{_number(len(stages), 'stage')}, {_number(len({s.original for s in stages}), 'distinct graph')}"
+        counts = (
+            f"{_number(len(stages), 'stage')},"
+            f" {_number(len({s.original for s in stages}), 'distinct graph')}"
+        )
         note = f"{counts}; the heaviest rank carries {ratio:.2f} times the mean load."
         return Table("balance", f"Cut by {_BASES[self.program.cuts.basis]}", rows, [note])
 
     def _ranks(self) -> Table:
         program, rows = self.program, []
         of_rank = [
-            sum(program.stages[a.stage].flops.get(a.op, 0) for a in flatten(order)) for order in program.schedule.orders
+            sum(program.stages[a.stage].flops.get(a.op, 0) for a in flatten(order))
+            for order in program.schedule.orders
         ]
         for rank, flops in enumerate(of_rank):
             stages, busy = program.schedule.placement.stages_of(rank), self.timeline.busy[rank]
@@ -172,7 +195,12 @@ class Summary:
             'Copies are what pipe.optimizer(validate="after") keeps besides.',
             *self._fit(),
         ]
-        return Table("memory", "Memory of the ranks: the most at any moment, and of all together", rows, notes)
+        return Table(
+            "memory",
+            "Memory of the ranks: the most at any moment, and of all together",
+            rows,
+            notes,
+        )
 
     def _fit(self) -> Iterator[str]:
         """Whether the fullest rank is within the limit."""
@@ -200,7 +228,11 @@ class Summary:
 
     def _orders(self) -> Table:
         rows = [
-            [Figure("rank", rank), Figure("actions", [*map(str, order)]), Figure("with messages", [*map(str, program)])]
+            [
+                Figure("rank", rank),
+                Figure("actions", [*map(str, order)]),
+                Figure("with messages", [*map(str, program)]),
+            ]
             for rank, (order, program) in enumerate(
                 zip(self.program.schedule.orders, self.program.lowered.orders, strict=True)
             )
@@ -215,13 +247,21 @@ class Summary:
         random = [str(stage.stage) for stage in program.stages if stage.random]
         if random:
             stages = ", ".join(random)
-            yield f"stages that draw random numbers: {stages}; the generator's state travels with the activations."
+            yield (
+                f"stages that draw random numbers: {stages}; the generator's state travels with the"
+                " activations."
+            )
         pieces = {id(piece): piece for stage in program.stages for piece in stage.pieces.values()}
-        unknown = sorted({name for piece in pieces.values() for name in without_formula(piece.module)})
+        unknown = sorted(
+            {name for piece in pieces.values() for name in without_formula(piece.module)}
+        )
         if unknown:
             yield f"FLOPs unknown, so timed by the bytes that they move: {', '.join(unknown)}."
         if program.shared:
-            yield f"on several stages, gradients summed over them: {', '.join(sorted(program.shared))}."
+            yield (
+                "on several stages, gradients summed over them:"
+                f" {', '.join(sorted(program.shared))}."
+            )
         yield from (f"warning while capturing: {text}" for text in self.inspected.warnings)
 
 

@@ -1,4 +1,5 @@
-"""The request of an inspect command line, and its subject: an example or a directory, compiled and predicted."""
+"""The request of an inspect command line, and its subject: an example or a directory, compiled and
+predicted."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -45,7 +46,9 @@ class Request(Plan):
         if self.graphs:
             self.graphs.mkdir(parents=True, exist_ok=True)
         if self.timeline and self.timeline.suffix not in ENDINGS:
-            raise PipelineError(f"--timeline {self.timeline}: expected a file that ends in {', '.join(ENDINGS)}.")
+            raise PipelineError(
+                f"--timeline {self.timeline}: expected a file that ends in {', '.join(ENDINGS)}."
+            )
         if self.timeline and not self.timeline.exists():
             self.timeline.touch()
             self.timeline.unlink()
@@ -54,8 +57,9 @@ class Request(Plan):
 
 @dataclass(frozen=True)
 class Prediction:
-    """A simulated step under the costs of `basis`. `speed`: FLOP/s of the nominal device whose seconds mean nothing, so
-    that times are shown in FLOPs; None if the costs are those of a machine, or passes."""
+    """A simulated step under the costs of `basis`. `speed`: FLOP/s of the nominal device whose
+    seconds mean nothing, so that times are shown in FLOPs; None if the costs are those of a
+    machine, or passes."""
 
     basis: Basis
     timeline: Timeline
@@ -81,14 +85,20 @@ def predicted(program: Program, request: Request, basis: Basis | None = None) ->
     """The step under the requested costs, or under those of `basis` if they are known."""
     basis, nominal = basis or basis_of(program, request.costs), Hardware.find("cpu-core")
     is_nominal = request.costs == "flops" and hardware_of(program).name == nominal.name
-    return Prediction(basis, simulate(program.schedule, basis.costs), nominal.peak["float32"] if is_nominal else None)
+    return Prediction(
+        basis,
+        simulate(program.schedule, basis.costs),
+        nominal.peak["float32"] if is_nominal else None,
+    )
 
 
 def compile_for(
     example: Example, schedule: Schedule, request: Request, observe: Observer = no_observer
 ) -> CompiledExample:
     """Compile `example`. `observe` is called after each pass."""
-    request.say(f"capturing {type(example.model).__name__} for {schedule.name}, {schedule.stages} stages")
+    request.say(
+        f"capturing {type(example.model).__name__} for {schedule.name}, {schedule.stages} stages"
+    )
     found = compiled(example, schedule, request, request.say, observe)
     return replace(found, program=replace(found.program, step=request.options.step))
 
@@ -109,8 +119,8 @@ class Subject:
         """Raise PipelineError if there are such options and no model."""
         if self.is_saved and options:
             raise PipelineError(
-                f"{self.request.target} is a compiled program: {', '.join(options)} needs its model. Leave it out, or "
-                "inspect the function that makes the model."
+                f"{self.request.target} is a compiled program: {', '.join(options)} needs its"
+                " model. Leave it out, or inspect the function that makes the model."
             )
 
     @cached_property
@@ -119,11 +129,14 @@ class Subject:
 
     @cached_property
     def schedule(self) -> Schedule:
-        """The requested schedule, or with a record that of the record unless another is requested."""
+        """The requested schedule, or with a record that of the record unless another is
+        requested."""
         if self.is_saved:
             return self.inspected.program.schedule
         of_record = self.record is not None and "schedule" not in self.request.given
-        return schedule_of(self.request, self.record.schedule if of_record and self.record else None)
+        return schedule_of(
+            self.request, self.record.schedule if of_record and self.record else None
+        )
 
     @cached_property
     def inspected(self) -> CompiledExample:
@@ -137,8 +150,11 @@ class Subject:
 
     @cached_property
     def comparison(self) -> StepComparison | None:
-        """The record next to its prediction: of a machine whose speed is unknown, at the speed of the record."""
+        """The record next to its prediction: of a machine whose speed is unknown, at the speed of
+        the record."""
         if self.record is None:
             return None
         program, now = self.inspected.program, self.prediction
-        return compare_step(self.record, now.timeline, now.basis, program.manifest, rescale=now.speed is not None)
+        return compare_step(
+            self.record, now.timeline, now.basis, program.manifest, rescale=now.speed is not None
+        )

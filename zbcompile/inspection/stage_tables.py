@@ -1,4 +1,5 @@
-"""The tables of a summary that have a row per stage: where it ends, what it keeps, needs, recomputes and exchanges."""
+"""The tables of a summary that have a row per stage: where it ends, what it keeps, needs,
+recomputes and exchanges."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,7 +17,8 @@ _LONGEST_CUT = 50
 
 
 def cuts(program: Program, sizes: Mapping[str, tuple[int, int]]) -> Table:
-    """Where the model was cut, and the work of the stages; `sizes` has the elements and bytes of each parameter."""
+    """Where the model was cut, and the work of the stages; `sizes` has the elements and bytes of
+    each parameter."""
     rows = [
         [
             Figure("stage", stage.stage),
@@ -31,12 +33,16 @@ def cuts(program: Program, sizes: Mapping[str, tuple[int, int]]) -> Table:
 
 
 def place_of(stage: StageProgram) -> tuple[str, str]:
-    """Where the model was cut after `stage`: module and line of the last value that it makes and sends on, and the
-    name of its operation, which `balance=` takes."""
+    """Where the model was cut after `stage`: module and line of the last value that it makes and
+    sends on, and the name of its operation, which `balance=` takes."""
     piece = stage.pieces["F"]
     order = {node: i for i, node in enumerate(piece.module.graph.nodes)}
     pairs = zip(piece.outputs, output_values(piece.module.graph), strict=True)
-    made = {node: slot.name for slot, node in pairs if slot.kind == "activation" and node.op == "call_function"}
+    made = {
+        node: slot.name
+        for slot, node in pairs
+        if slot.kind == "activation" and node.op == "call_function"
+    }
     if not made:
         return "(the loss)", ""
     last = max(made, key=order.__getitem__)
@@ -51,14 +57,21 @@ def stage_tables(program: Program, prices: Sequence[StagePrice]) -> Iterator[Tab
     tables: dict[str, tuple[str, Callable[[StageProgram, StagePrice], Iterator[list[Figure]]]]] = {
         "bytes": ("Bytes per microbatch kept between the passes, and sent", _bytes),
         "running": (
-            "Most bytes of a microbatch that are held while a pass runs, also those kept for later passes",
+            (
+                "Most bytes of a microbatch that are held while a pass runs, also those kept for"
+                " later passes"
+            ),
             _running,
         ),
         "recomputed": ("Recomputed in B, per microbatch", partial(_recomputed, program)),
     }
     for name, (title, rows_of) in tables.items():
         pairs = zip(program.stages, prices, strict=True)
-        rows = [[Figure("stage", stage.stage), *row] for stage, price in pairs for row in rows_of(stage, price)]
+        rows = [
+            [Figure("stage", stage.stage), *row]
+            for stage, price in pairs
+            for row in rows_of(stage, price)
+        ]
         yield Table(name, title if rows else "", rows)
     yield _collectives(program)
 
@@ -97,10 +110,17 @@ def _recomputed(program: Program, stage: StageProgram, price: StagePrice) -> Ite
 
 
 def _collectives(program: Program) -> Table:
-    """What stages exchange with ranks outside the pipeline; equal exchanges of a pass are one row. BW's are those of B
-    and W."""
-    found = ((stage.stage, each) for stage in program.stages for each in seen(program, stage) if each.name != "BW")
-    counts = Counter((n, c.name, c.dimension, c.kind, c.bytes, c.seconds, c.behind) for n, c in found)
+    """What stages exchange with ranks outside the pipeline; equal exchanges of a pass are one row.
+    BW's are those of B and W."""
+    found = (
+        (stage.stage, each)
+        for stage in program.stages
+        for each in seen(program, stage)
+        if each.name != "BW"
+    )
+    counts = Counter(
+        (n, c.name, c.dimension, c.kind, c.bytes, c.seconds, c.behind) for n, c in found
+    )
     rows = [
         [
             Figure("stage", stage),
@@ -114,4 +134,8 @@ def _collectives(program: Program) -> Table:
         ]
         for (stage, name, dimension, kind, size, seconds, behind), count in counts.items()
     ]
-    return Table("collectives", "Exchanges with ranks outside of the pipeline, per microbatch" if rows else "", rows)
+    return Table(
+        "collectives",
+        "Exchanges with ranks outside of the pipeline, per microbatch" if rows else "",
+        rows,
+    )

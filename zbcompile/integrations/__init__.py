@@ -14,7 +14,8 @@ __all__ = ["PipelineAccelerator", "PipelineTrainer"]  # pyright: ignore[reportUn
 
 
 def __getattr__(name: str) -> Any:
-    """Import transformers and accelerate on first use. Raises PipelineError if one of them is not installed."""
+    """Import transformers and accelerate on first use. Raises PipelineError if one of them is not
+    installed."""
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     for package in ("accelerate", "transformers"):
@@ -22,7 +23,7 @@ def __getattr__(name: str) -> Any:
             import_module(package)
         except ImportError as error:
             raise PipelineError(
-                f"zbcompile.integrations.{name} needs {package}, which cannot be imported ({error}). Install it with "
-                "pip install 'zbcompile[huggingface]'."
+                f"zbcompile.integrations.{name} needs {package}, which cannot be imported"
+                f" ({error}). Install it with pip install 'zbcompile[huggingface]'."
             ) from None
     return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)

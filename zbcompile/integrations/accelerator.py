@@ -1,4 +1,5 @@
-"""An Accelerator for which all processes of one pipeline are one, since they train on the same batch."""
+"""An Accelerator for which all processes of one pipeline are one, since they train on the same
+batch."""
 
 from functools import partial
 from typing import Any
@@ -14,11 +15,12 @@ from zbcompile.errors import PipelineError
 
 
 class PipelineAccelerator(Accelerator):
-    """Data loaders, gathers and counts are those of the replicas. Set `pipe` before preparing a loader.
+    """Data loaders, gathers and counts are those of the replicas. Set `pipe` before preparing a
+    loader.
 
-    >>> accelerator = PipelineAccelerator(mixed_precision="bf16")                               # doctest: +SKIP
-    >>> accelerator.pipe = pipe = zbcompile.pipeline(model, schedule="zb-v", microbatches=8)    # doctest: +SKIP
-    >>> loader = accelerator.prepare(loader)                                                    # doctest: +SKIP
+    >>> accelerator = PipelineAccelerator(mixed_precision="bf16")  # doctest: +SKIP
+    >>> accelerator.pipe = pipe = zbcompile.pipeline(model, schedule="zb-v")  # doctest: +SKIP
+    >>> loader = accelerator.prepare(loader)  # doctest: +SKIP
     """
 
     pipe: Pipeline | None = None
@@ -35,14 +37,19 @@ class PipelineAccelerator(Accelerator):
 
     @property
     def dispatch_batches(self) -> bool:
-        """Every process reads the data itself; the first one cannot deal out what others need whole."""
+        """Every process reads the data itself; the first one cannot deal out what others need
+        whole."""
         return False
 
-    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
-        """Returns the optimizer as it is: its state lives with the pipeline, and is empty until that is compiled."""
+    def prepare_optimizer(
+        self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
+    ) -> Any:
+        """Returns the optimizer as it is: its state lives with the pipeline, and is empty until
+        that is compiled."""
         if self.mixed_precision == "fp16":
             raise PipelineError(
-                'PipelineAccelerator: mixed_precision="fp16"; train in bfloat16, mixed_precision="bf16".'
+                'PipelineAccelerator: mixed_precision="fp16"; train in bfloat16,'
+                ' mixed_precision="bf16".'
             )
         return super().prepare_optimizer(optimizer, device_placement=False)
 

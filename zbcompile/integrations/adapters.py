@@ -11,7 +11,9 @@ from zbcompile.distributed.agreement import together
 from zbcompile.errors import PipelineError
 from zbcompile.model.held_elsewhere import readable
 
-DEFAULT = "default"  # the adapter whose files lie in the folder itself; others have one of their own
+DEFAULT = (  # the adapter whose files lie in the folder itself; others have one of their own
+    "default"
+)
 
 
 def has_adapters(model: nn.Module) -> bool:
@@ -23,10 +25,16 @@ def save_adapters(folder: Path, pipe: Pipeline, writes: bool) -> None:
     """`save_pretrained` of a PEFT model, by the process that `writes`; every rank must call it."""
     model: Any = pipe.model
     with readable(model):
-        here = {name: value for name, value in model.state_dict().items() if not getattr(value, "is_meta", False)}
+        here = {
+            name: value
+            for name, value in model.state_dict().items()
+            if not getattr(value, "is_meta", False)
+        }
     state = {**here, **pipe.state_dict(full=True, frozen=False)}
     together(
-        pipe.ranks, f"writing {folder}", lambda: model.save_pretrained(folder, state_dict=state) if writes else None
+        pipe.ranks,
+        f"writing {folder}",
+        lambda: model.save_pretrained(folder, state_dict=state) if writes else None,
     )
 
 
@@ -45,5 +53,10 @@ def _read(folder: Path, model: Any) -> None:
     for name in model.peft_config:
         place = folder if name == DEFAULT else folder / name
         if not (place / "adapter_config.json").exists():
-            raise PipelineError(f"{place} has no adapter_config.json, which PEFT writes beside the adapter {name!r}.")
-        set_peft_model_state_dict(model, load_peft_weights(str(place), device="cpu"), adapter_name=name)
+            raise PipelineError(
+                f"{place} has no adapter_config.json, which PEFT writes beside the adapter"
+                f" {name!r}."
+            )
+        set_peft_model_state_dict(
+            model, load_peft_weights(str(place), device="cpu"), adapter_name=name
+        )

@@ -1,4 +1,5 @@
-"""Refuses, when a trainer is made, the options of transformers.Trainer that a pipeline cannot follow."""
+"""Refuses, when a trainer is made, the options of transformers.Trainer that a pipeline cannot
+follow."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -22,7 +23,9 @@ ARGUMENTS = {
     "use_liger_kernel": "its kernels cannot be captured",
     "label_smoothing_factor": "pass compute_loss_func=",
     "neftune_noise_alpha": "add the noise in the model's forward",
-    "auto_find_batch_size": "set per_device_train_batch_size; python -m zbcompile.inspect predicts memory",
+    "auto_find_batch_size": (
+        "set per_device_train_batch_size; python -m zbcompile.inspect predicts memory"
+    ),
     "torch_empty_cache_steps": "a step keeps its memory for the next one",
     "batch_eval_metrics": "metrics are computed over the whole evaluation",
     "eval_use_gather_object": "outputs must be tensors",
@@ -33,7 +36,12 @@ ARGUMENTS = {
     "enable_jit_checkpoint": "a save needs all ranks; use save_steps",
     "debug": "pass pipeline={'debug_nan': True}",
     **dict.fromkeys(
-        ("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph"),
+        (
+            "ddp_find_unused_parameters",
+            "ddp_bucket_cap_mb",
+            "ddp_broadcast_buffers",
+            "ddp_static_graph",
+        ),
         "there is no DistributedDataParallel",
     ),
 }
@@ -46,33 +54,52 @@ OPTIONS = {
 
 
 def refuse(
-    trainer: Trainer, model: Any, args: TrainingArguments, pipeline: Any, weights: Any, given: Mapping[str, Any]
+    trainer: Trainer,
+    model: Any,
+    args: TrainingArguments,
+    pipeline: Any,
+    weights: Any,
+    given: Mapping[str, Any],
 ) -> None:
-    """Raises PipelineError for what a pipeline cannot follow: arguments of the trainer, overridden methods, and options
-    of the pipeline."""
+    """Raises PipelineError for what a pipeline cannot follow: arguments of the trainer, overridden
+    methods, and options of the pipeline."""
     for is_refused, text in _refusals(trainer, model, args, pipeline, weights, given):
         if is_refused:
             raise PipelineError(f"PipelineTrainer{text}.")
 
 
 def _refusals(
-    trainer: Trainer, model: Any, args: TrainingArguments, pipeline: Any, weights: Any, given: Mapping[str, Any]
+    trainer: Trainer,
+    model: Any,
+    args: TrainingArguments,
+    pipeline: Any,
+    weights: Any,
+    given: Mapping[str, Any],
 ) -> Iterator[tuple[Any, str]]:
     """Yields whether something is refused, and what: a row may rely on the rows before."""
     no = " does not support "
     yield (
         given.get("model_init") is not None,
-        f"{no}model_init=: make the model first and pass model=; a search makes a trainer per trial",
+        (
+            f"{no}model_init=: make the model first and pass model=; a search makes a trainer per"
+            " trial"
+        ),
     )
     yield (
         any(each is not None for each in given.get("optimizers") or ()),
-        f"{no}optimizers=: pass optimizer_cls_and_kwargs=: which parameters a rank has is known after compiling",
+        (
+            f"{no}optimizers=: pass optimizer_cls_and_kwargs=: which parameters a rank has is known"
+            " after compiling"
+        ),
     )
     kind = type(trainer)
     own = next(each for each in kind.__mro__ if "compute_loss" in vars(each))
     yield (
         own is not Trainer,
-        f"{no}{kind.__name__}.compute_loss: pass compute_loss_func=, which becomes part of the graphs",
+        (
+            f"{no}{kind.__name__}.compute_loss: pass compute_loss_func=, which becomes part of the"
+            " graphs"
+        ),
     )
     is_mapping = isinstance(pipeline, Mapping) and all(isinstance(name, str) for name in pipeline)
     expected = 'the options of zbcompile.pipeline by name, such as {"schedule": "zb-v", "ranks": 2}'
@@ -88,17 +115,25 @@ def _refusals(
     yield not is_module, f": model={model!r}; expected an nn.Module, as from_pretrained returns it"
     yield (
         weights is not None and has_adapters(model),
-        f"{no}weights= of a model with adapters: load its base with from_pretrained before get_peft_model",
+        (
+            f"{no}weights= of a model with adapters: load its base with from_pretrained before"
+            " get_peft_model"
+        ),
     )
     fields = type(args).__dataclass_fields__
     for name in (each for each in ARGUMENTS if each in fields):
         value = getattr(args, name, None)
         is_set = value not in (None, False, 0, [], "", fields[name].default)
         yield is_set, f"{no}{name}={value!r}: {ARGUMENTS[name]}"
-    processes = int(os.environ.get("WORLD_SIZE", "1"))  # each would take itself for the first one, and save
+    processes = int(
+        os.environ.get("WORLD_SIZE", "1")
+    )  # each would take itself for the first one, and save
     yield (
         processes > args.world_size,
-        f"{no}{processes} processes that Accelerate takes for one each: pass use_cpu=True if there is no GPU",
+        (
+            f"{no}{processes} processes that Accelerate takes for one each: pass use_cpu=True if"
+            " there is no GPU"
+        ),
     )
     yield (
         args.n_gpu > 1,
@@ -106,7 +141,10 @@ def _refusals(
     )
     yield (
         getattr(args, "train_sampling_strategy", "") == "batch_rebalance",
-        f"{no}train_sampling_strategy='batch_rebalance': it divides batches by processes; use 'random'",
+        (
+            f"{no}train_sampling_strategy='batch_rebalance': it divides batches by processes; use"
+            " 'random'"
+        ),
     )
     yield (
         getattr(args.accelerator_config, "dispatch_batches", None),
@@ -124,10 +162,12 @@ def _unknown(options: Mapping[str, Any]) -> str:
 
 
 def refuse_optimizer(kind: Any, options: Mapping[str, Any]) -> None:
-    """Raises PipelineError for an optimizer that takes parameters, or the model, in another way than torch's."""
+    """Raises PipelineError for an optimizer that takes parameters, or the model, in another way
+    than torch's."""
     takes = options.keys() & {"params", "model", "optimizer_dict"}
     if takes or not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
         name = getattr(kind, "__name__", kind)
         raise PipelineError(
-            f"PipelineTrainer does not support the optimizer {name}: choose a class of torch optimizers."
+            f"PipelineTrainer does not support the optimizer {name}: choose a class of torch"
+            " optimizers."
         )

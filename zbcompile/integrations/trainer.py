@@ -25,13 +25,16 @@ from zbcompile.persistence.checkpoint import load_state, save_checkpoint
 from zbcompile.persistence.safetensors_weights import load_weights, save_weights
 from zbcompile.runtime.step_agreement import require_same_batch
 
-STATE = "pipeline"  # in a checkpoint of the trainer: parameters and optimizer, for any number of ranks
+STATE = (  # in a checkpoint of the trainer: parameters and optimizer, for any number of ranks
+    "pipeline"
+)
 Call = dict[str, Any]  # the keywords of pipe.step
 
 
 @dataclass(frozen=True)
 class BatchLoss:
-    """The loss of a microbatch, as part of the graphs: `compute`'s, as Trainer takes it, or the model's own."""
+    """The loss of a microbatch, as part of the graphs: `compute`'s, as Trainer takes it, or the
+    model's own."""
 
     compute: Callable[..., Any] | None
 
@@ -39,26 +42,32 @@ class BatchLoss:
         if self.compute is not None:
             loss = self.compute(outputs, target["labels"], num_items_in_batch=target["items"])
         elif isinstance(outputs, dict) and "loss" not in outputs:
-            raise PipelineError(f"the model returned no loss, only {', '.join(outputs)}. Does a batch have labels?")
+            raise PipelineError(
+                f"the model returned no loss, only {', '.join(outputs)}. Does a batch have labels?"
+            )
         else:
             loss = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
         return loss / target["parts"]
 
 
 class PipelineTrainer(Trainer):
-    """`transformers.Trainer` whose steps and evaluations run as a pipeline; its other arguments are Trainer's.
+    """`transformers.Trainer` whose steps and evaluations run as a pipeline; its other arguments are
+    Trainer's.
 
     Args:
-        pipeline: the options of `zbcompile.pipeline`, such as `{"schedule": "zb-v", "microbatches": 8}`; `ranks` runs
-            that many ranks in this process, under torchrun there is one per process.
-        weights: a folder of safetensors, as the Hub stores them, that fills the model after compiling: for one whose
-            parameters are on the meta device (`accelerate.init_empty_weights`).
+        pipeline: the options of `zbcompile.pipeline`, such as
+            `{"schedule": "zb-v", "microbatches": 8}`; `ranks` runs that many ranks in this
+            process, under torchrun there is one per process.
+        weights: a folder of safetensors, as the Hub stores them, that fills the model after
+            compiling: for one whose parameters are on the meta device
+            (`accelerate.init_empty_weights`).
 
-    All ranks of a pipeline get the same batches, replicas (a mesh with "dp") their own. `pipe` is the pipeline. What a
-    pipeline cannot do is refused with a PipelineError when the trainer is made. docs/huggingface.md says more.
+    All ranks of a pipeline get the same batches, replicas (a mesh with "dp") their own. `pipe` is
+    the pipeline. What a pipeline cannot do is refused with a PipelineError when the trainer is
+    made. docs/huggingface.md says more.
 
-    >>> trainer = PipelineTrainer(model, args, train_dataset=data, pipeline={"ranks": 2})       # doctest: +SKIP
-    >>> trainer.train()                                                                         # doctest: +SKIP
+    >>> trainer = PipelineTrainer(model, args, train_dataset=data)  # doctest: +SKIP
+    >>> trainer.train()  # doctest: +SKIP
     """
 
     model: Any
@@ -79,9 +88,13 @@ class PipelineTrainer(Trainer):
         args = TrainingArguments("tmp_trainer") if args is None else args
         refuse(self, model, args, {} if pipeline is None else pipeline, weights, options)
         super().__init__(model, args, *more, **options)
-        self.pipe: Pipeline = make_pipeline(self.model, loss=BatchLoss(self.compute_loss_func), **(pipeline or {}))
+        self.pipe: Pipeline = make_pipeline(
+            self.model, loss=BatchLoss(self.compute_loss_func), **(pipeline or {})
+        )
         self.accelerator.pipe = self.pipe
-        self._pending: dict[str, Callable[[], Any]] = {}  # what fills the pipeline once it is compiled
+        self._pending: dict[
+            str, Callable[[], Any]
+        ] = {}  # what fills the pipeline once it is compiled
         if weights is not None:
             self._pending["weights"] = partial(load_weights, weights, self.pipe)
 
@@ -98,7 +111,9 @@ class PipelineTrainer(Trainer):
 
     # ---- a batch
 
-    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+    def training_step(
+        self, model: Any, inputs: Any, num_items_in_batch: Any = None
+    ) -> torch.Tensor:
         """Forward and backward of a batch; returns its loss."""
         model.train()
         inputs = send_to_device(inputs, self.pipe.device)
@@ -110,8 +125,11 @@ class PipelineTrainer(Trainer):
             return self.pipe.step(**self._weighed(call))  # type: ignore[no-any-return]
 
     def _call(self, inputs: Mapping[str, Any], items: Any) -> Call:
-        """The keywords of a step. A loss that does not count items is the mean over the accumulated batches."""
-        counts = items is not None and (self.model_accepts_loss_kwargs or self.compute_loss_func is not None)
+        """The keywords of a step. A loss that does not count items is the mean over the accumulated
+        batches."""
+        counts = items is not None and (
+            self.model_accepts_loss_kwargs or self.compute_loss_func is not None
+        )
         divided = counts or self.compute_loss_func is not None
         if self.loss_is_scaled_for_ga is not None:
             divided = self.loss_is_scaled_for_ga
@@ -128,7 +146,8 @@ class PipelineTrainer(Trainer):
         return torch.as_tensor(value, dtype=torch.float32, device=self.pipe.device)
 
     def _weighed(self, call: Call) -> Call:
-        """A step is the mean over its microbatches, and of replicas, so each divides by its share of the items."""
+        """A step is the mean over its microbatches, and of replicas, so each divides by its share
+        of the items."""
         shares = self.pipe.microbatches_of(**call)
         if self.args.average_tokens_across_devices:
             shares *= self.accelerator.num_processes
@@ -158,12 +177,15 @@ class PipelineTrainer(Trainer):
         return convert_to_fp32(found) if self.accelerator.mixed_precision != "no" else found
 
     def _compile_from(self, inputs: Mapping[str, Any]) -> None:
-        """Compile the training step for a batch of the evaluation, because the step decides where parameters live."""
+        """Compile the training step for a batch of the evaluation, because the step decides where
+        parameters live."""
         modes = [(module, module.training) for module in self.model.modules()]
         self.model.train()
         self.current_gradient_accumulation_steps = self.args.gradient_accumulation_steps
         items = inputs.get("num_items_in_batch", 1)
-        self._compile_for(self._call({k: v for k, v in inputs.items() if k != "num_items_in_batch"}, items))
+        self._compile_for(
+            self._call({k: v for k, v in inputs.items() if k != "num_items_in_batch"}, items)
+        )
         for module, training in modes:
             module.training = training
 
@@ -171,36 +193,61 @@ class PipelineTrainer(Trainer):
 
     def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
         loader = super()._get_dataloader(*args, **kwargs)
-        if getattr(loader, "worker_init_fn", None) is not None:  # Trainer's seeds differ from rank to rank
+        if (
+            getattr(loader, "worker_init_fn", None) is not None
+        ):  # Trainer's seeds differ from rank to rank
             replica = self.accelerator.process_index
-            loader.worker_init_fn = partial(seed_worker, num_workers=self.args.dataloader_num_workers, rank=replica)
+            loader.worker_init_fn = partial(
+                seed_worker, num_workers=self.args.dataloader_num_workers, rank=replica
+            )
         return loader
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
-        return self._train_batch_size * args.gradient_accumulation_steps * self.accelerator.num_processes
+        return (
+            self._train_batch_size
+            * args.gradient_accumulation_steps
+            * self.accelerator.num_processes
+        )
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> Any:
         """This process's share of the operations, since Trainer adds up those of all processes."""
-        return super().floating_point_ops(inputs) * self.accelerator.num_processes / self.args.world_size
+        return (
+            super().floating_point_ops(inputs)
+            * self.accelerator.num_processes
+            / self.args.world_size
+        )
 
     # ---- the update
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Trainer's optimizer, over this rank's parameters."""
         if self.optimizer is None:
-            kind, options = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(self.args, self.model)
+            kind, options = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(
+                self.args, self.model
+            )
             refuse_optimizer(kind, options)
             decay = set(self.get_decay_parameter_names(self.model))
-            decayed = {"params": lambda name, _: name in decay, "weight_decay": self.args.weight_decay}
-            groups = [decayed] if decay & {name for name, _ in self.model.named_parameters()} else None
+            decayed = {
+                "params": lambda name, _: name in decay,
+                "weight_decay": self.args.weight_decay,
+            }
+            groups = (
+                [decayed] if decay & {name for name, _ in self.model.named_parameters()} else None
+            )
             if options.get("zero"):  # the norm is known only inside of the update
                 options = {"clip": self.args.max_grad_norm or None, **options}
-            self.optimizer = self.pipe.optimizer(kind, groups=groups, **{"weight_decay": 0.0, **options})
+            self.optimizer = self.pipe.optimizer(
+                kind, groups=groups, **{"weight_decay": 0.0, **options}
+            )
         return self.optimizer
 
     def _clip_grad_norm(self, model: Any) -> torch.Tensor | None:
         self.accelerator.unscale_gradients()
-        return None if self._own_optimizer.request.zero else self.pipe.clip_grad_norm_(self.args.max_grad_norm)
+        return (
+            None
+            if self._own_optimizer.request.zero
+            else self.pipe.clip_grad_norm_(self.args.max_grad_norm)
+        )
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         if grad_norm is None and not self._own_optimizer.request.zero:
@@ -213,8 +260,11 @@ class PipelineTrainer(Trainer):
 
     # ---- save and resume
 
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """Write the model in the layout of `save_pretrained`; every rank calls it and writes its own part."""
+    def _save(
+        self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None
+    ) -> None:
+        """Write the model in the layout of `save_pretrained`; every rank calls it and writes its
+        own part."""
         if not self.pipe.compilations:
             super()._save(output_dir, state_dict)
             return
@@ -235,7 +285,9 @@ class PipelineTrainer(Trainer):
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+    def _load_from_checkpoint(
+        self, resume_from_checkpoint: str, model: nn.Module | None = None
+    ) -> None:
         self._pending = {"weights": partial(self._fill, resume_from_checkpoint)}
 
     def _fill(self, folder: str) -> None:
@@ -249,14 +301,17 @@ class PipelineTrainer(Trainer):
         folder = Path(checkpoint)
         if (folder / OPTIMIZER_NAME).exists():
             raise PipelineError(
-                f"{folder} holds the optimizer of a plain Trainer, which knows parameters by their numbers. Start from "
-                "its weights: load the model with from_pretrained, or pass weights=."
+                f"{folder} holds the optimizer of a plain Trainer, which knows parameters by their"
+                " numbers. Start from its weights: load the model with from_pretrained, or pass"
+                " weights=."
             )
         if (folder / STATE).is_dir():
             again = partial(load_state, folder / STATE, self.pipe, self._own_optimizer)
             self._pending = {"state": again}
         if (folder / SCHEDULER_NAME).exists():
-            self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER_NAME, weights_only=True))
+            self.lr_scheduler.load_state_dict(
+                torch.load(folder / SCHEDULER_NAME, weights_only=True)
+            )
 
     def _load_best_model(self) -> None:
         self._fill(str(self.state.best_model_checkpoint))
@@ -268,7 +323,8 @@ class PipelineTrainer(Trainer):
 
 
 class PipelineModel:
-    """What Trainer takes for the wrapped model: its modes and gradients, and as a call its evaluation."""
+    """What Trainer takes for the wrapped model: its modes and gradients, and as a call its
+    evaluation."""
 
     def __init__(self, trainer: PipelineTrainer) -> None:
         self._trainer = trainer

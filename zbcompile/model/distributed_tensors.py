@@ -1,4 +1,5 @@
-"""DTensors in a model: the pipeline trains this rank's parts, as plain tensors; users see DTensors."""
+"""DTensors in a model: the pipeline trains this rank's parts, as plain tensors; users see
+DTensors."""
 
 import warnings
 from collections.abc import Iterator, Mapping
@@ -19,8 +20,8 @@ PART = "part_of"  # the attribute of a plain tensor that is a part of a DTensor
 
 @dataclass(frozen=True)
 class TensorPart:
-    """The DTensor `whole` of which a plain tensor is the local part. `dimensions` are those of the pipeline's mesh over
-    which it is distributed, None on a mesh of a single rank."""
+    """The DTensor `whole` of which a plain tensor is the local part. `dimensions` are those of the
+    pipeline's mesh over which it is distributed, None on a mesh of a single rank."""
 
     whole: Any
     dimensions: tuple[str | None, ...]
@@ -40,25 +41,41 @@ class TensorPart:
         from torch.distributed.tensor import DTensor, distribute_tensor
 
         if given.shape != self.whole.shape:
-            raise PipelineError(f"{name} has shape {list(given.shape)}; the model's has {list(self.whole.shape)}.")
+            raise PipelineError(
+                f"{name} has shape {list(given.shape)}; the model's has {list(self.whole.shape)}."
+            )
         if not isinstance(given, DTensor):
-            given = distribute_tensor(given.detach(), self.whole.device_mesh, self.whole.placements, src_data_rank=None)
+            given = distribute_tensor(
+                given.detach(), self.whole.device_mesh, self.whole.placements, src_data_rank=None
+            )
         return given.redistribute(self.whole.device_mesh, self.whole.placements).to_local()
 
     def placement(self) -> dict[str, str]:
         """The placement of the tensor along each dimension of the pipeline's mesh."""
-        kinds = (SHARD if "Shard" in type(each).__name__ else REPLICATE for each in self.whole.placements)
-        return {dimension: kind for dimension, kind in zip(self.dimensions, kinds, strict=True) if dimension}
+        kinds = (
+            SHARD if "Shard" in type(each).__name__ else REPLICATE for each in self.whole.placements
+        )
+        return {
+            dimension: kind
+            for dimension, kind in zip(self.dimensions, kinds, strict=True)
+            if dimension
+        }
 
 
 class Parts:
-    """The DTensors of a model, by first names; in the model, plain tensors that share their memory replace them. Its
-    state dicts show DTensors as before, and take them."""
+    """The DTensors of a model, by first names; in the model, plain tensors that share their memory
+    replace them. Its state dicts show DTensors as before, and take them."""
 
     def __init__(self, model: nn.Module, labels: Mapping[str, str]) -> None:
         made: dict[int, torch.Tensor] = {}
-        modules = [module for module in model.modules() if any(is_distributed(each) for _, each in _own(module))]
-        full = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+        modules = [
+            module
+            for module in model.modules()
+            if any(is_distributed(each) for _, each in _own(module))
+        ]
+        full = {
+            id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())
+        }
         for table, name, tensor in tensor_tables(model):
             if is_distributed(tensor):
                 dimensions = _dimensions(labels, full[id(tensor)], tensor)
@@ -75,16 +92,23 @@ class Parts:
     def _read(self) -> None:
         named = [*self._model.named_parameters(), *self._model.named_buffers()]
         self.locals = {name: tensor for name, tensor in named if hasattr(tensor, PART)}
-        self.parts: dict[str, TensorPart] = {name: getattr(tensor, PART) for name, tensor in self.locals.items()}
+        self.parts: dict[str, TensorPart] = {
+            name: getattr(tensor, PART) for name, tensor in self.locals.items()
+        }
 
     def renew(self) -> None:
-        """Let users see this process's share of a model that was built on the meta device, once it has memory."""
+        """Let users see this process's share of a model that was built on the meta device, once it
+        has memory."""
         if any(part.whole.is_meta for part in self.parts.values()):
             self._read()
             for name, tensor in self.locals.items():
                 if self.parts[name].whole.is_meta and not tensor.is_meta:
                     whole = self.parts[name].wrap(tensor.detach())
-                    kept = nn.Parameter(whole, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else whole
+                    kept = (
+                        nn.Parameter(whole, tensor.requires_grad)
+                        if isinstance(tensor, nn.Parameter)
+                        else whole
+                    )
                     setattr(tensor, PART, replace(self.parts[name], whole=kept))
             self._read()
 
@@ -114,39 +138,58 @@ class Parts:
             part.whole.grad = None if local.grad is None else part.wrap(local.grad)
 
     def _trained(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return ((name, local) for name, local in self.locals.items() if isinstance(local, nn.Parameter))
+        return (
+            (name, local) for name, local in self.locals.items() if isinstance(local, nn.Parameter)
+        )
 
     def shown(self, state: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
         """A state dict of plain parts as one of DTensors."""
-        firsts = {key: self.parts.get(names.get(key, key)) for key in state}
-        return {key: value if firsts[key] is None else firsts[key].wrap(value) for key, value in state.items()}  # type: ignore[union-attr]
+        return {
+            key: value
+            if (part := self.parts.get(names.get(key, key))) is None
+            else part.wrap(value)
+            for key, value in state.items()
+        }
 
     def cut(self, state: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
         """A state dict of whole tensors or DTensors as one of plain parts."""
-        firsts = {key: self.parts.get(names.get(key, key)) for key in state}
-        return {key: value if firsts[key] is None else firsts[key].cut(key, value) for key, value in state.items()}  # type: ignore[union-attr]
+        return {
+            key: value
+            if (part := self.parts.get(names.get(key, key))) is None
+            else part.cut(key, value)
+            for key, value in state.items()
+        }
 
 
 def _warn_of_untied(model: nn.Module) -> None:
-    """Warn of an embedding and a layer with equal weights: parallelize_module makes two parameters of a tied one."""
-    layers = {name: module for name, module in model.named_modules() if getattr(module, "weight", None) is not None}
+    """Warn of an embedding and a layer with equal weights: parallelize_module makes two parameters
+    of a tied one."""
+    layers = {
+        name: module
+        for name, module in model.named_modules()
+        if getattr(module, "weight", None) is not None
+    }
     embeddings = [name for name, module in layers.items() if isinstance(module, nn.Embedding)]
     for name, other in product(embeddings, layers.keys() - set(embeddings)):
         if _is_copy(layers[name].weight, layers[other].weight):  # type: ignore[arg-type]
             warnings.warn(
-                f"{name}.weight and {other}.weight have equal values but are two parameters. If they were tied, "
-                "parallelize_module has untied them: assign one to the other again before zbcompile.pipeline.",
+                f"{name}.weight and {other}.weight have equal values but are two parameters. If"
+                " they were tied, parallelize_module has untied them: assign one to the other"
+                " again before zbcompile.pipeline.",
                 stacklevel=2,
             )
 
 
 def _is_copy(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors, at least one of them a part of a DTensor, have equal values that are not all the same."""
+    """Whether two tensors, at least one of them a part of a DTensor, have equal values that are not
+    all the same."""
     part = getattr(one, PART, None) or getattr(other, PART, None)
     if one is other or part is None or not (has_values(one) and has_values(other)):
         return False
     whole = [each.shape == part.whole.shape and not hasattr(each, PART) for each in (one, other)]
-    a, b = (part.cut("", each) if cut else each for each, cut in zip((one, other), whole, strict=True))
+    a, b = (
+        part.cut("", each) if cut else each for each, cut in zip((one, other), whole, strict=True)
+    )
     return a.shape == b.shape and torch.equal(a, b) and not bool((a == a.flatten()[:1]).all())
 
 
@@ -175,28 +218,38 @@ def is_distributed(tensor: torch.Tensor) -> bool:
 
 def _part(tensor: Any, dimensions: tuple[str | None, ...]) -> torch.Tensor:
     local = tensor.to_local().detach()
-    made = nn.Parameter(local, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else local
+    made = (
+        nn.Parameter(local, requires_grad=tensor.requires_grad)
+        if isinstance(tensor, nn.Parameter)
+        else local
+    )
     setattr(made, PART, TensorPart(tensor, dimensions))
     return made
 
 
 def _dimensions(labels: Mapping[str, str], name: str, tensor: Any) -> tuple[str | None, ...]:
-    """The dimensions of the pipeline's mesh over which a DTensor is distributed. Raises PipelineError for others."""
+    """The dimensions of the pipeline's mesh over which a DTensor is distributed. Raises
+    PipelineError for others."""
     mesh = tensor.device_mesh
     names = mesh.mesh_dim_names or ("",) * mesh.ndim
     found = tuple(labels.get(mesh.get_group(at).group_name) for at in range(mesh.ndim))
     for at, (theirs, ours) in enumerate(zip(names, found, strict=True)):
         if ours is None and mesh.size(at) > 1:
             raise PipelineError(
-                f'{name} is a DTensor on the dimension "{theirs}" of another mesh than mesh=, which has '
-                f"{sorted(set(labels.values())) or 'none'}. Make one mesh of all ranks, parallelise the model over a "
+                f'{name} is a DTensor on the dimension "{theirs}" of another mesh than mesh=, which'
+                " has "
+                f"{sorted(set(labels.values())) or 'none'}. Make one mesh of all ranks, parallelise"
+                " the model over a "
                 'part of it (mesh["tp"]), and pass the whole to zbcompile.pipeline.'
             )
         if ours in ("dp", "pp") and mesh.size(at) > 1:
             raise PipelineError(
-                f'{name} is a DTensor along "{ours}", over which the pipeline itself distributes stages and batches. '
-                'Parallelise the model over the other dimensions alone: parallelize_module(model, mesh["tp"], plan).'
+                f'{name} is a DTensor along "{ours}", over which the pipeline itself distributes'
+                " stages and batches. Parallelise the model over the other dimensions alone:"
+                ' parallelize_module(model, mesh["tp"], plan).'
             )
         if tensor.placements[at].is_partial():
-            raise PipelineError(f'{name} is {tensor.placements[at]} along "{theirs}"; expected Shard or Replicate.')
+            raise PipelineError(
+                f'{name} is {tensor.placements[at]} along "{theirs}"; expected Shard or Replicate.'
+            )
     return tuple(ours if mesh.size(at) > 1 else None for at, ours in enumerate(found))

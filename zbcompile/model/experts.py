@@ -1,12 +1,14 @@
-"""Experts on the ranks of a group, without dropped tokens: `dispatch` sends every token to the ranks of its experts,
-`combine` brings results back.
+"""Experts on the ranks of a group, without dropped tokens: `dispatch` sends every token to the
+ranks of its experts, `combine` brings results back.
 
-How many tokens a rank gets is decided by the router, and shapes of a compiled graph are fixed: an exchange has room for
-a number of rows from each rank to each other, the capacity. Counts are sent with the rows, so the host does not wait.
-If more tokens choose one rank than there is room for, the step raises an error together with its losses.
+How many tokens a rank gets is decided by the router, and shapes of a compiled graph are fixed: an
+exchange has room for a number of rows from each rank to each other, the capacity. Counts are sent
+with the rows, so the host does not wait. If more tokens choose one rank than there is room for, the
+step raises an error together with its losses.
 
-Both methods only move rows: no number is added, so every bit is the model's own. Rows arrive sorted by expert, those of
-one expert by the rank that sent them, and those of one rank in the order that they had there.
+Both methods only move rows: no number is added, so every bit is the model's own. Rows arrive sorted
+by expert, those of one expert by the rank that sent them, and those of one rank in the order that
+they had there.
 """
 
 import math
@@ -22,17 +24,20 @@ from zbcompile.torch_private import exchanged
 
 
 class TokenRoute(NamedTuple):
-    """Where rows went: `sent` has the place of each row in what this rank sends (behind its end: it did not fit),
-    `arrived` the place, among what has arrived, of each row that the experts get (behind its end: a row of padding)."""
+    """Where rows went: `sent` has the place of each row in what this rank sends (behind its end: it
+    did not fit), `arrived` the place, among what has arrived, of each row that the experts get
+    (behind its end: a row of padding).
+    """
 
     sent: Tensor
     arrived: Tensor
 
 
 class DispatchedRows(NamedTuple):
-    """What the experts of a rank get: `rows` [capacity, width], `ends` [experts of this rank], int32, the
-    number of the row behind the last one of each expert (`offs` of `torch.nn.functional.grouped_mm`), and the `route`
-    that `combine` takes. Rows behind the last end are padding."""
+    """What the experts of a rank get: `rows` [capacity, width], `ends` [experts of this rank],
+    int32, the number of the row behind the last one of each expert (`offs` of
+    `torch.nn.functional.grouped_mm`), and the `route` that `combine` takes. Rows behind the last
+    end are padding."""
 
     rows: Tensor
     ends: Tensor
@@ -43,32 +48,40 @@ class ExpertExchange(nn.Module):
     """The exchange of an expert layer; a submodule of it, so that the pipeline finds it.
 
     Args:
-        experts: how many experts the layer has over all ranks; rank r of the group has those from r x experts / ranks
-            on.
-        group: the process group of the "ep" dimension of the mesh; None: all experts are on this rank.
-        factor: the capacity, as a multiple of what every rank would get if tokens chose them evenly. A step that needs
-            more raises PipelineError; the number of ranks is enough for any routing. Evaluations have room for all.
+        experts: how many experts the layer has over all ranks; rank r of the group has those from r
+            x experts / ranks on.
+        group: the process group of the "ep" dimension of the mesh; None: all experts are on this
+        rank.
+        factor: the capacity, as a multiple of what every rank would get if tokens chose them
+            evenly. A step that needs more raises PipelineError; the number of ranks is enough for
+            any routing. Evaluations have room for all.
 
     >>> exchange = ExpertExchange(experts=4)
-    >>> rows, ends, route = exchange.dispatch(torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([2, 0, 2]))
+    >>> tokens, experts = torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([2, 0, 2])
+    >>> rows, ends, route = exchange.dispatch(tokens, experts)
     >>> rows.flatten().tolist(), ends.tolist()
     ([2.0, 1.0, 3.0], [1, 1, 3, 3])
     >>> exchange.combine(rows * 10, route).flatten().tolist()
     [10.0, 20.0, 30.0]
     """
 
-    def __init__(self, experts: int, group: dist.ProcessGroup | None = None, factor: float = 1.25) -> None:
+    def __init__(
+        self, experts: int, group: dist.ProcessGroup | None = None, factor: float = 1.25
+    ) -> None:
         super().__init__()
         self.experts, self.ranks = experts, 1 if group is None else group.size()
-        self.group = "" if group is None else group.group_name  # a module that holds a name can be copied
+        # a module that holds a name can be copied
+        self.group = "" if group is None else group.group_name
         self.factor = float(factor)
         if experts % self.ranks:
             raise PipelineError(
-                f"ExpertExchange got experts={experts} and a group of {self.ranks} ranks, which must hold equally "
-                "many. Pass a multiple, or a smaller group."
+                f"ExpertExchange got experts={experts} and a group of {self.ranks} ranks, which"
+                " must hold equally many. Pass a multiple, or a smaller group."
             )
         if not factor > 0:
-            raise PipelineError(f"ExpertExchange got factor={factor}; expected a number above 0, such as 1.25.")
+            raise PipelineError(
+                f"ExpertExchange got factor={factor}; expected a number above 0, such as 1.25."
+            )
 
     def extra_repr(self) -> str:
         return f"experts={self.experts}, ranks={self.ranks}, factor={self.factor}"
@@ -80,28 +93,36 @@ class ExpertExchange(nn.Module):
         return min(rows, math.ceil(self.factor * rows / self.ranks))
 
     def dispatch(self, rows: Tensor, experts: Tensor) -> DispatchedRows:
-        """Send each row of `rows` [n, width] to the rank of its expert, `experts` [n], whole numbers. A token that
-        chooses several experts is a row for each: `x.repeat_interleave(k, 0)` and `chosen.flatten()`."""
+        """Send each row of `rows` [n, width] to the rank of its expert, `experts` [n], whole
+        numbers. A token that chooses several experts is a row for each: `x.repeat_interleave(k, 0)`
+        and `chosen.flatten()`.
+        """
         order = experts.argsort(stable=True)
         chosen = torch.zeros(self.experts, dtype=torch.int64, device=rows.device)
         chosen = chosen.scatter_add(0, experts, torch.ones_like(experts)).view(self.ranks, -1)
         count, per_rank = rows.shape[0], chosen.sum(1)
         room = self.capacity(count)
-        places = _places(per_rank, count)  # of the sorted rows: their rank, and how many come before them there
-        slots = torch.where(places.before < room, places.group * room + places.before, self.ranks * room)
+        places = _places(
+            per_rank, count
+        )  # of the sorted rows: their rank, and how many come before them there
+        slots = torch.where(
+            places.before < room, places.group * room + places.before, self.ranks * room
+        )
         sent = torch.zeros_like(slots).index_copy(0, order, slots)
         if room < count:
             require_fit((per_rank <= room).all())
         ends = chosen.cumsum(1).clamp(max=room)
         fitting = ends.diff(dim=1, prepend=torch.zeros_like(ends[:, :1])).flatten()
         came = self._exchange(_moved(rows, sent, self.ranks * room))
-        counts = self._exchange(fitting)  # under way with the rows, which are waited for when the counts are there
+        counts = self._exchange(
+            fitting
+        )  # under way with the rows, which are waited for when the counts are there
         begins = room * torch.arange(self.ranks, device=rows.device)
         return _by_expert(came, counts.view_as(ends), begins, TokenRoute(sent, sent))
 
     def combine(self, rows: Tensor, route: TokenRoute) -> Tensor:
-        """Return the experts' results for the dispatched rows to the ranks that sent these, in their order, [n, width].
-        Padding is not read."""
+        """Return the experts' results for the dispatched rows to the ranks that sent these, in
+        their order, [n, width]. Padding is not read."""
         made = _moved(rows, route.arrived, rows.shape[0])
         return self._exchange(made).index_select(0, route.sent.clamp(max=rows.shape[0] - 1))
 
@@ -111,8 +132,9 @@ class ExpertExchange(nn.Module):
 
 
 def _by_expert(came: Tensor, counts: Tensor, begins: Tensor, route: TokenRoute) -> DispatchedRows:
-    """What has arrived in the order of this rank's experts; `counts` says how many rows are from each rank for each of
-    them, `begins` where those of each rank begin. `arrived` of the route is still to be found."""
+    """What has arrived in the order of this rank's experts; `counts` says how many rows are from
+    each rank for each of them, `begins` where those of each rank begin. `arrived` of the route is
+    still to be found."""
     total = came.shape[0]
     by_expert = _places(counts.t().flatten(), total)
     first = counts.cumsum(1) - counts + begins.unsqueeze(1)
@@ -120,11 +142,14 @@ def _by_expert(came: Tensor, counts: Tensor, begins: Tensor, route: TokenRoute) 
     real = by_expert.group < counts.numel()
     arrived = torch.where(real, first[by_expert.group] + by_expert.before, total).clamp(max=total)
     rows = _moved(came, _inverse(arrived, total), total)
-    return DispatchedRows(rows, counts.sum(0).cumsum(0).clamp(max=total).int(), route._replace(arrived=arrived))
+    return DispatchedRows(
+        rows, counts.sum(0).cumsum(0).clamp(max=total).int(), route._replace(arrived=arrived)
+    )
 
 
 class _GroupPlaces(NamedTuple):
-    """The group of each row, where rows lie group by group, and how many rows of the group come before it."""
+    """The group of each row, where rows lie group by group, and how many rows of the group come
+    before it."""
 
     group: Tensor
     before: Tensor
@@ -139,7 +164,8 @@ def _places(counts: Tensor, rows: int) -> _GroupPlaces:
 
 
 def _moved(rows: Tensor, places: Tensor, count: int) -> Tensor:
-    """A tensor of `count` rows, zeros but for `rows`, each at its place; those with place `count` are left out."""
+    """A tensor of `count` rows, zeros but for `rows`, each at its place; those with place `count`
+    are left out."""
     return rows.new_zeros(count + 1, rows.shape[1]).index_copy(0, places, rows)[:-1]
 
 

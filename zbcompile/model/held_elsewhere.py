@@ -1,8 +1,8 @@
-"""Parameters and buffers of a model that other ranks train: this process has old values of them, so code that reads
-these gets an error that says what to call.
+"""Parameters and buffers of a model that other ranks train: this process has old values of them, so
+code that reads these gets an error that says what to call.
 
-Such a tensor keeps its identity and its memory, but gets a class that allows only reading its shape, dtype and the
-like.
+Such a tensor keeps its identity and its memory, but gets a class that allows only reading its
+shape, dtype and the like.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,10 +18,35 @@ from zbcompile.model.distributed_tensors import is_distributed
 from zbcompile.torch_private import pytree, without_overrides
 
 _WHERE = "held_by"  # the attribute with the name of the tensor and the ranks that hold it
-_VALUES = ("data", "T", "mT", "H", "mH", "real", "imag")  # attributes that are views of the values; others tell a form
+_VALUES = (
+    "data",
+    "T",
+    "mT",
+    "H",
+    "mH",
+    "real",
+    "imag",
+)  # attributes that are views of the values; others tell a form
 _FORMS = {
-    *("size", "stride", "dim", "ndimension", "numel", "nelement", "element_size", "storage_offset", "get_device"),
-    *("is_floating_point", "is_complex", "is_contiguous", "is_shared", "is_pinned", "requires_grad_"),
+    *(
+        "size",
+        "stride",
+        "dim",
+        "ndimension",
+        "numel",
+        "nelement",
+        "element_size",
+        "storage_offset",
+        "get_device",
+    ),
+    *(
+        "is_floating_point",
+        "is_complex",
+        "is_contiguous",
+        "is_shared",
+        "is_pinned",
+        "requires_grad_",
+    ),
     *("data_ptr", "untyped_storage", "register_hook", "register_post_accumulate_grad_hook"),
 }
 _MERGE = ("merge_adapter", "merge_and_unload")  # methods of PEFT's models
@@ -35,7 +60,9 @@ class HeldElsewhere:
         accessor = func.__name__ if func.__name__ in ("__get__", "__set__", "__delete__") else ""
         name = func.__self__.__name__ if accessor else func.__name__
         if not _tells_a_form(name, accessor):
-            found = next(each for each in pytree.tree_leaves((args, kwargs)) if is_held_elsewhere(each))
+            found = next(
+                each for each in pytree.tree_leaves((args, kwargs)) if is_held_elsewhere(each)
+            )
             fills = name == "copy_" and found is args[0]
             if not fills or any(map(is_held_elsewhere, args[1:])):
                 raise PipelineError(_refusal(found))
@@ -51,17 +78,20 @@ class HeldElsewhere:
 
 def _tells_a_form(name: str, accessor: str) -> bool:
     if accessor:
-        return name not in _VALUES and (accessor != "__set__" or name in ("grad", "grad_dtype", "requires_grad"))
+        return name not in _VALUES and (
+            accessor != "__set__" or name in ("grad", "grad_dtype", "requires_grad")
+        )
     return name in _FORMS or name.endswith("_like") or name.startswith("new_")
 
 
 def _refusal(tensor: torch.Tensor) -> str:
     name, ranks = getattr(tensor, _WHERE)
     return (
-        f"{name} belongs to rank {ranks} of the pipeline, and the module in this process has old values of it, so it "
-        "is not read. Call pipe.eval, pipe.state_dict(full=True), pipe.clip_grad_norm_ or zbcompile.save_weights; or "
-        "model.load_state_dict(pipe.state_dict(full=True)), on every rank and before pipe.close(), which makes the "
-        "module whole until the next step."
+        f"{name} belongs to rank {ranks} of the pipeline, and the module in this process has old"
+        " values of it, so it is not read. Call pipe.eval, pipe.state_dict(full=True),"
+        " pipe.clip_grad_norm_ or zbcompile.save_weights; or"
+        " model.load_state_dict(pipe.state_dict(full=True)), on every rank and before"
+        " pipe.close(), which makes the module whole until the next step."
     )
 
 
@@ -83,8 +113,8 @@ def withhold(tensor: torch.Tensor, name: str, ranks: Sequence[int]) -> None:
 
 
 def refuse_merging(model: nn.Module) -> None:
-    """Let adapters of PEFT be merged only while the model is whole: PEFT writes into weights layer by layer, so an
-    error at one of another rank would leave those before it merged."""
+    """Let adapters of PEFT be merged only while the model is whole: PEFT writes into weights layer
+    by layer, so an error at one of another rank would leave those before it merged."""
     for module in model.modules():
         for name in _MERGE:
             if hasattr(type(module), name):
@@ -106,8 +136,11 @@ def release(tensor: torch.Tensor) -> None:
 
 @contextmanager
 def readable(model: nn.Module) -> Iterator[None]:
-    """Inside, all tensors of the model can be read, by code that needs only shapes or handles old values itself."""
-    held = [tensor for tensor in (*model.parameters(), *model.buffers()) if is_held_elsewhere(tensor)]
+    """Inside, all tensors of the model can be read, by code that needs only shapes or handles old
+    values itself."""
+    held = [
+        tensor for tensor in (*model.parameters(), *model.buffers()) if is_held_elsewhere(tensor)
+    ]
     for tensor in held:
         release(tensor)
     try:
@@ -118,7 +151,10 @@ def readable(model: nn.Module) -> Iterator[None]:
 
 
 def state_in_process(model: nn.Module) -> dict[str, Any]:
-    """A state dict of what is in this process's memory: old values of other ranks' tensors, parts of DTensors."""
+    """A state dict of what is in this process's memory: old values of other ranks' tensors, parts
+    of DTensors."""
     with readable(model):
         state = model.state_dict()
-    return {key: value.to_local() if is_distributed(value) else value for key, value in state.items()}
+    return {
+        key: value.to_local() if is_distributed(value) else value for key, value in state.items()
+    }

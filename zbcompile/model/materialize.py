@@ -1,4 +1,5 @@
-"""This process's share of a model that was built on the meta device: materialised after the cut, then filled."""
+"""This process's share of a model that was built on the meta device: materialised after the cut,
+then filled."""
 
 import hashlib
 from collections.abc import Callable, Iterable
@@ -16,20 +17,25 @@ Init = Callable[[str, torch.Tensor], None]
 
 
 class Share:
-    """The model's tensors that have memory here, and those of them that still wait for their values.
+    """The model's tensors that have memory here, and those of them that still wait for their
+    values.
 
-    `init(name, tensor)` fills a parameter or buffer in place. It draws from a seed made of `seed` and the name, so that
-    the values depend neither on the ranks nor on the cut, and copies of a tensor on several ranks are equal.
+    `init(name, tensor)` fills a parameter or buffer in place. It draws from a seed made of `seed`
+    and the name, so that the values depend neither on the ranks nor on the cut, and copies of a
+    tensor on several ranks are equal.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device, init: Init | None, seed: int) -> None:
+    def __init__(
+        self, model: nn.Module, device: torch.device, init: Init | None, seed: int
+    ) -> None:
         self.model, self.device, self.init, self.seed = model, device, init, seed
         self.unfilled: set[str] = set()
         if is_on_meta(model):
             self._require_known_values()
 
     def make_real(self, own: Callable[[str], bool]) -> None:
-        """Give the tensors that `own` names memory on the device, and values if there is an `init`."""
+        """Give the tensors that `own` names memory on the device, and values if there is an
+        `init`."""
         real: dict[int, torch.Tensor] = {}
         for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
             if tensor.is_meta and own(name):
@@ -40,7 +46,8 @@ class Share:
                 table[name] = real[id(tensor)]
 
     def fill_rows(self, name: str, whole: torch.Tensor, rows: torch.Tensor, low: int) -> None:
-        """Give `rows`, which are those of a parameter from number `low` on, the values that the `whole` would have."""
+        """Give `rows`, which are those of a parameter from number `low` on, the values that the
+        `whole` would have."""
         values = torch.empty_like(whole, device="meta" if self.init is None else self.device)
         self._fill(name, values)
         if self.init is not None:
@@ -54,13 +61,14 @@ class Share:
         """Raise PipelineError while a parameter or buffer of this process has no values."""
         if self.unfilled:
             raise PipelineError(
-                f"{shortened(sorted(self.unfilled))}: built on the meta device, or trained elsewhere by another "
-                "pipeline, and not filled. Call pipe.load_state_dict(state) after compiling, or pass init=fn(name, "
-                "tensor) to pipeline."
+                f"{shortened(sorted(self.unfilled))}: built on the meta device, or trained"
+                " elsewhere by another pipeline, and not filled. Call pipe.load_state_dict(state)"
+                " after compiling, or pass init=fn(name, tensor) to pipeline."
             )
 
     def _fill(self, name: str, tensor: torch.Tensor) -> None:
-        """Fill a tensor, or a part of a DTensor with what `init` gives for the whole, which is the same on any mesh."""
+        """Fill a tensor, or a part of a DTensor with what `init` gives for the whole, which is the
+        same on any mesh."""
         part = getattr(tensor, PART, None)
         if self.init is None:
             self.unfilled.add(name)
@@ -72,7 +80,8 @@ class Share:
             tensor.detach().copy_(part.cut(name, whole))
 
     def _require_known_values(self) -> None:
-        """Raise PipelineError for tensors that no state dict holds if there is no `init` to fill them."""
+        """Raise PipelineError for tensors that no state dict holds if there is no `init` to fill
+        them."""
         plain = [
             f"{path}.{name}".lstrip(".")
             for path, module in self.model.named_modules()
@@ -81,15 +90,20 @@ class Share:
         ]
         if plain:
             raise PipelineError(
-                f"{shortened(plain)}: a tensor in a plain attribute, on the meta device, where it has no values. Make "
-                "it a buffer (register_buffer), or build it on a real device."
+                f"{shortened(plain)}: a tensor in a plain attribute, on the meta device, where it"
+                " has no values. Make it a buffer (register_buffer), or build it on a real device."
             )
         saved = set(self.model.state_dict(keep_vars=True))
-        lost = [name for name, buffer in self.model.named_buffers() if buffer.is_meta and name not in saved]
+        lost = [
+            name
+            for name, buffer in self.model.named_buffers()
+            if buffer.is_meta and name not in saved
+        ]
         if lost and self.init is None:
             raise PipelineError(
-                f"{shortened(lost)}: buffers on the meta device that no state dict holds, so nothing can fill them. "
-                "Pass init=fn(name, tensor), which fills a parameter or buffer in place."
+                f"{shortened(lost)}: buffers on the meta device that no state dict holds, so"
+                " nothing can fill them. Pass init=fn(name, tensor), which fills a parameter or"
+                " buffer in place."
             )
 
 

@@ -1,5 +1,6 @@
-"""A program's description of its model: every parameter and buffer by name and shape, and the tensors that no state
-dict holds. Enough to build a module that has the model's names and memory, and none of its code."""
+"""A program's description of its model: every parameter and buffer by name and shape, and the
+tensors that no state dict holds. Enough to build a module that has the model's names and memory,
+and none of its code."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -14,8 +15,8 @@ from zbcompile.passes.torch_private import FakeTensor
 
 
 class Member(NamedTuple):
-    """A parameter or buffer of the model. `first` is the first name of the same tensor (a different one if tensors are
-    tied), `saved` says whether eager's state dict holds it."""
+    """A parameter or buffer of the model. `first` is the first name of the same tensor (a different
+    one if tensors are tied), `saved` says whether eager's state dict holds it."""
 
     name: str
     kind: str
@@ -29,8 +30,10 @@ class Member(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """`name` is that of the model's class, `members` are in eager's order, module by module. `constants` are the
-    tensors that capture lifted out of the model, `unsaved` the buffers that no state dict holds, both by name."""
+    """`name` is that of the model's class, `members` are in eager's order, module by module.
+    `constants` are the tensors that capture lifted out of the model, `unsaved` the buffers that no
+    state dict holds, both by name.
+    """
 
     name: str
     members: tuple[Member, ...]
@@ -46,12 +49,16 @@ class ModelFacts:
 def first_names(model: nn.Module) -> dict[str, str]:
     """Returns the first name of every parameter's and buffer's tensor: eager's name for it."""
     first: dict[int, str] = {}
-    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    named = [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]
     return {name: first.setdefault(id(tensor), name) for name, tensor in named}
 
 
 def has_values(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has memory: one of a model built on the meta device or under fake tensors has none."""
+    """Whether a tensor has memory: one of a model built on the meta device or under fake tensors
+    has none."""
     return not (tensor.is_meta or isinstance(tensor, FakeTensor))
 
 
@@ -61,8 +68,14 @@ def facts_of(model: nn.Module, constants: Mapping[str, torch.Tensor]) -> ModelFa
     members, unsaved = [], {}
     for name, tensor in _named_tensors(model):
         kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
-        layout = tuple(tensor.shape), tuple(tensor.stride()), str(tensor.dtype).removeprefix("torch.")
-        members.append(Member(name, kind, *layout, tensor.requires_grad, name in saved, first[name]))
+        layout = (
+            tuple(tensor.shape),
+            tuple(tensor.stride()),
+            str(tensor.dtype).removeprefix("torch."),
+        )
+        members.append(
+            Member(name, kind, *layout, tensor.requires_grad, name in saved, first[name])
+        )
         if name not in saved:
             unsaved[name] = tensor
     return ModelFacts(type(model).__name__, tuple(members), dict(constants), unsaved)
@@ -78,19 +91,26 @@ def _named_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
 
 
 def module_of(facts: ModelFacts) -> nn.Module:
-    """A module with the model's parameters and buffers under their names, on the meta device; without a forward.
+    """A module with the model's parameters and buffers under their names, on the meta device;
+    without a forward.
 
-    Buffers that no state dict holds exist only if `facts.unsaved` has them, on the meta device if they have no values.
+    Buffers that no state dict holds exist only if `facts.unsaved` has them, on the meta device if
+    they have no values.
     """
     made = dict(facts.unsaved)
     held = [member for member in facts.members if member.saved or member.name in facts.unsaved]
-    found = {each.name: made.setdefault(each.first, facts.unsaved.get(each.name, on_meta(each))) for each in held}
+    found = {
+        each.name: made.setdefault(each.first, facts.unsaved.get(each.name, on_meta(each)))
+        for each in held
+    }
     return module_with(found, facts.name, {member.name for member in held if not member.saved})
 
 
-def module_with(tensors: Mapping[str, torch.Tensor], title: str, unsaved: Collection[str] = ()) -> nn.Module:
-    """An otherwise empty module that holds parameters and buffers under their own dotted names; those that are
-    `unsaved` are buffers that no state dict holds."""
+def module_with(
+    tensors: Mapping[str, torch.Tensor], title: str, unsaved: Collection[str] = ()
+) -> nn.Module:
+    """An otherwise empty module that holds parameters and buffers under their own dotted names;
+    those that are `unsaved` are buffers that no state dict holds."""
     root: nn.Module = type(title, (nn.Module,), {})()
     for name, tensor in tensors.items():
         path, _, leaf = name.rpartition(".")
@@ -106,7 +126,11 @@ def on_meta(member: Member) -> torch.Tensor:
     """A parameter or buffer without memory."""
     dtype = dtype_named(member.dtype)
     tensor = torch.empty_strided(member.shape, member.stride, dtype=dtype, device="meta")
-    return nn.Parameter(tensor, requires_grad=member.trainable) if member.kind == "parameter" else tensor
+    return (
+        nn.Parameter(tensor, requires_grad=member.trainable)
+        if member.kind == "parameter"
+        else tensor
+    )
 
 
 def _submodule(root: nn.Module, path: str) -> nn.Module:

@@ -1,4 +1,5 @@
-"""What a parameter is along each dimension of the mesh: the same on all its ranks or not, and its gradient likewise."""
+"""What a parameter is along each dimension of the mesh: the same on all its ranks or not, and its
+gradient likewise."""
 
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
@@ -17,7 +18,9 @@ def read_placements(given: Any) -> dict[str, dict[str, str]]:
     """`given` as it is kept. Raises ValueError for another dimension or another word."""
     found = {str(pattern): dict(along) for pattern, along in dict(given).items()}
     for along in found.values():
-        if not all(name in CHOSEN and word in (REPLICATE, PARTIAL, SHARD) for name, word in along.items()):
+        if not all(
+            name in CHOSEN and word in (REPLICATE, PARTIAL, SHARD) for name, word in along.items()
+        ):
             raise ValueError
     return found
 
@@ -47,5 +50,6 @@ def require_matches(rules: Placements, names: Iterable[str]) -> None:
         if not any(fnmatchcase(name, pattern) for name in names):
             shown = ", ".join(names[:4])
             raise PipelineError(
-                f"placements= has {pattern!r}, which fits no parameter or buffer (there are {shown}, ...)."
+                f"placements= has {pattern!r}, which fits no parameter or buffer (there are"
+                f" {shown}, ...)."
             )

@@ -10,16 +10,21 @@ from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.torch_names import type_text
 
 
-def resident_tensors(model: nn.Module, constants: Mapping[str, torch.Tensor]) -> dict[Slot, torch.Tensor]:
+def resident_tensors(
+    model: nn.Module, constants: Mapping[str, torch.Tensor]
+) -> dict[Slot, torch.Tensor]:
     """Parameters, buffers and a capture's constants by slot."""
-    found: dict[Slot, torch.Tensor] = {Slot("constant", name): tensor for name, tensor in constants.items()}
+    found: dict[Slot, torch.Tensor] = {
+        Slot("constant", name): tensor for name, tensor in constants.items()
+    }
     found.update({Slot("parameter", name): tensor for name, tensor in model.named_parameters()})
     found.update({Slot("buffer", name): tensor for name, tensor in model.named_buffers()})
     return found
 
 
 def require_same_tensors(model: nn.Module, bound: Mapping[Slot, tuple[torch.Tensor, str]]) -> None:
-    """Raise unless the model still has the `bound` tensors: a replaced Parameter would silently stop training.
+    """Raise unless the model still has the `bound` tensors: a replaced Parameter would silently
+    stop training.
 
     `bound` has every tensor with its kind at the time of compiling.
     """
@@ -27,8 +32,8 @@ def require_same_tensors(model: nn.Module, bound: Mapping[Slot, tuple[torch.Tens
         return
     for slot in resident_tensors(model, {}).keys() - bound.keys():
         raise PipelineError(
-            f"{slot} is new since the model was compiled, so that no rank holds it. Add it before zbcompile.pipeline, "
-            "or make a new pipeline."
+            f"{slot} is new since the model was compiled, so that no rank holds it. Add it before"
+            " zbcompile.pipeline, or make a new pipeline."
         )
     both = (model.named_parameters, model.named_buffers)  # with every name of a tied tensor
     by_name = {name: each for named in both for name, each in named(remove_duplicate=False)}
@@ -36,18 +41,19 @@ def require_same_tensors(model: nn.Module, bound: Mapping[Slot, tuple[torch.Tens
         now = by_name.get(slot.name)
         if now is None:
             raise PipelineError(
-                f"{slot} was there when the model was compiled and is gone. For fewer layers let forward skip some "
-                "(self.layers[: self.active]), or make a new pipeline."
+                f"{slot} was there when the model was compiled and is gone. For fewer layers let"
+                " forward skip some (self.layers[: self.active]), or make a new pipeline."
             )
         if now is not tensor:
             raise PipelineError(
-                f"{slot} was replaced by another tensor after compiling; the pipeline would keep using the old one. "
-                "Change it in place (tensor.copy_), use pipe.load_state_dict, or make a new pipeline."
+                f"{slot} was replaced by another tensor after compiling; the pipeline would keep"
+                " using the old one. Change it in place (tensor.copy_), use pipe.load_state_dict,"
+                " or make a new pipeline."
             )
         if kind_of(now) != kind:
             raise PipelineError(
-                f"{slot} was {kind} when it was compiled and is {kind_of(now)} now (model.to, .double, .half?). "
-                "Convert the model first and make a new pipeline."
+                f"{slot} was {kind} when it was compiled and is {kind_of(now)} now (model.to,"
+                " .double, .half?). Convert the model first and make a new pipeline."
             )
 
 

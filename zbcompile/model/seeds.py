@@ -1,7 +1,8 @@
 """Random numbers: one seed per step and microbatch, handed from stage to stage as generator state.
 
-How far a generator moves depends on the shapes drawn, so a stage cannot compute where its own draws begin; the stage
-before tells it. An eager run seeded by `microbatch_seed` before each microbatch's forward draws the same numbers.
+How far a generator moves depends on the shapes drawn, so a stage cannot compute where its own draws
+begin; the stage before tells it. An eager run seeded by `microbatch_seed` before each microbatch's
+forward draws the same numbers.
 
 The generators of the process serve the data functions alone.
 """
@@ -21,13 +22,18 @@ _MASK = (1 << 64) - 1
 
 
 def microbatch_seed(step: int, microbatch: int, seed: int = 0) -> int:
-    """The seed of one microbatch's forward: a pure function of step (from 0), microbatch and the pipeline's `seed`.
+    """The seed of one microbatch's forward: a pure function of step (from 0), microbatch and the
+    pipeline's `seed`.
 
     >>> import torch, zbcompile
     >>> _ = torch.manual_seed(zbcompile.microbatch_seed(step=0, microbatch=3))
     """
     mixed = 0
-    for value in (seed, step, microbatch):  # the finaliser of splitmix64: neighbours get unrelated seeds
+    for value in (
+        seed,
+        step,
+        microbatch,
+    ):  # the finaliser of splitmix64: neighbours get unrelated seeds
         mixed = (mixed + value + 0x9E3779B97F4A7C15) & _MASK
         mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
         mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -53,9 +59,9 @@ def seed_generators(seed: int, device: torch.device) -> None:
 class Relay:
     """Continues on a stage from the generator state at the end of the stage before.
 
-    On CUDA the state is a seed and an offset. The seed is the microbatch's; the offset depends on shapes alone. So it
-    is read from the first state that arrives and known from then on (reading waits for the device), and what the
-    first microbatch leaves is sent for the others too.
+    On CUDA the state is a seed and an offset. The seed is the microbatch's; the offset depends on
+    shapes alone. So it is read from the first state that arrives and known from then on (reading
+    waits for the device), and what the first microbatch leaves is sent for the others too.
     """
 
     device: torch.device
@@ -63,8 +69,8 @@ class Relay:
     left: torch.Tensor | None = None
 
     def leave(self) -> torch.Tensor:
-        """The state at the end of this stage, as a tensor on its device, so that any backend can send it. The host does
-        not wait for the copy."""
+        """The state at the end of this stage, as a tensor on its device, so that any backend can
+        send it. The host does not wait for the copy."""
         state = gpu.generator_state(self.device) if self.left is None else self.left
         if gpu.is_gpu(self.device) and self.left is None:
             self.left = state = state.pin_memory().to(self.device, non_blocking=True)

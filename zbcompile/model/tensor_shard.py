@@ -58,7 +58,8 @@ def chunk_of(tensor: Any) -> Chunk | None:
 
 
 def local_of(tensor: Any) -> Any:
-    """Returns the part of a TensorShard or DTensor in this process's memory; another value as it is."""
+    """Returns the part of a TensorShard or DTensor in this process's memory; another value as it
+    is."""
     if isinstance(tensor, TensorShard):
         return tensor.local
     return without_offset(tensor.to_local()) if is_distributed(tensor) else tensor

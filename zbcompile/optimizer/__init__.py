@@ -1,1 +1,2 @@
-"""The optimizer of a pipeline: which parameters it updates how, which replica keeps what of its state, and clipping."""
+"""The optimizer of a pipeline: which parameters it updates how, which replica keeps what of its
+state, and clipping."""

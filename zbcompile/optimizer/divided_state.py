@@ -23,7 +23,9 @@ def whole_states(states: Mapping[Slice, Values], slices: Sequence[Slice]) -> dic
     """
     described: dict[str, Values] = {}
     for part, state in states.items():
-        described.setdefault(part.name, {}).update({key: _described(part, key, value) for key, value in state.items()})
+        described.setdefault(part.name, {}).update(
+            {key: _described(part, key, value) for key, value in state.items()}
+        )
     merged, whole = _exchange(described, slices), dict[str, Values]()
     for name, parts, keeper in _parameters(slices):
         first, rank = parts[0], _rank(parts[0])
@@ -34,20 +36,25 @@ def whole_states(states: Mapping[Slice, Values], slices: Sequence[Slice]) -> dic
             if isinstance(value, torch.dtype):
                 value = _gather(parts, key, value, states)
             if rank == keeper:
-                whole.setdefault(name, {})[key] = value.cpu() if isinstance(value, torch.Tensor) else value
+                whole.setdefault(name, {})[key] = (
+                    value.cpu() if isinstance(value, torch.Tensor) else value
+                )
     return whole
 
 
 def slice_states(whole: Mapping[str, Values], slices: Sequence[Slice]) -> dict[Slice, Values]:
-    """Returns the state of this process's slices, out of what `whole_states` returned on every replica."""
+    """Returns the state of this process's slices, out of what `whole_states` returned on every
+    replica."""
     described: dict[str, Values] = {}
     for name, parts, keeper in _parameters(slices):
         if parts[0].flat and _rank(parts[0]) == keeper:
             shape = parts[0].parameter.shape
             described[name] = {
-                key: value.dtype
-                if isinstance(value, torch.Tensor) and value.shape == shape and key != "step"
-                else value
+                key: (
+                    value.dtype
+                    if isinstance(value, torch.Tensor) and value.shape == shape and key != "step"
+                    else value
+                )
                 for key, value in whole.get(name, {}).items()
             }
     merged = _exchange(described, slices)
@@ -65,7 +72,9 @@ def slice_states(whole: Mapping[str, Values], slices: Sequence[Slice]) -> dict[S
                 memory = _spread(first, value, values, keeper)
             for part in parts:
                 if part.mine:
-                    states[part][key] = value if memory is None else memory[part.begin : part.end].clone()
+                    states[part][key] = (
+                        value if memory is None else memory[part.begin : part.end].clone()
+                    )
     return states
 
 
@@ -75,13 +84,20 @@ def kept_names(slices: Sequence[Slice]) -> list[str]:
 
 
 def _parameters(slices: Sequence[Slice]) -> Iterator[tuple[str, list[Slice], int]]:
-    """Yields the name, the slices and the keeping replica of each parameter, in the order of collectives."""
+    """Yields the name, the slices and the keeping replica of each parameter, in the order of
+    collectives."""
     parts: dict[str, list[Slice]] = {}
     for part in slices:
         parts.setdefault(part.name, []).append(part)
     for number, (name, slices_of_name) in enumerate(parts.items()):
-        size = 1 if slices_of_name[0].group is None else dist.get_world_size(slices_of_name[0].group)
-        yield name, slices_of_name, number % size if slices_of_name[0].flat else slices_of_name[0].owner
+        size = (
+            1 if slices_of_name[0].group is None else dist.get_world_size(slices_of_name[0].group)
+        )
+        yield (
+            name,
+            slices_of_name,
+            number % size if slices_of_name[0].flat else slices_of_name[0].owner,
+        )
 
 
 def _rank(part: Slice) -> int:
@@ -90,12 +106,15 @@ def _rank(part: Slice) -> int:
 
 def _described(part: Slice, key: str, value: Any) -> Any:
     """Returns the dtype of state that is divided as the parameter is; any other value as it is."""
-    if not isinstance(value, torch.Tensor) or (value.shape != part.tensor.shape and not value.dim()):
+    if not isinstance(value, torch.Tensor) or (
+        value.shape != part.tensor.shape and not value.dim()
+    ):
         return value.cpu() if isinstance(value, torch.Tensor) else value
     if value.shape != part.tensor.shape and part.flat:
         raise PipelineError(
-            f"the optimizer keeps {key} of shape {list(value.shape)} for a part of {part.name} with shape "
-            f"{list(part.tensor.shape)}, and a checkpoint cannot put such parts together. Pass zero=0."
+            f"the optimizer keeps {key} of shape {list(value.shape)} for a part of {part.name} with"
+            f" shape {list(part.tensor.shape)}, and a checkpoint cannot put such parts together."
+            " Pass zero=0."
         )
     return value.dtype
 
@@ -111,7 +130,9 @@ def _exchange(described: dict[str, Values], slices: Sequence[Slice]) -> dict[str
     return merged
 
 
-def _gather(parts: Sequence[Slice], key: str, dtype: torch.dtype, states: Mapping[Slice, Values]) -> torch.Tensor:
+def _gather(
+    parts: Sequence[Slice], key: str, dtype: torch.dtype, states: Mapping[Slice, Values]
+) -> torch.Tensor:
     """Returns state in the layout of its parameter, from all owners."""
     parameter, group = parts[0].parameter, parts[0].group
     memory = torch.empty(parameter.numel(), dtype=dtype, device=parameter.device)
@@ -124,8 +145,11 @@ def _gather(parts: Sequence[Slice], key: str, dtype: torch.dtype, states: Mappin
     return memory.as_strided(parameter.shape, parameter.stride())
 
 
-def _spread(part: Slice, dtype: torch.dtype, values: torch.Tensor | None, keeper: int) -> torch.Tensor:
-    """Returns the elements of whole state in the order of the parameter's memory, from the replica that keeps it."""
+def _spread(
+    part: Slice, dtype: torch.dtype, values: torch.Tensor | None, keeper: int
+) -> torch.Tensor:
+    """Returns the elements of whole state in the order of the parameter's memory, from the replica
+    that keeps it."""
     like = torch.empty_like(part.parameter, dtype=dtype, requires_grad=False)
     if values is not None:
         like.copy_(values)

@@ -1,7 +1,8 @@
 """The norm of all gradients, each parameter counted once.
 
-That by which an optimizer clips adds the squares of each gradient, then of all, in float64 and rounds once, so that it
-does not depend on which rank holds what. That of `clip_grad_norm_` has the bits of torch's.
+That by which an optimizer clips adds the squares of each gradient, then of all, in float64 and
+rounds once, so that it does not depend on which rank holds what. That of `clip_grad_norm_` has the
+bits of torch's.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -27,12 +28,19 @@ def squares_of(gradient: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def begin_sum(squares: Iterable[torch.Tensor], ranks: Ranks) -> tuple[torch.Tensor, dist.Work | None]:
-    """Begin to add the squares of all processes, of which each passes those of the gradients that it counts."""
+def begin_sum(
+    squares: Iterable[torch.Tensor], ranks: Ranks
+) -> tuple[torch.Tensor, dist.Work | None]:
+    """Begin to add the squares of all processes, of which each passes those of the gradients that
+    it counts."""
     total = torch.zeros((), dtype=torch.float64, device=ranks.device)
     for each in squares:
         total += each
-    work = dist.all_reduce(total, group=ranks.everyone, async_op=True) if ranks.everyone is not None else None
+    work = (
+        dist.all_reduce(total, group=ranks.everyone, async_op=True)
+        if ranks.everyone is not None
+        else None
+    )
     return total, work
 
 
@@ -54,12 +62,13 @@ def total_norm(
     norm_type: float,
     error_if_nonfinite: bool,
 ) -> torch.Tensor:
-    """The norm of the gradients of the `trained` among `parameters`, on every rank: bit for bit that of
-    `torch.nn.utils.get_total_norm` over the whole model, for the same gradients.
+    """The norm of the gradients of the `trained` among `parameters`, on every rank: bit for bit
+    that of `torch.nn.utils.get_total_norm` over the whole model, for the same gradients.
 
-    Each rank contributes the norms of the parameters of which it is the first holder, and zeros for all others; so
-    the sum over the ranks is the list of all norms in the model's order. What is sharded has a norm per part: along
-    dimensions of the mesh, and the output layer in `rows` of which every pipeline rank holds others.
+    Each rank contributes the norms of the parameters of which it is the first holder, and zeros for
+    all others; so the sum over the ranks is the list of all norms in the model's order. What is
+    sharded has a norm per part: along dimensions of the mesh, and the output layer in `rows` of
+    which every pipeline rank holds others.
     """
     listed = [
         (name, rank, part)
@@ -70,7 +79,11 @@ def total_norm(
     norms = torch.zeros(len(listed), dtype=torch.float32, device=ranks.device)
     for index, (name, rank, part) in enumerate(listed):
         gradient = parameters[name].grad
-        if rank in ranks.local and gradient is not None and _contributes(ranks.mesh, program.placement(name), part):
+        if (
+            rank in ranks.local
+            and gradient is not None
+            and _contributes(ranks.mesh, program.placement(name), part)
+        ):
             norms[index] = torch.linalg.vector_norm(gradient, norm_type)
     with ranks.watch.position.waiting("the norm of all gradients"):
         ranks.add_up(norms)
@@ -83,6 +96,7 @@ def total_norm(
 
 
 def _contributes(mesh: Mesh, placement: Placement, part: int) -> bool:
-    """Whether this process counts for a part of a parameter: it is the first of those that hold it, in its replica."""
+    """Whether this process counts for a part of a parameter: it is the first of those that hold it,
+    in its replica."""
     split = along(placement, SHARD)
     return mesh.index(*split) == part and mesh.index(*mesh.beside("pp", "dp", *split)) == 0

@@ -105,12 +105,15 @@ def torch_state_dict(
     state = {number: _nest(_like(member, own)) for number, (member, own) in pairs if own}
     saved_groups = []
     for number, group in enumerate(groups):
-        group_members = [(index, member.name) for index, member in enumerate(members) if member.group == number]
+        group_members = [
+            (index, member.name) for index, member in enumerate(members) if member.group == number
+        ]
         saved = next((options[name] for _, name in group_members if options.get(name)), None)
         if group_members and saved is None:
             raise PipelineError(
-                f"the checkpoint has no optimizer state for {group_members[0][1]}. It was saved without optimizer=, or "
-                "with one that did not train it. Load it without optimizer=."
+                f"the checkpoint has no optimizer state for {group_members[0][1]}. It was saved"
+                " without optimizer=, or with one that did not train it. Load it without"
+                " optimizer=."
             )
         current = {key: value for key, value in group.items() if key not in MEMBERS}
         saved_groups.append({**(saved or current), "params": [index for index, _ in group_members]})
@@ -127,7 +130,9 @@ def _like(member: NamedParameter, state: Mapping[str, Any]) -> Values:
         layout = {"run_check": False, "shape": whole.shape, "stride": whole.stride()}
         for key, value in plain.items():
             if isinstance(state[key], TensorShard):
-                plain[key] = DTensor.from_local(value, whole.device_mesh, whole.placements, **layout)
+                plain[key] = DTensor.from_local(
+                    value, whole.device_mesh, whole.placements, **layout
+                )
     return plain
 
 

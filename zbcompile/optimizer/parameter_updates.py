@@ -1,4 +1,5 @@
-"""How the optimizer of a pipeline updates: at once in `step()`, or stage by stage inside of the pipeline's steps."""
+"""How the optimizer of a pipeline updates: at once in `step()`, or stage by stage inside of the
+pipeline's steps."""
 
 from collections.abc import Callable, Collection
 from typing import Any
@@ -10,7 +11,13 @@ from torch.optim import Optimizer
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
 from zbcompile.optimizer.division import TrainedParameters
-from zbcompile.optimizer.early_update import NOTHING, TORN, TWICE, EarlyUpdate, writes_only_its_state
+from zbcompile.optimizer.early_update import (
+    NOTHING,
+    TORN,
+    TWICE,
+    EarlyUpdate,
+    writes_only_its_state,
+)
 from zbcompile.optimizer.gradient_norm import norm_of_all
 from zbcompile.optimizer.optimizer_request import OptimizerRequest
 from zbcompile.optimizer.post_validation import PostValidation
@@ -22,8 +29,9 @@ from zbcompile.torch_private import step_without_hooks
 class ParameterUpdates(Optimizer):
     """A torch optimizer that lets another one, `_inner`, update slices of the parameters.
 
-    Inside of a step of the pipeline, `begin_step`, `update` of each stage and `take` follow each other; `step`
-    completes such an update. `settle` corrects it, if it has not waited for the norm of all gradients.
+    Inside of a step of the pipeline, `begin_step`, `update` of each stage and `take` follow each
+    other; `step` completes such an update. `settle` corrects it, if it has not waited for the norm
+    of all gradients.
     """
 
     _inner: Optimizer
@@ -42,7 +50,8 @@ class ParameterUpdates(Optimizer):
 
     def forget_updates(self) -> None:
         """Forget updates under way: the parameters get values from elsewhere."""
-        self._begun = self._torn = False  # whether stages have updated in this step, or in one that failed
+        # whether stages have updated in this step, or in one that failed
+        self._begun = self._torn = False
         self._made_early: EarlyUpdate | None = None  # what `step` completes
         self._unsettled: PostValidation | None = None
 
@@ -50,10 +59,14 @@ class ParameterUpdates(Optimizer):
     def slices(self) -> Slices:
         """The slices that it updates."""
         if self.closed:
-            raise PipelineError("this optimizer is closed, or could not be made. Make another by pipe.optimizer.")
+            raise PipelineError(
+                "this optimizer is closed, or could not be made. Make another by pipe.optimizer."
+            )
         if self._slices is None:
             remedy = "Call pipe.compile with a batch, or run a step, first."
-            raise PipelineError(f"the pipeline is not compiled yet, so its optimizer is empty. {remedy}")
+            raise PipelineError(
+                f"the pipeline is not compiled yet, so its optimizer is empty. {remedy}"
+            )
         return self._slices
 
     @property
@@ -70,7 +83,8 @@ class ParameterUpdates(Optimizer):
     # Around and inside of a step of the pipeline
 
     def begin_step(self) -> None:
-        """Called before a pipeline step. Raises PipelineError, on every rank, if its early update cannot follow."""
+        """Called before a pipeline step. Raises PipelineError, on every rank, if its early update
+        cannot follow."""
         problems = {TORN: self._torn, TWICE: self._made_early is not None}
         found = next((text for text, is_so in problems.items() if is_so), None)
         if self.request.updates_early and found is not None:
@@ -106,8 +120,12 @@ class ParameterUpdates(Optimizer):
 
     def _begin_validation(self) -> PostValidation:
         program, ranks = self.trained.program, self._ranks
-        stages = 0 if ranks.rank is None or program.copies > 1 else len(program.stages_of(ranks.rank))
-        late = any(self.trained.stage_of(name) == LATE for name in self.numbers.keys() & program.trained)
+        stages = (
+            0 if ranks.rank is None or program.copies > 1 else len(program.stages_of(ranks.rank))
+        )
+        late = any(
+            self.trained.stage_of(name) == LATE for name in self.numbers.keys() & program.trained
+        )
         return PostValidation(ranks, self.request.clip, stages, late or not stages)
 
     def take(self) -> None:
@@ -118,7 +136,9 @@ class ParameterUpdates(Optimizer):
             self._made_early = self._as_made()
             if self._unsettled is not None:
                 self._unsettled.made = self._made_early
-                self._unsettled.gradients = [(tensor, tensor.grad) for tensor in self.slices.with_gradients()]
+                self._unsettled.gradients = [
+                    (tensor, tensor.grad) for tensor in self.slices.with_gradients()
+                ]
 
     def _take(self) -> None:
         if self._slices is not None:
@@ -126,13 +146,15 @@ class ParameterUpdates(Optimizer):
             self._slices.take()
 
     def take_replaced(self) -> None:
-        """Take the gradients that the parameters have now: the user may have put others in their place."""
+        """Take the gradients that the parameters have now: the user may have put others in their
+        place."""
         if not self.slices.divided:
             self.trained.take_gradients()
             self._take()
 
     def _give_masters(self, chosen: Callable[[nn.Parameter], bool]) -> None:
-        """Give masters to parameters that were frozen at first, and update them through these as well."""
+        """Give masters to parameters that were frozen at first, and update them through these as
+        well."""
         found = self.slices.give_masters(chosen)
         for group in self.param_groups if found else ():
             group["params"] = [found.get(member, member) for member in group["params"]]
@@ -148,7 +170,8 @@ class ParameterUpdates(Optimizer):
     # After a step of the pipeline
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Clip, if that was asked for, and update. Every rank must call it. A closure, such as one that runs the
+        """Clip, if that was asked for, and update. Every rank must call it. A closure, such as one
+        that runs the
         pipeline's step, is called first; returns what it returns."""
         loss = None if closure is None else closure()
         slices = self.slices
@@ -192,8 +215,8 @@ class ParameterUpdates(Optimizer):
                 group["params"] = own
 
     def settle(self, stage: int = LATE) -> None:
-        """Called before a stage, or anybody else, reads parameters: wait for the verdict of all gradients on the last
-        update, and correct the update if it was made too early."""
+        """Called before a stage, or anybody else, reads parameters: wait for the verdict of all
+        gradients on the last update, and correct the update if it was made too early."""
         found, self._unsettled = self._unsettled, None
         if found is None:
             return

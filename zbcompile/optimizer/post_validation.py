@@ -1,4 +1,5 @@
-"""Updates inside of a step that do not wait for the norm of all gradients, and the means to correct them."""
+"""Updates inside of a step that do not wait for the norm of all gradients, and the means to correct
+them."""
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,14 +24,15 @@ class Speculation:
     held: bool = False
 
     def may_update(self, clips: bool) -> bool:
-        """Returns whether a stage updates now; `clips` says whether the gradients known so far need clipping."""
+        """Returns whether a stage updates now; `clips` says whether the gradients known so far need
+        clipping."""
         self.held |= clips
         return not clips
 
     def stands(self, clips: bool, held_anywhere: bool) -> bool:
-        """Returns whether the updates are those of all gradients, which `clips` says need clipping; if not, they are
-        undone. `held_anywhere` says whether some stage of any rank waits: replicas exchange their updates, so that all
-        of them must agree.
+        """Returns whether the updates are those of all gradients, which `clips` says need clipping;
+        if not, they are undone. `held_anywhere` says whether some stage of any rank waits: replicas
+        exchange their updates, so that all of them must agree.
 
         >>> rank = Speculation()
         >>> rank.may_update(clips=False), rank.stands(clips=True, held_anywhere=False)
@@ -55,7 +57,11 @@ class KeptTensor:
     def of(cls, tensor: torch.Tensor, state: State) -> "KeptTensor":
         """A copy of `tensor` and its state, as they are now."""
         own = state.get(tensor)
-        return cls(tensor, _copied(tensor), None if own is None else {key: _copied(v) for key, v in own.items()})
+        return cls(
+            tensor,
+            _copied(tensor),
+            None if own is None else {key: _copied(v) for key, v in own.items()},
+        )
 
     def restore(self, state: State) -> None:
         """Give the tensor its old values and state."""
@@ -72,11 +78,13 @@ def _copied(value: Any) -> Any:
 
 @dataclass
 class PostValidation:
-    """One update of an optimizer on this process, from its first stage to the verdict on all gradients.
+    """One update of an optimizer on this process, from its first stage to the verdict on all
+    gradients.
 
-    `stages` is how many stages update before the end of the step, `late` says whether some rank updates more at its
-    end. `squares` are those of the gradients that this process counts, `before` the sum over the ranks before this
-    one. `gradients` are those that the update has used, `made` says with which options.
+    `stages` is how many stages update before the end of the step, `late` says whether some rank
+    updates more at its end. `squares` are those of the gradients that this process counts, `before`
+    the sum over the ranks before this one. `gradients` are those that the update has used, `made`
+    says with which options.
     """
 
     ranks: Ranks
@@ -107,15 +115,20 @@ class PostValidation:
         return self.speculation.may_update(self._clips(known.sqrt().float()))
 
     def _receive(self) -> None:
-        """The last stage of a rank waits for the ranks before it: those that update earlier would hold up the chain."""
+        """The last stage of a rank waits for the ranks before it: those that update earlier would
+        hold up the chain."""
         if self.ranks.rank:
             with self.ranks.watch.position.waiting("the norm of the ranks before"):
-                dist.recv(self.before, group=self.ranks.group, group_src=self.ranks.rank - 1, tag=TAG)
+                dist.recv(
+                    self.before, group=self.ranks.group, group_src=self.ranks.rank - 1, tag=TAG
+                )
 
     def _pass_on(self, known: torch.Tensor) -> None:
         if self.ranks.rank is not None and self.ranks.rank + 1 < self.ranks.count:
             self.sent = known  # until it has arrived
-            self.sending = dist.isend(known, group=self.ranks.group, group_dst=self.ranks.rank + 1, tag=TAG)
+            self.sending = dist.isend(
+                known, group=self.ranks.group, group_dst=self.ranks.rank + 1, tag=TAG
+            )
 
     def keep(self, tensors: Sequence[torch.Tensor], state: State) -> None:
         """Keep what an update of `tensors` will change."""
@@ -126,15 +139,19 @@ class PostValidation:
         return self.clip is not None and not self.clip / (norm + 1e-6) >= 1.0
 
     def is_last(self, stage: int) -> bool:
-        """Whether all gradients of this rank are weighed with this stage; the same kind of place on every rank."""
+        """Whether all gradients of this rank are weighed with this stage; the same kind of place on
+        every rank."""
         return stage == LATE if self.late else self.weighed == self.stages
 
     def begin_total(self, counted: Iterable[torch.Tensor]) -> None:
-        """All stages are weighed: begin to add up what all processes count, in the order of `counted`."""
+        """All stages are weighed: begin to add up what all processes count, in the order of
+        `counted`."""
         self.total, work = begin_sum([self.squares[gradient] for gradient in counted], self.ranks)
         self.held = torch.tensor(float(self.speculation.held), device=self.ranks.device)
         if self.ranks.everyone is not None:
-            held = dist.all_reduce(self.held, dist.ReduceOp.MAX, group=self.ranks.everyone, async_op=True)
+            held = dist.all_reduce(
+                self.held, dist.ReduceOp.MAX, group=self.ranks.everyone, async_op=True
+            )
             self.works = [each for each in (work, held, self.sending) if each is not None]
             for each in self.works:
                 outlives_its_step(each)
@@ -156,10 +173,14 @@ class PostValidation:
 
     @contextmanager
     def as_then(self, groups: Sequence[dict[str, Any]]) -> Iterator[None]:
-        """Inside, the groups have the options, and the parameters the gradients, that the updates have used."""
+        """Inside, the groups have the options, and the parameters the gradients, that the updates
+        have used."""
         assert self.made is not None
         self.made.require_gradients()
-        options = [{key: group[key] for key in used} for group, used in zip(groups, self.made.options, strict=True)]
+        options = [
+            {key: group[key] for key in used}
+            for group, used in zip(groups, self.made.options, strict=True)
+        ]
         gradients = [(tensor, tensor.grad) for tensor, _ in self.gradients]
         _put(groups, self.made.options, self.gradients)
         try:
@@ -169,7 +190,9 @@ class PostValidation:
 
 
 def _put(
-    groups: Sequence[dict[str, Any]], options: Options, gradients: Iterable[tuple[torch.Tensor, torch.Tensor | None]]
+    groups: Sequence[dict[str, Any]],
+    options: Options,
+    gradients: Iterable[tuple[torch.Tensor, torch.Tensor | None]],
 ) -> None:
     for group, values in zip(groups, options, strict=True):
         group.update(values)

@@ -1,4 +1,5 @@
-"""Checkpoints: the state of a training run under the model's own names, for any number of ranks and any schedule.
+"""Checkpoints: the state of a training run under the model's own names, for any number of ranks and
+any schedule.
 
 docs/checkpoints.md describes the contents of the directory.
 """
@@ -32,13 +33,16 @@ from zbcompile.persistence.safetensors_files import bytes_of, safetensors_dtype
 from zbcompile.version import __version__
 
 Values = dict[str, Any]
-ONE_PROCESS = "torch.distributed is disabled"  # how torch warns that one process reads or writes alone
+ONE_PROCESS = (  # how torch warns that one process reads or writes alone
+    "torch.distributed is disabled"
+)
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint that was loaded: how many steps had been trained, the `extra` that was saved, its directory (None
-    if there was none), and the state of the first rank's generators (see `random_state`)."""
+    """A checkpoint that was loaded: how many steps had been trained, the `extra` that was saved,
+    its directory (None if there was none), and the state of the first rank's generators (see
+    `random_state`)."""
 
     step: int
     extra: Any = None
@@ -47,14 +51,16 @@ class Checkpoint:
 
 
 class BackgroundSave:
-    """The save of a pipeline that is under way in a thread, and the process group in which its threads meet."""
+    """The save of a pipeline that is under way in a thread, and the process group in which its
+    threads meet."""
 
     def __init__(self) -> None:
         self.group: Any = None
         self.pending: tuple[Path, Any, bool] | None = None
 
     def close(self) -> None:
-        """Waits for the save that is under way. Raises PipelineError if it failed, and removes what it has written."""
+        """Waits for the save that is under way. Raises PipelineError if it failed, and removes what
+        it has written."""
         pending, self.pending = self.pending, None
         if pending is None:
             return
@@ -74,23 +80,25 @@ def save_checkpoint(
     wait: bool = True,
     frozen: bool = True,
 ) -> Path:
-    """Write a checkpoint into `folder`, which all ranks see; every rank must call it. Returns the new directory.
+    """Write a checkpoint into `folder`, which all ranks see; every rank must call it. Returns the
+    new directory.
 
-    Each rank writes what it owns, tied parameters and copies of a stage once, as safetensors, planned by
-    torch.distributed.checkpoint. The directory appears under its name once everything is on disk: a crash leaves
-    earlier checkpoints intact. Only one run may write into a folder.
+    Each rank writes what it owns, tied parameters and copies of a stage once, as safetensors,
+    planned by torch.distributed.checkpoint. The directory appears under its name once everything is
+    on disk: a crash leaves earlier checkpoints intact. Only one run may write into a folder.
 
     Args:
-        source: a compiled pipeline, or a plain model in one process.
-        optimizer: over `pipe.parameters()`; its state is saved under the parameters' names.
-        step: how many steps have been trained; default: `pipe.step_index`, for a plain model 0.
-        extra: what else to resume from, such as a scheduler's or a data loader's state dict: None, numbers, strings,
-            bytes, tensors, lists, tuples, dicts. It must be the same on all ranks.
+        source: a compiled pipeline, or a plain model in one process. optimizer: over
+            `pipe.parameters()`; its state is saved under the parameters' names. step: how many
+            steps have been trained; default: `pipe.step_index`, for a plain model 0. extra: what
+            else to resume from, such as a scheduler's or a data loader's state dict: None, numbers,
+            strings, bytes, tensors, lists, tuples, dicts. It must be the same on all ranks.
         keep: remove all but the newest `keep` checkpoints up to this one, once it is complete.
-        wait: False returns once everything is copied, and writes in a thread. The next save, a load and `pipe.close()`
-            wait for it and raise what went wrong. Needs memory for a copy of this process's share on the CPU.
-        frozen: False leaves out the parameters that are not trained, such as those below adapters. A load keeps the
-            values that the model has for them.
+        wait: False returns once everything is copied, and writes in a thread. The next save, a load
+            and `pipe.close()` wait for it and raise what went wrong. Needs memory for a copy of
+            this process's share on the CPU.
+        frozen: False leaves out the parameters that are not trained, such as those below adapters.
+            A load keeps the values that the model has for them.
 
     Raises PipelineError, on every rank, if it cannot be written.
 
@@ -102,25 +110,42 @@ def save_checkpoint(
     if keep is not None and keep < 1:
         raise PipelineError(f"keep={keep}; expected at least 1, or None to keep all checkpoints.")
     if not wait and not isinstance(source, Pipeline):
-        raise PipelineError("wait=False needs a pipeline, whose close() waits for the end. Save a plain model at once.")
+        raise PipelineError(
+            "wait=False needs a pipeline, whose close() waits for the end. Save a plain model at"
+            " once."
+        )
     count = step if step is not None else source.step_index if isinstance(source, Pipeline) else 0
     if type(count) is not int or count < 0:
-        raise PipelineError(f"step={count!r}; expected how many steps have been trained, a whole number from 0 on.")
+        raise PipelineError(
+            f"step={count!r}; expected how many steps have been trained, a whole number from 0 on."
+        )
     with ranks.watch.region(what):
         background = _finish_earlier(source, ranks, what)
         arguments = {"step": count, "wait": wait, "frozen": frozen}
-        agree(ranks, arguments, "call save_checkpoint with different arguments", "Pass the same on every rank.")
+        agree(
+            ranks,
+            arguments,
+            "call save_checkpoint with different arguments",
+            "Pass the same on every rank.",
+        )
         tensors, contribution = together(ranks, what, lambda: _contents(state, optimizer, frozen))
         _add_process(tensors, contribution["values"], extra, ranks)
         together(ranks, what, lambda: _require_dtypes(tensors))
         partial = from_first(ranks, what, lambda: begin(folder, count))
         together(ranks, what, lambda: _require_shared(partial))
-        _write(ranks, partial, tensors, (contribution, _fields(state, count), keep), None if wait else background)
+        _write(
+            ranks,
+            partial,
+            tensors,
+            (contribution, _fields(state, count), keep),
+            None if wait else background,
+        )
     return final_name(partial)
 
 
 def verify_checkpoint(path: str | Path) -> None:
-    """Compares every file of a checkpoint, or of each checkpoint in a folder, with its SHA-256 in the index.
+    """Compares every file of a checkpoint, or of each checkpoint in a folder, with its SHA-256 in
+    the index.
 
     Raises PipelineError for a damaged checkpoint, and if there is none.
 
@@ -131,7 +156,9 @@ def verify_checkpoint(path: str | Path) -> None:
     checkpoints = candidates(path)
     if not checkpoints:
         there = Path(path).is_dir()
-        raise PipelineError(f"{path} holds no checkpoint." if there else f"there is no folder {path}.")
+        raise PipelineError(
+            f"{path} holds no checkpoint." if there else f"there is no folder {path}."
+        )
     for checkpoint in checkpoints:
         require_unchanged(checkpoint)
 
@@ -143,23 +170,24 @@ def load_checkpoint(
     *,
     required: bool = True,
 ) -> Checkpoint:
-    """Continue from a checkpoint, saved at any number of ranks, under any schedule, or from a plain model. The
-    generators of Python, torch and numpy are set to where the first rank's were.
+    """Continue from a checkpoint, saved at any number of ranks, under any schedule, or from a plain
+    model. The generators of Python, torch and numpy are set to where the first rank's were.
 
-    Every rank must call it, and reads only its own part. Tensors are filled in place. `zbcompile.verify_checkpoint`
-    compares all files with their checksums; a load checks the index, and the sizes and headers of files.
+    Every rank must call it, and reads only its own part. Tensors are filled in place.
+    `zbcompile.verify_checkpoint` compares all files with their checksums; a load checks the index,
+    and the sizes and headers of files.
 
     Args:
-        path: a checkpoint, or a folder of them, whose newest one is taken.
-        source: a compiled pipeline, whose `step_index` is set too, or a plain model in one process.
-        optimizer: gets the saved state and options; without it only the model is loaded.
-        required: whether to raise if there is none; otherwise the `step` of the result is 0 and its `path` None.
+        path: a checkpoint, or a folder of them, whose newest one is taken. source: a compiled
+            pipeline, whose `step_index` is set too, or a plain model in one process. optimizer:
+            gets the saved state and options; without it only the model is loaded. required: whether
+            to raise if there is none; otherwise the `step` of the result is 0 and its `path` None.
 
-    Raises PipelineError, on every rank and before anything is changed, if the pipeline is not compiled, the index is
-    damaged, or names or shapes differ.
+    Raises PipelineError, on every rank and before anything is changed, if the pipeline is not
+    compiled, the index is damaged, or names or shapes differ.
 
-    >>> at = zbcompile.load_checkpoint("checkpoints", pipe, optimizer, required=False)      # doctest: +SKIP
-    >>> for step in range(at.step, steps): ...                                              # doctest: +SKIP
+    >>> at = zbcompile.load_checkpoint("folder", pipe, optimizer, required=False)  # doctest: +SKIP
+    >>> for step in range(at.step, steps): ...  # doctest: +SKIP
     """
     checkpoint, ranks = load_state(path, source, optimizer, required=required), _ranks_of(source)
     if checkpoint.random is not None and checkpoint.path is not None:
@@ -169,7 +197,11 @@ def load_checkpoint(
 
 
 def load_state(
-    path: str | Path, source: Pipeline | nn.Module, optimizer: Optimizer | None = None, *, required: bool = True
+    path: str | Path,
+    source: Pipeline | nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    required: bool = True,
 ) -> Checkpoint:
     """Loads as `load_checkpoint` does, but leaves the random generators alone."""
     ranks = _ranks_of(source)
@@ -180,8 +212,12 @@ def load_state(
         if newest is None and not required:
             return Checkpoint(step=0)
         if newest is None:
-            raise ranks.refusal(f"{path} holds no complete checkpoint. Save one with zbcompile.save_checkpoint.")
-        index = together(ranks, f"loading {newest}", lambda: _checked_index(newest, state, optimizer))
+            raise ranks.refusal(
+                f"{path} holds no complete checkpoint. Save one with zbcompile.save_checkpoint."
+            )
+        index = together(
+            ranks, f"loading {newest}", lambda: _checked_index(newest, state, optimizer)
+        )
         checkpoint = together(ranks, f"loading {newest}", lambda: _fill(index, state, optimizer))
         if isinstance(source, Pipeline):
             source.resume(checkpoint.step, state.model.names)
@@ -194,7 +230,9 @@ def _ranks_of(source: Pipeline | nn.Module) -> Ranks:
 
 def _finish_earlier(source: Pipeline | nn.Module, ranks: Ranks, what: str) -> BackgroundSave:
     """Waits on every rank for the save that is under way."""
-    background = source.attached(BackgroundSave) if isinstance(source, Pipeline) else BackgroundSave()
+    background = (
+        source.attached(BackgroundSave) if isinstance(source, Pipeline) else BackgroundSave()
+    )
     together(ranks, what, background.close)
     return background
 
@@ -205,28 +243,41 @@ def _finish_earlier(source: Pipeline | nn.Module, ranks: Ranks, what: str) -> Ba
 def _require_shared(partial: Path) -> None:
     if not partial.is_dir():
         raise PipelineError(
-            f"{partial}, which the first rank has made, is not visible to this rank. Checkpoints need a directory that "
-            "all ranks share."
+            f"{partial}, which the first rank has made, is not visible to this rank. Checkpoints"
+            " need a directory that all ranks share."
         )
 
 
-def _contents(state: LocalState, optimizer: Optimizer | None, frozen: bool) -> tuple[Tensors, Values]:
+def _contents(
+    state: LocalState, optimizer: Optimizer | None, frozen: bool
+) -> tuple[Tensors, Values]:
     """Returns the tensors that this process writes, and what else it contributes to the index."""
     kind = None if optimizer is None else class_name(optimizer)
-    left_out = {name for name, value in state.parameters.items() if not (frozen or value.requires_grad)}
-    names = [name for name in sorted(state.tensors) if name not in left_out and state.is_writer(name)]
+    left_out = {
+        name for name, value in state.parameters.items() if not (frozen or value.requires_grad)
+    }
+    names = [
+        name for name in sorted(state.tensors) if name not in left_out and state.is_writer(name)
+    ]
     entries: Values = {f"model.{name}": shard_of(state.tensors[name]) for name in names}
     if optimizer is not None:
-        entries |= {f"optimizer.{key}": value for key, value in optimizer_entries(optimizer, state).items()}
+        entries |= {
+            f"optimizer.{key}": value for key, value in optimizer_entries(optimizer, state).items()
+        }
     tensors = {name: value for name, value in entries.items() if isinstance(value, torch.Tensor)}
-    values = {name: to_data(value, name, tensors) for name, value in entries.items() if name not in tensors}
+    values = {
+        name: to_data(value, name, tensors)
+        for name, value in entries.items()
+        if name not in tensors
+    }
     return tensors, {"values": values, "optimizer": kind, "left_out": sorted(left_out)}
 
 
 def _add_process(tensors: Tensors, values: Values, extra: Any, ranks: Ranks) -> None:
     """Adds the first rank's generators, and `extra`.
 
-    Raises PipelineError, on every rank, if another rank passes another `extra`: one rank's would be saved.
+    Raises PipelineError, on every rank, if another rank passes another `extra`: one rank's would be
+    saved.
     """
     extra_tensors: Tensors = {}
     data = together(ranks, "saving extra=", lambda: to_data(extra, "extra", extra_tensors))
@@ -234,10 +285,16 @@ def _add_process(tensors: Tensors, values: Values, extra: Any, ranks: Ranks) -> 
         "extra": data,
         "the tensors of extra": {name: _digest(tensor) for name, tensor in extra_tensors.items()},
     }
-    remedy = "Pass the same on every rank: what belongs to one rank goes into a list of all, or a file of its own."
+    remedy = (
+        "Pass the same on every rank: what belongs to one rank goes into a list of all, or a file"
+        " of its own."
+    )
     agree(ranks, compared, "save one checkpoint with different values", remedy)
     if ranks.is_first:
-        values |= {"extra": data, "random": to_data(random_state(ranks.device), "random", extra_tensors)}
+        values |= {
+            "extra": data,
+            "random": to_data(random_state(ranks.device), "random", extra_tensors),
+        }
         tensors |= extra_tensors
 
 
@@ -249,20 +306,26 @@ def _require_dtypes(tensors: Tensors) -> None:
     for name, tensor in tensors.items():
         if safetensors_dtype(tensor.dtype) is None:
             raise PipelineError(
-                f"{name} is {tensor.dtype}, which safetensors cannot hold. Convert it, or leave it out of the state "
-                "dict (persistent=False)."
+                f"{name} is {tensor.dtype}, which safetensors cannot hold. Convert it, or leave it"
+                " out of the state dict (persistent=False)."
             )
 
 
 def _fields(state: LocalState, step: int) -> Values:
     """Returns what the index says of the whole checkpoint."""
-    tied = {m.name: m.first for m in state.model.members if m.saved and m.first != m.name}  # by the others' names
+    tied = {
+        m.name: m.first for m in state.model.members if m.saved and m.first != m.name
+    }  # by the others' names
     versions = {"zbcompile": __version__, "torch": torch.__version__}
     return {**versions, "step": step, "ranks": state.ranks.count, "tied": tied}
 
 
 def _write(
-    ranks: Ranks, partial: Path, tensors: Tensors, record: tuple[Any, ...], background: BackgroundSave | None
+    ranks: Ranks,
+    partial: Path,
+    tensors: Tensors,
+    record: tuple[Any, ...],
+    background: BackgroundSave | None,
 ) -> None:
     """Writes at once; or copies what is to be written, and writes in a thread."""
     import torch.distributed.checkpoint as dcp  # takes a second
@@ -277,7 +340,9 @@ def _write(
         with position.waiting("the making of a group"):
             background.group = background.group or ranks.apart()
         warnings.filterwarnings("ignore", message=ONE_PROCESS)  # the thread outlives any context
-        future = dcp.async_save(tensors, storage_writer=writer, process_group=background.group, no_dist=alone)
+        future = dcp.async_save(
+            tensors, storage_writer=writer, process_group=background.group, no_dist=alone
+        )
         background.pending = partial, future, is_first
         return
     try:
@@ -298,7 +363,8 @@ def _unfinished(partial: Path, error: BaseException, is_first: bool) -> Pipeline
 
 
 def _checked_index(path: Path, state: LocalState, optimizer: Optimizer | None) -> Any:
-    """Returns the index of a checkpoint of this whole model and this kind of optimizer, whatever part is read here."""
+    """Returns the index of a checkpoint of this whole model and this kind of optimizer, whatever
+    part is read here."""
     from zbcompile.persistence.checkpoint_files import read_index, require_headers
 
     index = read_index(path)
@@ -306,32 +372,56 @@ def _checked_index(path: Path, state: LocalState, optimizer: Optimizer | None) -
     was, this = index.fields["optimizer"], None if optimizer is None else class_name(optimizer)
     if this is not None and was != this:
         raise PipelineError(
-            f"{path} was saved with {was or 'no optimizer'}, but this is {this}. "
-            "Use the same optimizer, or load without optimizer= to start with fresh optimizer state."
+            f"{path} was saved with {was or 'no optimizer'}, but this is {this}. Use the same"
+            " optimizer, or load without optimizer= to start with fresh optimizer state."
         )
     saved = index.section("model") | dict.fromkeys(index.fields["left_out"])
-    require_names(path, sorted(state.shapes.keys() - saved.keys()), sorted(saved.keys() - state.shapes.keys()))
+    require_names(
+        path, sorted(state.shapes.keys() - saved.keys()), sorted(saved.keys() - state.shapes.keys())
+    )
     for name, shape in state.shapes.items():
         stored = saved[name]
         if shape is not None and stored is not None and stored.shape != shape:
-            raise PipelineError(f"{name} has shape {list(stored.shape)} in {path} and {list(shape)} in the model.")
+            raise PipelineError(
+                f"{name} has shape {list(stored.shape)} in {path} and {list(shape)} in the model."
+            )
     return index
 
 
 def _fill(index: Any, state: LocalState, optimizer: Optimizer | None) -> Checkpoint:
     """Fills the model and the optimizer. Returns the checkpoint with its other values."""
     with _blamed(index.path):
-        process = {name: value for name, value in index.tensors.items() if name.split(".")[0] in ("extra", "random")}
-        tensors = {name: torch.empty(value.shape, dtype=value.dtype, device="cpu") for name, value in process.items()}
+        process = {
+            name: value
+            for name, value in index.tensors.items()
+            if name.split(".")[0] in ("extra", "random")
+        }
+        tensors = {
+            name: torch.empty(value.shape, dtype=value.dtype, device="cpu")
+            for name, value in process.items()
+        }
         _read(index, tensors)
-        random, extra = (from_data(index.fields["values"][name], tensors) for name in ("random", "extra"))
+        random, extra = (
+            from_data(index.fields["values"][name], tensors) for name in ("random", "extra")
+        )
         stored = index.section("model")
         with torch.no_grad():
-            _read(index, {f"model.{name}": value for name, value in state.tensors.items() if name in stored})
+            _read(
+                index,
+                {f"model.{name}": value for name, value in state.tensors.items() if name in stored},
+            )
         if optimizer is not None:
             plain = index.fields["values"].items()
-            values = {key: from_data(value, {}) for key, value in plain if key.startswith("optimizer.")}
-            load_optimizer(optimizer, state, index.section("optimizer"), values, functools.partial(_read, index))
+            values = {
+                key: from_data(value, {}) for key, value in plain if key.startswith("optimizer.")
+            }
+            load_optimizer(
+                optimizer,
+                state,
+                index.section("optimizer"),
+                values,
+                functools.partial(_read, index),
+            )
     return Checkpoint(index.fields["step"], extra, index.path, random)
 
 
@@ -345,7 +435,9 @@ def _read(index: Any, tensors: Values) -> None:
         with _quiet():
             dcp.load(tensors, storage_reader=CheckpointReader(index), no_dist=True)
     except dcp.CheckpointException as error:
-        raise PipelineError(f"{index.path} cannot be read: {_first_cause(error)}. Load another checkpoint.") from None
+        raise PipelineError(
+            f"{index.path} cannot be read: {_first_cause(error)}. Load another checkpoint."
+        ) from None
 
 
 @contextmanager
@@ -357,7 +449,9 @@ def _blamed(path: Path) -> Iterator[None]:
         raise
     except Exception as error:
         problem = f"{type(error).__name__}: {error!s:.200}".partition("\n")[0]
-        raise PipelineError(f"{path} cannot be loaded ({problem}). Load another checkpoint.") from error
+        raise PipelineError(
+            f"{path} cannot be loaded ({problem}). Load another checkpoint."
+        ) from error
 
 
 @contextmanager
@@ -369,7 +463,8 @@ def _quiet() -> Iterator[None]:
 
 
 def _first_cause(error: BaseException) -> str:
-    """Returns what went wrong on the first rank that failed, if torch.distributed.checkpoint says which."""
+    """Returns what went wrong on the first rank that failed, if torch.distributed.checkpoint says
+    which."""
     failures = getattr(error, "failures", None) or {None: (error, None)}
     rank, (cause, _) = next(iter(sorted(failures.items())))
     text = f"{cause}".partition("\n")[0]

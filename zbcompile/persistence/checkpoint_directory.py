@@ -1,4 +1,5 @@
-"""A folder of checkpoints: each one a directory that appears under its name once all of it is on disk.
+"""A folder of checkpoints: each one a directory that appears under its name once all of it is on
+disk.
 
     checkpoints/step-00000020           complete: what `latest_checkpoint` finds
     checkpoints/.step-00000040.partial  being written, or left by a process that was killed
@@ -26,7 +27,9 @@ def checkpoints_in(folder: str | Path) -> list[Path]:
     []
     """
     try:
-        return sorted((each for each in Path(folder).iterdir() if _NAME.fullmatch(each.name)), key=_place)
+        return sorted(
+            (each for each in Path(folder).iterdir() if _NAME.fullmatch(each.name)), key=_place
+        )
     except (FileNotFoundError, NotADirectoryError):
         return []
 
@@ -37,15 +40,20 @@ def latest_checkpoint(folder: str | Path) -> Path | None:
 
 
 def candidates(path: str | Path) -> list[Path]:
-    """`path` itself if it is a checkpoint, damaged or not; else those in that folder, newest first: none if there is no
-    such folder."""
+    """`path` itself if it is a checkpoint, damaged or not; else those in that folder, newest first:
+    none if there is no such folder."""
     named = Path(path)
     held = any((named / name).exists() for name in (INDEX, OLD_INDEX, PICKLED))
-    return [named] if held or (_NAME.fullmatch(named.name) and named.is_dir()) else checkpoints_in(named)[::-1]
+    return (
+        [named]
+        if held or (_NAME.fullmatch(named.name) and named.is_dir())
+        else checkpoints_in(named)[::-1]
+    )
 
 
 def begin(folder: Path, step: int) -> Path:
-    """A directory to write the checkpoint of `step` into; the remains of interrupted ones are removed.
+    """A directory to write the checkpoint of `step` into; the remains of interrupted ones are
+    removed.
 
     Only one training run may write to a folder. Raises PipelineError if it cannot be made.
     """
@@ -56,10 +64,16 @@ def begin(folder: Path, step: int) -> Path:
         partial = folder / f".{_new_name(folder, step)}{PARTIAL}"
         partial.mkdir()
     except FileExistsError:
-        what = f"a link to {folder.readlink()}, which does not exist" if folder.is_symlink() else "a file"
+        what = (
+            f"a link to {folder.readlink()}, which does not exist"
+            if folder.is_symlink()
+            else "a file"
+        )
         raise PipelineError(f"no checkpoint can be written to {folder}: it is {what}.") from None
     except OSError as error:
-        raise PipelineError(f"no checkpoint can be written to {folder}: {error.strerror}.") from None
+        raise PipelineError(
+            f"no checkpoint can be written to {folder}: {error.strerror}."
+        ) from None
     return partial
 
 
@@ -77,8 +91,9 @@ def final_name(partial: Path) -> Path:
 
 
 def publish(partial: Path, keep: int | None) -> Path:
-    """Give a directory that is fully written its name, and drop all but the newest `keep` up to it. Those that a killed
-    process did not drop any more go first: there are never more than one too many."""
+    """Give a directory that is fully written its name, and drop all but the newest `keep` up to it.
+    Those that a killed process did not drop any more go first: there are never more than one too
+    many."""
     final = final_name(partial)
     sync(partial)
     _drop_older(final, keep)

@@ -1,4 +1,5 @@
-"""The files of a checkpoint for torch.distributed.checkpoint: safetensors, and index.json, which is written last.
+"""The files of a checkpoint for torch.distributed.checkpoint: safetensors, and index.json, which is
+written last.
 
 `index.json` holds the values that are no tensors, for every tensor its chunks and their files, for
 every file its size and SHA-256, and a digest of itself. torch's `HuggingFaceStorageReader` reads
@@ -56,9 +57,14 @@ class CheckpointIndex:
     tensors: Mapping[str, StoredTensor]
 
     def section(self, name: str) -> dict[str, Any]:
-        """Returns the entries of "model" or "optimizer" by name: a StoredTensor, or None for any other value."""
+        """Returns the entries of "model" or "optimizer" by name: a StoredTensor, or None for any
+        other value."""
         every = {**self.tensors, **dict.fromkeys(self.fields["values"])}
-        return {key.removeprefix(f"{name}."): value for key, value in every.items() if key.startswith(f"{name}.")}
+        return {
+            key.removeprefix(f"{name}."): value
+            for key, value in every.items()
+            if key.startswith(f"{name}.")
+        }
 
 
 class CheckpointWriter(FileSystemWriter):
@@ -80,7 +86,12 @@ class CheckpointWriter(FileSystemWriter):
     ) -> None:
         super().__init__(path)
         self.file = path / f"part-{number:05d}.safetensors"
-        self.contribution, self.fields, self.keep, self.working = contribution, fields, keep, working
+        self.contribution, self.fields, self.keep, self.working = (
+            contribution,
+            fields,
+            keep,
+            working,
+        )
 
     def stage(self, state_dict: Values) -> Values:
         """Returns a copy on the CPU, for a save that goes on while training changes the tensors."""
@@ -95,8 +106,13 @@ class CheckpointWriter(FileSystemWriter):
                 dtype = str(values.dtype).removeprefix("torch.")
                 chunk = [self.file.name, list(data.chunk.offsets), list(data.chunk.sizes)]
                 entries[name] = {"dtype": dtype, "shape": list(data.size), "chunks": [chunk]}
-            offsets = {name: {"saved_offsets": entry["chunks"][0][1]} for name, entry in entries.items()}
-            metadata = {"format": "pt", "DCP_SHARDING_INFO": json.dumps(offsets)}  # as torch's writer has it
+            offsets = {
+                name: {"saved_offsets": entry["chunks"][0][1]} for name, entry in entries.items()
+            }
+            metadata = {
+                "format": "pt",
+                "DCP_SHARDING_INFO": json.dumps(offsets),
+            }  # as torch's writer has it
             try:
                 written = write_safetensors(self.file, tensors, metadata)
             except OSError as error:
@@ -127,8 +143,13 @@ class CheckpointReader(FileSystemReader):
     def read_metadata(self) -> Metadata:
         tensors, files = Values(), {}
         for name, stored in self.index.tensors.items():
-            chunks = [ChunkStorageMetadata(torch.Size(offset), torch.Size(shape)) for _, offset, shape in stored.chunks]
-            tensors[name] = TensorStorageMetadata(TensorProperties(stored.dtype), torch.Size(stored.shape), chunks)
+            chunks = [
+                ChunkStorageMetadata(torch.Size(offset), torch.Size(shape))
+                for _, offset, shape in stored.chunks
+            ]
+            tensors[name] = TensorStorageMetadata(
+                TensorProperties(stored.dtype), torch.Size(stored.shape), chunks
+            )
             for (file, *_), chunk in zip(stored.chunks, chunks, strict=True):
                 files[MetadataIndex(name, chunk.offsets)] = self.index.path / file
         return Metadata(tensors, storage_data=files)
@@ -148,15 +169,26 @@ class CheckpointReader(FileSystemReader):
 
 
 def _copy(tensor: Any) -> torch.Tensor:
-    chunk = (tuple(tensor.shape), tensor.offset) if isinstance(tensor, TensorShard) else chunk_of(tensor)
+    chunk = (
+        (tuple(tensor.shape), tensor.offset)
+        if isinstance(tensor, TensorShard)
+        else chunk_of(tensor)
+    )
     local = local_of(tensor).detach()
     copy = torch.empty(local.shape, dtype=local.dtype, device="cpu").copy_(local)
     return copy if chunk is None else TensorShard.of(copy, chunk)
 
 
 def index_text(fields: Mapping[str, Any], parts: Iterable[Mapping[str, Any]]) -> str:
-    """Returns the text of index.json: `fields`, what every process contributes, and the digest of all of it."""
-    data: Values = {"format": FORMAT, "version": VERSION, **fields, "optimizer": None, "left_out": []}
+    """Returns the text of index.json: `fields`, what every process contributes, and the digest of
+    all of it."""
+    data: Values = {
+        "format": FORMAT,
+        "version": VERSION,
+        **fields,
+        "optimizer": None,
+        "left_out": [],
+    }
     tensors, files, values = Values(), Values(), Values()
     for part in parts:
         data["optimizer"] = data["optimizer"] or part["optimizer"]
@@ -165,7 +197,9 @@ def index_text(fields: Mapping[str, Any], parts: Iterable[Mapping[str, Any]]) ->
         files |= part["files"]
         for name, entry in part["tensors"].items():
             tensors.setdefault(name, {**entry, "chunks": []})["chunks"] += entry["chunks"]
-    return _with_digest({**data, "files": files, "values": values, "tensors": dict(sorted(tensors.items()))})
+    return _with_digest(
+        {**data, "files": files, "values": values, "tensors": dict(sorted(tensors.items()))}
+    )
 
 
 def _with_digest(data: Values) -> str:
@@ -173,13 +207,16 @@ def _with_digest(data: Values) -> str:
 
 
 def read_index(path: Path) -> CheckpointIndex:
-    """Returns the index of a checkpoint. Raises PipelineError if it is damaged, or a file is missing or of another
-    size."""
+    """Returns the index of a checkpoint. Raises PipelineError if it is damaged, or a file is
+    missing or of another size."""
     where = path / INDEX
     if (path / OLD_INDEX).exists():
         raise PipelineError(f"{path} is of an older release, whose format is not read.")
     if not where.exists():
-        raise PipelineError(f"{path} has no {INDEX}: it is no checkpoint, or one with pickles, which are never read.")
+        raise PipelineError(
+            f"{path} has no {INDEX}: it is no checkpoint, or one with pickles, which are never"
+            " read."
+        )
     try:
         text = read_text(where, PipelineError)
         data = json.loads(text)
@@ -193,21 +230,29 @@ def read_index(path: Path) -> CheckpointIndex:
             raise ValueError(f"step is {data['step']!r:.80}")
         tensors = {name: _stored(entry, data["files"]) for name, entry in data["tensors"].items()}
     except Exception as error:
-        problem = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        problem = (
+            str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        )
         problem = problem.partition("\n")[0][:200]
         raise PipelineError(f"{where} is damaged ({problem}). Load another checkpoint.") from None
     return CheckpointIndex(path, data, tensors)
 
 
 def require_headers(index: CheckpointIndex, share: int = 0, shares: int = 1) -> None:
-    """Raises PipelineError if the header of a file was changed. Of several processes each reads a share of them."""
+    """Raises PipelineError if the header of a file was changed. Of several processes each reads a
+    share of them."""
     for file, written in sorted(index.fields["files"].items())[share::shares]:
         if header_digest(index.path / file) != written["header"]:
-            raise PipelineError(f"{index.path / file} was changed after it was written: its header differs.")
+            raise PipelineError(
+                f"{index.path / file} was changed after it was written: its header differs."
+            )
 
 
 def _stored(entry: Values, files: Mapping[str, Any]) -> StoredTensor:
-    if entry["dtype"] not in NAMED["dtype"] or not {file for file, *_ in entry["chunks"]} <= files.keys():
+    if (
+        entry["dtype"] not in NAMED["dtype"]
+        or not {file for file, *_ in entry["chunks"]} <= files.keys()
+    ):
         raise ValueError("a tensor has no dtype of torch, or no file")
     return StoredTensor(named("dtype", entry["dtype"]), tuple(entry["shape"]), entry["chunks"])
 
@@ -216,4 +261,6 @@ def require_unchanged(path: Path) -> None:
     """Raises PipelineError if a file of a checkpoint differs from its digest."""
     for file, written in read_index(path).fields["files"].items():
         if sha256_of(path / file) != written["sha256"]:
-            raise PipelineError(f"{path / file} was changed after it was written: its SHA-256 differs.")
+            raise PipelineError(
+                f"{path / file} was changed after it was written: its SHA-256 differs."
+            )

@@ -1,7 +1,8 @@
 """Python values as JSON, and back: what a checkpoint holds besides tensors.
 
-None, booleans, integers, strings, finite floats and lists stand for themselves. Everything else is an object with one
-key, its tag: `{"tuple": [1, 2]}`, `{"dict": {"lr": 0.1}}`, `{"tensor": "extra.rate"}`.
+None, booleans, integers, strings, finite floats and lists stand for themselves. Everything else is
+an object with one key, its tag: `{"tuple": [1, 2]}`, `{"dict": {"lr": 0.1}}`, `{"tensor":
+"extra.rate"}`.
 """
 
 import math
@@ -19,7 +20,8 @@ _TAGS = {kind: tag for tag, kind in _MAPPINGS.items()}
 
 
 def to_data(value: Any, path: str, tensors: Tensors) -> Any:
-    """`value` as a JSON value; its tensors are added to `tensors` under their place in it, which begins with `path`.
+    """`value` as a JSON value; its tensors are added to `tensors` under their place in it, which
+    begins with `path`.
 
     Raises PipelineError, with the place, for a value that has no such form.
 
@@ -29,7 +31,9 @@ def to_data(value: Any, path: str, tensors: Tensors) -> Any:
     try:
         return _encode(value, path, tensors)
     except RecursionError:
-        raise PipelineError(f"{path} is nested too deeply, or contains itself; a checkpoint cannot hold it.") from None
+        raise PipelineError(
+            f"{path} is nested too deeply, or contains itself; a checkpoint cannot hold it."
+        ) from None
 
 
 def _encode(value: Any, path: str, tensors: Tensors) -> Any:
@@ -40,32 +44,49 @@ def _encode(value: Any, path: str, tensors: Tensors) -> Any:
         items = [_encode(each, f"{path}.{i}", tensors) for i, each in enumerate(value)]
         return items if kind is list else {"tuple": items}
     if kind in _TAGS and all(type(key) is str for key in value):
-        return {_TAGS[kind]: {key: _encode(each, f"{path}.{key}", tensors) for key, each in value.items()}}
+        return {
+            _TAGS[kind]: {
+                key: _encode(each, f"{path}.{key}", tensors) for key, each in value.items()
+            }
+        }
     if kind in _TAGS:
-        pairs = ((_encode(k, f"{path}.key {k}", tensors), _encode(v, f"{path}.{k}", tensors)) for k, v in value.items())
+        pairs = (
+            (_encode(k, f"{path}.key {k}", tensors), _encode(v, f"{path}.{k}", tensors))
+            for k, v in value.items()
+        )
         return {_TAGS[kind]: list(map(list, pairs))}
     if kind is float or kind is complex:
         return {kind.__name__: repr(value)}
     if kind is bytes:
         return {"bytes": value.hex()}
-    if kind in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided and not value.is_meta:
+    if (
+        kind in (torch.Tensor, torch.nn.Parameter)
+        and value.layout is torch.strided
+        and not value.is_meta
+    ):
         tensors[path] = value
         return {"tensor": path}
     raise PipelineError(
-        f"{path} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold; expected None, numbers, "
-        "strings, bytes, dense tensors, or lists, tuples and dicts of these."
+        f"{path} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold;"
+        " expected None, numbers, strings, bytes, dense tensors, or lists, tuples and dicts of"
+        " these."
     )
 
 
 def from_data(data: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """The value that `to_data` made. Raises KeyError, TypeError or ValueError for data of another form."""
+    """The value that `to_data` made. Raises KeyError, TypeError or ValueError for data of another
+    form."""
     if isinstance(data, list):
         return [from_data(each, tensors) for each in data]
     if not isinstance(data, dict):
         return data
     ((tag, inner),) = data.items()
     if tag in _MAPPINGS:
-        pairs = inner.items() if isinstance(inner, dict) else [(from_data(key, tensors), each) for key, each in inner]
+        pairs = (
+            inner.items()
+            if isinstance(inner, dict)
+            else [(from_data(key, tensors), each) for key, each in inner]
+        )
         return _MAPPINGS[tag]({key: from_data(each, tensors) for key, each in pairs})
     readers: dict[str, Callable[[Any], Any]] = {
         "tuple": lambda given: tuple(from_data(given, tensors)),

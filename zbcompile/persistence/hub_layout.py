@@ -1,8 +1,9 @@
-"""Weights as the Hub stores them: under which names, and in which pieces, transformers keeps a model's tensors.
+"""Weights as the Hub stores them: under which names, and in which pieces, transformers keeps a
+model's tensors.
 
-A folder may hold a tensor under an older name, without the prefix of the base model, or in pieces (experts one by one).
-transformers has the rules, by model; here they say which stored tensors each tensor of the model is made of, so that a
-rank reads only those.
+A folder may hold a tensor under an older name, without the prefix of the base model, or in pieces
+(experts one by one). transformers has the rules, by model; here they say which stored tensors each
+tensor of the model is made of, so that a rank reads only those.
 """
 
 import copy
@@ -20,14 +21,16 @@ from torch import nn
 from zbcompile.errors import PipelineError
 
 Shape = tuple[int, ...]
-Pieces = Iterable[tuple[str, str, torch.Tensor]]  # the pattern, the name and the values of stored tensors
+Pieces = Iterable[
+    tuple[str, str, torch.Tensor]
+]  # the pattern, the name and the values of stored tensors
 Convert = Callable[[Pieces], dict[str, torch.Tensor]]
 
 
 @dataclass(frozen=True)
 class HubTensor:
-    """A tensor of the model, and the stored tensors that it is made of, each with its pattern: one that is stored as it
-    is, or several that `convert` puts together."""
+    """A tensor of the model, and the stored tensors that it is made of, each with its pattern: one
+    that is stored as it is, or several that `convert` puts together."""
 
     name: str
     shape: Shape
@@ -39,7 +42,8 @@ class HubTensor:
         return sorted({files[key].get_slice(key).get_dtype() for _, key in self.pieces})
 
     def read(self, files: Mapping[str, Any], part: tuple[slice, ...]) -> torch.Tensor:
-        """Returns a part of it, all if that is empty; of several stored tensors every one is read."""
+        """Returns a part of it, all if that is empty; of several stored tensors every one
+        is read."""
         if self.convert is not None:
             tensors = [(pattern, key, files[key].get_tensor(key)) for pattern, key in self.pieces]
             return self.convert(tensors)[self.name][part]
@@ -47,10 +51,12 @@ class HubTensor:
         return files[key].get_slice(key)[part] if part else files[key].get_tensor(key)  # type: ignore[no-any-return]
 
 
-def hub_tensors(model: Any, shapes: Mapping[str, Shape], loading: bool = False) -> dict[str, HubTensor]:
-    """Returns what stored tensors of these shapes are, by the model's names; what the model does not have is under its
-    stored name. `loading` lets the model keep the rules that it needed, for saving, as from_pretrained does. Raises
-    PipelineError for tensors that do not fit together."""
+def hub_tensors(
+    model: Any, shapes: Mapping[str, Shape], loading: bool = False
+) -> dict[str, HubTensor]:
+    """Returns what stored tensors of these shapes are, by the model's names; what the model does
+    not have is under its stored name. `loading` lets the model keep the rules that it needed, for
+    saving, as from_pretrained does. Raises PipelineError for tensors that do not fit together."""
     if not is_pretrained(model):
         return {key: HubTensor(key, shape, (("", key),)) for key, shape in shapes.items()}
     from transformers.conversion_mapping import get_model_conversion_mapping
@@ -68,7 +74,9 @@ def hub_tensors(model: Any, shapes: Mapping[str, Shape], loading: bool = False) 
     for target, pieces in groups.items():
         rule = next(rule for rule in rules if pieces[0][0] in rule.source_patterns)
         convert = partial(_converted, target, rule, model)
-        described = [(pattern, key, torch.empty(shapes[key], device="meta")) for pattern, key in pieces]
+        described = [
+            (pattern, key, torch.empty(shapes[key], device="meta")) for pattern, key in pieces
+        ]
         for name, tensor in convert(described).items():
             found[name] = HubTensor(name, tuple(tensor.shape), tuple(pieces), convert)
     if loading:
@@ -76,7 +84,9 @@ def hub_tensors(model: Any, shapes: Mapping[str, Shape], loading: bool = False) 
     return found
 
 
-def _renamed(key: str, rules: list[Any], prefix: Any, names: dict[str, Any]) -> tuple[str, str | None]:
+def _renamed(
+    key: str, rules: list[Any], prefix: Any, names: dict[str, Any]
+) -> tuple[str, str | None]:
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
@@ -96,15 +106,16 @@ def _converted(target: str, converter: Any, model: Any, tensors: Pieces) -> dict
         made = own.convert(target, model=model, config=model.config)
     except Exception as error:  # of transformers' operations, which know no names
         raise PipelineError(
-            f"{target} cannot be made of {', '.join(keys[:4])} ({len(keys)} tensors): {type(error).__name__}: {error}. "
-            "Save the model with this version of transformers, and load that."
+            f"{target} cannot be made of {', '.join(keys[:4])} ({len(keys)} tensors):"
+            f" {type(error).__name__}: {error}. Save the model with this version of transformers,"
+            " and load that."
         ) from None
     return {name: found[0] if isinstance(found, list) else found for name, found in made.items()}
 
 
 def as_stored(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """These tensors of the model under the names, and in the pieces, that `save_pretrained` writes. Raises
-    PipelineError if a file's tensor is made of several, of which these are some."""
+    """These tensors of the model under the names, and in the pieces, that `save_pretrained` writes.
+    Raises PipelineError if a file's tensor is made of several, of which these are some."""
     if not is_pretrained(model) or not tensors:
         return dict(tensors)
     from transformers.core_model_loading import revert_weight_conversion
@@ -113,13 +124,15 @@ def as_stored(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str
         return dict(revert_weight_conversion(model, dict(tensors)))  # type: ignore[arg-type]
     except Exception as error:  # of transformers' operations
         raise PipelineError(
-            f"the tensors of this rank cannot be stored as {type(model).__name__}.save_pretrained does "
-            f"({type(error).__name__}: {error}). Save one file (a name that ends in .safetensors), which gathers them."
+            f"the tensors of this rank cannot be stored as {type(model).__name__}.save_pretrained"
+            f" does ({type(error).__name__}: {error}). Save one file (a name that ends in"
+            " .safetensors), which gathers them."
         ) from None
 
 
 def write_config(folder: Path, model: Any) -> None:
-    """The files next to the weights by which `from_pretrained` knows the model; none for other models."""
+    """The files next to the weights by which `from_pretrained` knows the model; none for other
+    models."""
     if not is_pretrained(model):
         return
     config = copy.deepcopy(model.config)
@@ -137,7 +150,8 @@ def is_pretrained(model: nn.Module) -> bool:
 
 
 def _is_ignored(name: str, model: Any) -> bool:
-    """Whether files may hold this tensor without need: the model says so, or it was a saved buffer once."""
+    """Whether files may hold this tensor without need: the model says so, or it was a saved buffer
+    once."""
     own = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     unneeded = {*own, r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$"}
     return any(re.search(pattern, name) for pattern in unneeded)

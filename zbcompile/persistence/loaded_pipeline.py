@@ -1,4 +1,5 @@
-"""Loading a saved program: every rank reads and checks its own part, and nothing in the files is executed."""
+"""Loading a saved program: every rank reads and checks its own part, and nothing in the files is
+executed."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,7 +27,10 @@ from zbcompile.program.manifest import AGAIN, SavedProgram
 from zbcompile.program.output import FORWARDS
 from zbcompile.runtime.step_run import Engine
 
-SAME = "Every rank must load the same directory, with the same torch and number of threads (OMP_NUM_THREADS)."
+SAME = (
+    "Every rank must load the same directory, with the same torch and number of threads"
+    " (OMP_NUM_THREADS)."
+)
 
 
 def load(
@@ -44,34 +48,43 @@ def load(
     backend: str | GraphCompiler | None = None,
     cuda_graphs: bool | None = None,
 ) -> Pipeline:
-    """The pipeline that `pipe.program.save(directory)` saved, without the model's source; it runs the same bits.
+    """The pipeline that `pipe.program.save(directory)` saved, without the model's source; it runs
+    the same bits.
 
     Args:
-        directory: the program. Each process reads the manifest, the schedule and the parts of its own ranks.
-        state_dict: the model's full state dict, as `pipe.state_dict(full=True)` or the model itself gives it; copied.
-            Without it, give `checkpoint=` or `init=`, or call `load_state_dict` or `zbcompile.load_weights` before the
-            first step.
-        checkpoint: a checkpoint of `zbcompile.save_checkpoint`, or a folder of them, whose newest one is taken: the
-            model's tensors, and the step. An optimizer is made afterwards; see `zbcompile.load_checkpoint`.
-        ranks: without torchrun, all ranks of the program run in this process; another number is refused.
-        mesh, init, timeout, debug_nan: as for `zbcompile.pipeline`.
+        directory: the program. Each process reads the manifest, the schedule and the parts of its
+        own ranks. state_dict: the model's full state dict, as `pipe.state_dict(full=True)` or the
+        model itself gives it; copied.
+            Without it, give `checkpoint=` or `init=`, or call `load_state_dict` or
+            `zbcompile.load_weights` before the first step.
+        checkpoint: a checkpoint of `zbcompile.save_checkpoint`, or a folder of them, whose newest
+            one is taken: the model's tensors, and the step. An optimizer is made afterwards; see
+            `zbcompile.load_checkpoint`.
+        ranks: without torchrun, all ranks of the program run in this process; another number is
+        refused. mesh, init, timeout, debug_nan: as for `zbcompile.pipeline`.
         seed: enters `zbcompile.microbatch_seed`; default: the one that it was compiled with.
-        operators: operators of other libraries that the program may call, such as "mylibrary::scale". Import the module
+        operators: operators of other libraries that the program may call, such as
+        "mylibrary::scale". Import the module
             that defines them first.
-        backend, cuda_graphs: as for `zbcompile.pipeline`; default: as the program was saved. The directory holds
-            graphs, never compiled code: inductor compiles them here, or finds them in its cache (docs/backends.md).
+        backend, cuda_graphs: as for `zbcompile.pipeline`; default: as the program was saved. The
+            directory holds graphs, never compiled code: inductor compiles them here, or finds them
+            in its cache (docs/backends.md).
 
 
-    Nothing in the directory is executed: graphs are data that name operators of torch, and of `operators`.
+    Nothing in the directory is executed: graphs are data that name operators of torch, and of
+    `operators`.
 
-    Raises PipelineError, on every rank, for a directory that is incomplete or was changed, for another version of torch
-    and for another number of ranks; CompileError for an operator that is not allowed.
+    Raises PipelineError, on every rank, for a directory that is incomplete or was changed, for
+    another version of torch and for another number of ranks; CompileError for an operator that is
+    not allowed.
 
     >>> pipe = zbcompile.load("program", state_dict=torch.load("model.pt"))      # doctest: +SKIP
     >>> loss = pipe.step(inputs, target=targets)                                 # doctest: +SKIP
     """
     if state_dict is not None and checkpoint is not None:
-        raise PipelineError("load received state_dict= and checkpoint=; both give the model its values. Pass one.")
+        raise PipelineError(
+            "load received state_dict= and checkpoint=; both give the model its values. Pass one."
+        )
     saved = {"seed": seed, "backend": backend, "cuda_graphs": cuda_graphs}
     asked: dict[str, Any] = {name: value for name, value in saved.items() if value is not None}
     asked |= {
@@ -89,8 +102,14 @@ def load(
         ranks = found.require()["ranks"]
     here = find_ranks(lambda: found.device, ranks, mesh, timeout)
     with here.watch.region(f"loading {folder}"):
-        program = together(here, f"loading {folder}", lambda: _read_all(folder, found, here, operators, init))
-        same = {"torch": torch.__version__, "threads": torch.get_num_threads(), "digest": program.digests}
+        program = together(
+            here, f"loading {folder}", lambda: _read_all(folder, found, here, operators, init)
+        )
+        same = {
+            "torch": torch.__version__,
+            "threads": torch.get_num_threads(),
+            "digest": program.digests,
+        }
         same["debug_nan"] = debug_nan or DEBUG_NAN.read()
         agree(here, same, "loaded different programs", SAME)
     with here.watch.region(f"filling {folder}"):
@@ -104,7 +123,8 @@ def load(
 
 @dataclass(frozen=True)
 class _Manifest:
-    """The manifest of a directory, read once; an error in it is raised later, when all ranks can learn of it."""
+    """The manifest of a directory, read once; an error in it is raised later, when all ranks can
+    learn of it."""
 
     data: dict[str, Any] | None
     problem: Exception | None = None
@@ -112,7 +132,9 @@ class _Manifest:
     @property
     def device(self) -> torch.device:
         """This process's device of the kind that the program was compiled for."""
-        return own_device() if self.data and self.data["device"] == gpu.KIND else torch.device("cpu")
+        return (
+            own_device() if self.data and self.data["device"] == gpu.KIND else torch.device("cpu")
+        )
 
     def require(self) -> dict[str, Any]:
         if self.data is None:
@@ -133,12 +155,13 @@ def device_for(folder: Path) -> torch.device:
 
 
 def _options(program: SavedProgram, asked: Mapping[str, Any]) -> PipelineOptions:
-    """The options of a loaded program: those that it was saved with, unless others are asked for."""
+    """The options of a loaded program: those that it was saved with, unless others are
+    asked for."""
     saved = {**vars(program.choices), **vars(program.step)}
     if "backend" not in asked and saved["backend"] not in BACKENDS:
         raise PipelineError(
-            f"the program was saved with a custom backend, {saved['backend']}, which a directory cannot hold. Pass "
-            'backend=: that function, "fx" or "inductor".'
+            f"the program was saved with a custom backend, {saved['backend']}, which a directory"
+            ' cannot hold. Pass backend=: that function, "fx" or "inductor".'
         )
     return PipelineOptions(**{**saved, "schedule": program.schedule, **asked})
 
@@ -151,7 +174,9 @@ def _read_all(folder: Path, manifest: _Manifest, ranks: Ranks, *rest: Any) -> Sa
     for name, each in also.items():
         same = (each.model.members, each.homes) == (program.model.members, program.homes)
         if not same or each.trains:
-            raise PipelineError(f"{folder / name} does not belong to the program in {folder}. {AGAIN}.")
+            raise PipelineError(
+                f"{folder / name} does not belong to the program in {folder}. {AGAIN}."
+            )
     return replace(program, also=also)
 
 
@@ -166,35 +191,41 @@ def _read_for(
     data = manifest.require()
     if data["ranks"] != ranks.count:
         raise PipelineError(
-            f"{folder} was compiled for {data['ranks']} ranks, but there are {ranks.count}. Start {data['ranks']} "
-            f"processes (for each of --replicas N), or compile it again for {ranks.count}."
+            f"{folder} was compiled for {data['ranks']} ranks, but there are {ranks.count}. Start"
+            f" {data['ranks']} processes (for each of --replicas N), or compile it again for"
+            f" {ranks.count}."
         )
     if data["device"] != ranks.device.type:
         raise PipelineError(
-            f"{folder} was compiled for {data['device']}, but this process's device is {ranks.device}. {AGAIN} there."
+            f"{folder} was compiled for {data['device']}, but this process's device is"
+            f" {ranks.device}. {AGAIN} there."
         )
     program = read_program(folder, data, ranks.local, ranks.device, operators)
     unfilled = [name for name, tensor in program.model.unsaved.items() if not has_values(tensor)]
     if unfilled and init is None:
         raise PipelineError(
-            f"{unfilled[0]} is a buffer that no state dict holds, and {folder} was compiled without its values (under "
-            "fake tensors, or on the meta device). Pass init=fn(name, tensor), which fills it in place, or compile a "
-            "model on a real device."
+            f"{unfilled[0]} is a buffer that no state dict holds, and {folder} was compiled without"
+            " its values (under fake tensors, or on the meta device). Pass init=fn(name, tensor),"
+            " which fills it in place, or compile a model on a real device."
         )
     groups = _named_here(folder, data["dimensions"], program, ranks.mesh)
     return replace(program, groups=groups)
 
 
-def _named_here(folder: Path, sizes: Mapping[str, int], program: SavedProgram, mesh: Mesh) -> dict[str, str]:
+def _named_here(
+    folder: Path, sizes: Mapping[str, int], program: SavedProgram, mesh: Mesh
+) -> dict[str, str]:
     """This process's names of the groups in the graphs, by dimension of the mesh."""
     pieces = [piece for stage in program.stages for piece in stage.pieces.values()]
     used = {group for piece in pieces for group in groups_in(piece.module.graph)}
     if not used <= sizes.keys():
-        raise PipelineError(f"{folder} has graphs for {sorted(used)}, and says {sorted(sizes)}: damaged. {AGAIN}.")
+        raise PipelineError(
+            f"{folder} has graphs for {sorted(used)}, and says {sorted(sizes)}: damaged. {AGAIN}."
+        )
     for name, size in sizes.items():
         if name not in mesh.names or mesh.size(name) != size:
             raise PipelineError(
-                f'{folder} was compiled for {size} ranks along "{name}", but there are {mesh.size(name)}. Pass mesh= '
-                f'with "{name}" of size {size}, or compile it again.'
+                f'{folder} was compiled for {size} ranks along "{name}", but there are'
+                f' {mesh.size(name)}. Pass mesh= with "{name}" of size {size}, or compile it again.'
             )
     return {label: name for name, label in mesh.labels.items() if label in sizes}

@@ -1,4 +1,5 @@
-"""The tensors of a model that this process has, under the model's own names, tied ones only under the first name."""
+"""The tensors of a model that this process has, under the model's own names, tied ones only under
+the first name."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -43,7 +44,9 @@ def local_state(source: Pipeline | nn.Module) -> LocalState:
     if isinstance(source, Pipeline):
         return _of_pipeline(source)
     if not isinstance(source, nn.Module):
-        raise PipelineError(f"expected a pipeline or an nn.Module, received {type(source).__name__}.")
+        raise PipelineError(
+            f"expected a pipeline or an nn.Module, received {type(source).__name__}."
+        )
     facts = facts_of(source, {})
     device = next((tensor.device for tensor in source.parameters()), torch.device("cpu"))
     shapes, tensors = _shapes(facts), _untied(source.state_dict(), facts)
@@ -78,22 +81,33 @@ def _of_pipeline(pipe: Pipeline) -> LocalState:
 
 
 def _title(name: str, by_hand: tuple[str, ...], place: tuple[int, ...], mesh: Mesh) -> str:
-    """Returns the name of one part of a tensor sharded by hand: only the model knows how it would become whole."""
-    where = [f"{dimension} {index} of {mesh.size(dimension)}" for dimension, index in zip(by_hand, place, strict=True)]
+    """Returns the name of one part of a tensor sharded by hand: only the model knows how it would
+    become whole."""
+    where = [
+        f"{dimension} {index} of {mesh.size(dimension)}"
+        for dimension, index in zip(by_hand, place, strict=True)
+    ]
     return f"{name} ({', '.join(where)})" if where else name
 
 
 def _shapes(facts: ModelFacts) -> dict[str, tuple[int, ...]]:
-    return {member.name: member.shape for member in facts.members if member.saved and member.first == member.name}
+    return {
+        member.name: member.shape
+        for member in facts.members
+        if member.saved and member.first == member.name
+    }
 
 
 def _untied(state: Mapping[str, Any], facts: ModelFacts) -> dict[str, torch.Tensor]:
-    return {k: v for k, v in state.items() if isinstance(v, torch.Tensor) and facts.names.get(k, k) == k}
+    return {
+        k: v for k, v in state.items() if isinstance(v, torch.Tensor) and facts.names.get(k, k) == k
+    }
 
 
 def require_names(path: Path, missing: Sequence[str], unexpected: Sequence[str]) -> None:
     """Raises PipelineError if what was saved lacks names of the model, or has others."""
     if missing or unexpected:
         raise PipelineError(
-            f"{path} is of another model: missing {missing[:4] or 'nothing'}, unexpected {unexpected[:4] or 'nothing'}."
+            f"{path} is of another model: missing {missing[:4] or 'nothing'}, unexpected"
+            f" {unexpected[:4] or 'nothing'}."
         )

@@ -22,11 +22,14 @@ from zbcompile.persistence.local_state import LocalState
 
 
 def class_name(optimizer: Any) -> str:
-    """Returns the name of the class that does the updates. Raises PipelineError for several at once."""
+    """Returns the name of the class that does the updates. Raises PipelineError for several at
+    once."""
     if not isinstance(optimizer, Optimizer):
         text = f"optimizer= received a {type(optimizer).__name__}; expected one torch optimizer."
         raise PipelineError(f"{text} Save each of several in a folder of its own.")
-    return (optimizer.request.kind if isinstance(optimizer, PipelineOptimizer) else type(optimizer)).__name__
+    return (
+        optimizer.request.kind if isinstance(optimizer, PipelineOptimizer) else type(optimizer)
+    ).__name__
 
 
 def optimizer_entries(optimizer: Optimizer, state: LocalState) -> Values:
@@ -72,19 +75,36 @@ def load_optimizer(
             else:
                 device = "cpu" if divided else None
                 entries[entry] = empty_entry(member, key, tensor.shape, tensor.dtype, device)
-    read({f"optimizer.{key}": value for key, value in entries.items() if isinstance(value, torch.Tensor)})
+    read(
+        {
+            f"optimizer.{key}": value
+            for key, value in entries.items()
+            if isinstance(value, torch.Tensor)
+        }
+    )
     for title, options in by_name(stored, "param_groups", names_by_title).items():
         for key, tensor in options.items():
             entry = f"param_groups.{title}.{key}"
             if tensor is not None:
-                read({f"optimizer.{entry}": (option := torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu"))})
+                read(
+                    {
+                        f"optimizer.{entry}": (
+                            option := torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+                        )
+                    }
+                )
             entries[entry] = values[f"optimizer.{entry}"] if tensor is None else option
     if isinstance(optimizer, PipelineOptimizer):
         optimizer.load_state_dict(_renamed(entries, names_by_title))
         return
-    states, options = by_name(entries, "state", names_by_title), by_name(entries, "param_groups", names_by_title)
+    states, options = (
+        by_name(entries, "state", names_by_title),
+        by_name(entries, "param_groups", names_by_title),
+    )
     own_states = [states[member.name] for member in members]
-    optimizer.load_state_dict(torch_state_dict(members, own_states, options, optimizer.param_groups))
+    optimizer.load_state_dict(
+        torch_state_dict(members, own_states, options, optimizer.param_groups)
+    )
 
 
 def _members(optimizer: Optimizer, state: LocalState) -> Iterator[NamedParameter]:
@@ -94,9 +114,9 @@ def _members(optimizer: Optimizer, state: LocalState) -> Iterator[NamedParameter
             name = names.get(id(parameter))
             if name is None:
                 raise PipelineError(
-                    f"the optimizer has a parameter of shape {list(parameter.shape)} that is not one of this "
-                    "process's. Make it with pipe.parameters(), or model.parameters() for a plain model, after "
-                    "compiling or loading."
+                    f"the optimizer has a parameter of shape {list(parameter.shape)} that is not"
+                    " one of this process's. Make it with pipe.parameters(), or model.parameters()"
+                    " for a plain model, after compiling or loading."
                 )
             chunk = chunk_of(state.tensors.get(name))
             yield NamedParameter(name, number, parameter, local_of(parameter), chunk)

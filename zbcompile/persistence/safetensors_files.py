@@ -12,13 +12,17 @@ import torch
 from safetensors.torch import save
 
 
-def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] = {}) -> Any:
-    """Writes contiguous tensors of the CPU, and calls fsync. Returns the size and the SHA-256 of the file, and that of
-    its header. Raises OSError.
+def write_safetensors(
+    path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] = {}
+) -> Any:
+    """Writes contiguous tensors of the CPU, and calls fsync. Returns the size and the SHA-256 of
+    the file, and that of its header. Raises OSError.
 
     safetensors.torch.save refuses tensors that share memory, and copies all of them.
     """
-    ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))  # keeps each one aligned
+    ordered = sorted(
+        tensors.items(), key=lambda item: (-item[1].element_size(), item[0])
+    )  # keeps each one aligned
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for name, values in ordered:
@@ -44,7 +48,9 @@ def header_digest(path: Path) -> str:
     """Returns the SHA-256 of a file's header. Raises OSError."""
     with path.open("rb") as file:
         size = file.read(8)
-        return hashlib.sha256(size + file.read(min(int.from_bytes(size, "little"), path.stat().st_size))).hexdigest()
+        return hashlib.sha256(
+            size + file.read(min(int.from_bytes(size, "little"), path.stat().st_size))
+        ).hexdigest()
 
 
 def bytes_of(values: torch.Tensor) -> memoryview:

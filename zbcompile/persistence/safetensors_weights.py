@@ -28,13 +28,15 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def save_weights(path: str | Path, source: Pipeline | nn.Module) -> None:
-    """Write parameters and buffers as safetensors, under the model's own names; every rank must call it.
+    """Write parameters and buffers as safetensors, under the model's own names; every rank must
+    call it.
 
     Args:
-        path: a file that ends in .safetensors, which the first rank writes after gathering everything; or a directory,
-            into which each rank writes its own file, with `model.safetensors.index.json` next to them, written
-            last. Tied parameters are written once, under their first name, as safetensors demands. A model of
-            transformers is written as its `save_pretrained` does, in a directory with its configuration.
+        path: a file that ends in .safetensors, which the first rank writes after gathering
+            everything; or a directory, into which each rank writes its own file, with
+            `model.safetensors.index.json` next to them, written last. Tied parameters are written
+            once, under their first name, as safetensors demands. A model of transformers is written
+            as its `save_pretrained` does, in a directory with its configuration.
         source: a pipeline, or a plain model in one process.
 
     >>> zbcompile.save_weights("model.safetensors", pipe)                   # doctest: +SKIP
@@ -59,8 +61,8 @@ def _of_whole_tensors(source: Pipeline | nn.Module) -> LocalState:
     state = local_state(source)
     for name in state.shapes.keys() - state.model.names.keys():
         raise PipelineError(
-            f"{name} is sharded by hand; files of weights hold whole tensors. Make it a DTensor, or use "
-            "zbcompile.save_checkpoint, which keeps a part of each rank."
+            f"{name} is sharded by hand; files of weights hold whole tensors. Make it a DTensor, or"
+            " use zbcompile.save_checkpoint, which keeps a part of each rank."
         )
     return state
 
@@ -79,13 +81,16 @@ def _whole_tensors(state: LocalState) -> dict[str, torch.Tensor]:
 
 
 def _put_together(tensor: Any, ranks: Ranks) -> torch.Tensor:
-    """A sharded tensor from all its ranks: rows of the output layer lie on those of the pipeline."""
+    """A sharded tensor from all its ranks: rows of the output layer lie on those of the
+    pipeline."""
     if tensor.device_mesh.mesh_dim_names:
         return tensor.detach().full_tensor()  # type: ignore[no-any-return]
     return torch.cat(ranks.gather_here(local_of(tensor).detach().cpu()))
 
 
-def _write_single(target: Path, state: LocalState, tensors: Mapping[str, torch.Tensor], what: str) -> None:
+def _write_single(
+    target: Path, state: LocalState, tensors: Mapping[str, torch.Tensor], what: str
+) -> None:
     parts = gathered(state.ranks, dict(tensors))
     everything = {name: tensor for part in parts for name, tensor in part.items()}
     leads = state.ranks.is_first
@@ -93,16 +98,25 @@ def _write_single(target: Path, state: LocalState, tensors: Mapping[str, torch.T
 
 
 def _write_parts(
-    target: Path, state: LocalState, tensors: Mapping[str, torch.Tensor], what: str, model: nn.Module
+    target: Path,
+    state: LocalState,
+    tensors: Mapping[str, torch.Tensor],
+    what: str,
+    model: nn.Module,
 ) -> None:
     ranks = state.ranks
     own = ranks.local[0]
     name = f"model-{own + 1:05d}-of-{ranks.count // len(ranks.local):05d}.safetensors"
     leads = own == 0 and ranks.leads
     if leads:
-        for whole in (INDEX, SINGLE):  # without these, the files that follow are not yet a complete set
+        for whole in (
+            INDEX,
+            SINGLE,
+        ):  # without these, the files that follow are not yet a complete set
             (target / whole).unlink(missing_ok=True)
-    listed = gathered(ranks, {key: (name, each.nbytes, tuple(each.shape)) for key, each in tensors.items()})
+    listed = gathered(
+        ranks, {key: (name, each.nbytes, tuple(each.shape)) for key, each in tensors.items()}
+    )
     found = {key: entry for part in listed for key, entry in part.items()}
     shapes = {key: shape for key, (*_, shape) in found.items()}
     together(ranks, what, lambda: _sources(target, hub_tensors(model, shapes), state))
@@ -121,20 +135,26 @@ def _finish(target: Path, index: Mapping[str, Any], model: nn.Module) -> None:
 
 def _write(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, save({name: tensor.clone() for name, tensor in tensors.items()}, metadata={"format": "pt"}))
+    write_whole(
+        path,
+        save({name: tensor.clone() for name, tensor in tensors.items()}, metadata={"format": "pt"}),
+    )
 
 
 def load_weights(path: str | Path, source: Pipeline | nn.Module) -> None:
-    """Fill a pipeline, or a plain model, with weights from safetensors; every rank reads only its own part.
+    """Fill a pipeline, or a plain model, with weights from safetensors; every rank reads only its
+    own part.
 
     Args:
-        path: a .safetensors file, an index (.json), or a directory that holds either under the usual name. For a model
-            of transformers its tensors are renamed, and put together, as `from_pretrained` does.
+        path: a .safetensors file, an index (.json), or a directory that holds either under the
+            usual name. For a model of transformers its tensors are renamed, and put together, as
+            `from_pretrained` does.
         source: a compiled or loaded pipeline, or a plain model.
 
-    A tied parameter may be stored under any of its names. Floating-point values are converted to the dtype that the
-    model has. Raises PipelineError, on every rank and before anything is changed, if names or shapes differ, or values
-    of another kind are stored, such as integers or complex numbers for float32.
+    A tied parameter may be stored under any of its names. Floating-point values are converted to
+    the dtype that the model has. Raises PipelineError, on every rank and before anything is
+    changed, if names or shapes differ, or values of another kind are stored, such as integers or
+    complex numbers for float32.
 
     >>> zbcompile.load_weights("model.safetensors", pipe)                   # doctest: +SKIP
     """
@@ -150,7 +170,10 @@ def _load(path: Path, state: LocalState, model: nn.Module) -> None:
     paths = _files_of(path)
     with ExitStack() as stack:
         try:
-            opened = {path: stack.enter_context(safe_open(path, "pt")) for path in sorted(set(paths.values()))}
+            opened = {
+                path: stack.enter_context(safe_open(path, "pt"))
+                for path in sorted(set(paths.values()))
+            }
             files = {key: opened[path] for key, path in paths.items()}
             shapes = {key: tuple(file.get_slice(key).get_shape()) for key, file in files.items()}
             sources = _sources(path, hub_tensors(model, shapes, loading=True), state)
@@ -161,7 +184,9 @@ def _load(path: Path, state: LocalState, model: nn.Module) -> None:
             for name, tensor in state.tensors.items():
                 local, chunk = local_of(tensor), chunk_of(tensor)
                 begins = () if chunk is None else chunk[1]  # of a whole tensor all is read
-                part = tuple(slice(low, low + size) for low, size in zip(begins, local.shape, strict=False))
+                part = tuple(
+                    slice(low, low + size) for low, size in zip(begins, local.shape, strict=False)
+                )
                 local.copy_(sources[name].read(files, part))
 
 
@@ -174,10 +199,16 @@ def _files_of(path: Path) -> dict[str, Path]:
     if path.is_dir():
         path = _in_folder(path)
     try:
-        return _listed(path) if path.suffix == ".json" else dict.fromkeys(safe_open(path, "pt").keys(), path)
+        return (
+            _listed(path)
+            if path.suffix == ".json"
+            else dict.fromkeys(safe_open(path, "pt").keys(), path)
+        )
     except (OSError, ValueError, SafetensorError) as error:
         why = f"{error}".removesuffix(".")
-        raise PipelineError(f"{path} is neither a safetensors file nor an index of such files: {why}.") from None
+        raise PipelineError(
+            f"{path} is neither a safetensors file nor an index of such files: {why}."
+        ) from None
 
 
 def _in_folder(folder: Path) -> Path:
@@ -186,49 +217,60 @@ def _in_folder(folder: Path) -> Path:
             return folder / name
     there = sorted(each.name for each in folder.iterdir())
     raise PipelineError(
-        f"{folder} holds no {SINGLE} and no {INDEX}, only {', '.join(there[:6]) or 'nothing'}. Copy all files of the "
-        "weights; those in another format must be saved as safetensors first."
+        f"{folder} holds no {SINGLE} and no {INDEX}, only {', '.join(there[:6]) or 'nothing'}. Copy"
+        " all files of the weights; those in another format must be saved as safetensors first."
     )
 
 
 def _listed(index: Path) -> dict[str, Path]:
-    """The files in an index by the tensors that they hold, all in its folder. Raises ValueError for another index."""
+    """The files in an index by the tensors that they hold, all in its folder. Raises ValueError for
+    another index."""
     data = read_json(index, ValueError)
     found = data.get("weight_map") if isinstance(data, dict) else None
     if not isinstance(found, dict):
         raise ValueError('expected {"weight_map": {name of a tensor: name of a file}}')
     for name, file in found.items():
         if not isinstance(file, str) or Path(file).name != file or len(file) > 255:
-            raise ValueError(f"{name:.200} is in {file!r:.200}; expected the name of a file in the same folder")
+            raise ValueError(
+                f"{name:.200} is in {file!r:.200}; expected the name of a file in the same folder"
+            )
     return {name: index.parent / file for name, file in found.items()}
 
 
 def _sources(path: Path, given: Mapping[str, HubTensor], state: LocalState) -> dict[str, HubTensor]:
-    """What each of the model's tensors is read from, by name. Every rank looks for all of them, so that all report the
-    same error."""
+    """What each of the model's tensors is read from, by name. Every rank looks for all of them, so
+    that all report the same error."""
     names: dict[str, list[str]] = {}
     for member in state.model.members:
         if member.saved:
             names.setdefault(member.first, []).append(member.name)
     known = {first: [name for name in aliases if name in given] for first, aliases in names.items()}
     missing = [first for first, found in known.items() if not found]
-    require_names(path, missing, sorted(given.keys() - {name for aliases in names.values() for name in aliases}))
+    require_names(
+        path,
+        missing,
+        sorted(given.keys() - {name for aliases in names.values() for name in aliases}),
+    )
     found = {first: given[names[0]] for first, names in known.items()}
     for first, shape in state.shapes.items():
         if found[first].shape != shape:
             raise PipelineError(
-                f"{first} has shape {list(found[first].shape)} in {path} and {list(shape or ())} in the model."
+                f"{first} has shape {list(found[first].shape)} in {path} and {list(shape or ())} in"
+                " the model."
             )
     return found
 
 
-def _require_kinds(sources: Mapping[str, HubTensor], files: Mapping[str, Any], state: LocalState) -> None:
-    """Refuse values that the model's dtype cannot hold: copying would drop imaginary parts and fractions."""
+def _require_kinds(
+    sources: Mapping[str, HubTensor], files: Mapping[str, Any], state: LocalState
+) -> None:
+    """Refuse values that the model's dtype cannot hold: copying would drop imaginary parts and
+    fractions."""
     for name, tensor in state.tensors.items():
         own = "F" if tensor.dtype.is_floating_point else safetensors_dtype(tensor.dtype)
         for stored in sources[name].dtypes(files):
             if own != ("F" if stored.startswith(("F", "BF")) else stored):
                 raise PipelineError(
-                    f"{name} is stored as {stored} and is {tensor.dtype} in the model; only floating-point numbers are "
-                    "converted. Convert the file, or the model."
+                    f"{name} is stored as {stored} and is {tensor.dtype} in the model; only"
+                    " floating-point numbers are converted. Convert the file, or the model."
                 )

@@ -21,8 +21,8 @@ Compile = Callable[[Schedule, Choices], Program]
 
 @dataclass(frozen=True)
 class NamedStep:
-    """A program in the order of one named schedule, with its predicted seconds of a step and the bytes of activations
-    on its fullest rank."""
+    """A program in the order of one named schedule, with its predicted seconds of a step and the
+    bytes of activations on its fullest rank."""
 
     name: str
     seconds: float
@@ -33,12 +33,13 @@ class NamedStep:
 def compile_auto(
     compile_: Compile, choices: Choices, ranks: int, microbatches: int, chunks: int | None = None
 ) -> Program:
-    """Returns the program of the named schedule with the shortest predicted step; of equally short ones the one that
-    holds least.
+    """Returns the program of the named schedule with the shortest predicted step; of equally short
+    ones the one that holds least.
 
-    The model is compiled once for each placement of stages (`compile_`), and all names of a placement are simulated
-    under the costs of its stages. Under `memory=` names that do not fit are left out; a placement is compiled again
-    with more recomputation if none of its names fits. Raises CompileError if no name can be compiled, or fits.
+    The model is compiled once for each placement of stages (`compile_`), and all names of a
+    placement are simulated under the costs of its stages. Under `memory=` names that do not fit are
+    left out; a placement is compiled again with more recomputation if none of its names fits.
+    Raises CompileError if no name can be compiled, or fits.
     """
     found, errors = list[NamedStep](), list[CompileError]()
     build_ = partial(build, ranks=ranks, microbatches=microbatches, chunks=chunks)
@@ -50,14 +51,21 @@ def compile_auto(
     if not found:
         raise errors[0]
     shortest = min(each.seconds for each in found)
-    best = min((each for each in found if each.seconds <= shortest * (1 + EQUAL)), key=lambda each: each.waiting)
-    others = sorted((each for each in found if each.name != best.name), key=lambda each: each.seconds)
+    best = min(
+        (each for each in found if each.seconds <= shortest * (1 + EQUAL)),
+        key=lambda each: each.waiting,
+    )
+    others = sorted(
+        (each for each in found if each.name != best.name), key=lambda each: each.seconds
+    )
     return replace(best.program, plan=_summary(best, others))
 
 
 def names_by_placement(build_: Callable[..., Schedule]) -> dict[Placement, list[str]]:
-    """Returns the names that the counts admit, by placement. Names that hold two copies of the model, or sum weight
-    gradients in another order than that of the microbatches, are left out: they change memory and bits."""
+    """Returns the names that the counts admit, by placement. Names that hold two copies of the
+    model, or sum weight gradients in another order than that of the microbatches, are left out:
+    they change memory and bits.
+    """
     found: dict[Placement, list[str]] = defaultdict(list)
     for name in names():
         if name == "auto" or name in OWN_WEIGHT_ORDER:
@@ -80,11 +88,16 @@ def _candidates(
         costs = predicted_costs(program, prices)
         for name in names_:
             ordered = in_order(program, build_(name, costs=costs))
-            if choices.memory is not None and (peak := peak_bytes(ordered, prices)) > choices.memory:
+            if (
+                choices.memory is not None
+                and (peak := peak_bytes(ordered, prices)) > choices.memory
+            ):
                 needed[peak] = ordered
                 continue
             timeline = simulate(ordered.schedule, costs)
-            found.append(NamedStep(name, float(timeline.makespan), max(timeline.peak_memory), ordered))
+            found.append(
+                NamedStep(name, float(timeline.makespan), max(timeline.peak_memory), ordered)
+            )
         if found:
             return found
     assert choices.memory is not None
@@ -97,4 +110,7 @@ def _summary(best: NamedStep, others: list[NamedStep]) -> str:
     if not others:
         return text
     longer = others[0].seconds / best.seconds - 1 if best.seconds else 0.0
-    return f"{text}; the next best, {others[0].name}, takes {f'{longer:.1%} longer' if longer >= 5e-4 else 'as long'}"
+    return (
+        f"{text}; the next best, {others[0].name}, takes"
+        f" {f'{longer:.1%} longer' if longer >= 5e-4 else 'as long'}"
+    )

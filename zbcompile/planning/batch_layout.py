@@ -1,4 +1,5 @@
-"""How the batches of a pipeline become microbatches of a schedule, which the first batch may decide."""
+"""How the batches of a pipeline become microbatches of a schedule, which the first batch may
+decide."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -15,7 +16,8 @@ from zbcompile.progress import LONG, Progress
 
 
 class BatchLayout:
-    """Splits batches into microbatches; with the first batch it decides the schedule of `compiled`."""
+    """Splits batches into microbatches; with the first batch it decides the schedule of
+    `compiled`."""
 
     def __init__(self, model: nn.Module, options: PipelineOptions, compiled: Programs) -> None:
         self._model, self._options, self._compiled = model, options, compiled
@@ -24,22 +26,26 @@ class BatchLayout:
         self._rows: int | None = None  # samples of a usual microbatch
 
     def split(self, batch: Batch, announce: bool) -> Microbatches:
-        """The microbatches of a batch. The first batch decides how many that usually are: as many as was asked for, or
-        as a named schedule admits. Raises PipelineError for a batch that cannot be cut."""
+        """The microbatches of a batch. The first batch decides how many that usually are: as many
+        as was asked for, or as a named schedule admits. Raises PipelineError for a batch that
+        cannot be cut."""
         compiled = self._compiled
         if not compiled.bound.trains:
             compiled.schedule = fit_to_batch(self._unfitted, self._options, batch, announce)
         if self._is_undecided:
             require_divisible(batch, compiled.schedule.microbatches)
             self._decide(batch.microbatch(0, compiled.schedule.microbatches))
-        count = _count_for(batch, compiled.schedule.microbatches, self._rows if compiled.bound.trains else None)
+        count = _count_for(
+            batch, compiled.schedule.microbatches, self._rows if compiled.bound.trains else None
+        )
         if count == compiled.schedule.microbatches:
             self._rows = batch.rows(0, count)
         self._require_order(count)
         return batch.into(count)
 
     def fit(self, given: Sequence[Microbatch]) -> Microbatches:
-        """Microbatches that are already split. Raises PipelineError for a number that the schedule does not admit."""
+        """Microbatches that are already split. Raises PipelineError for a number that the schedule
+        does not admit."""
         if not self._compiled.bound.trains:
             self._compiled.schedule = fit_to_count(self._unfitted, self._options, len(given))
         if self._is_undecided:
@@ -52,10 +58,15 @@ class BatchLayout:
         return not self._compiled.bound.trains and is_searched(self._options)
 
     def _require_order(self, count: int) -> None:
-        """Raise PipelineError, before a rank waits, for a number of microbatches that the schedule does not admit."""
+        """Raise PipelineError, before a rank waits, for a number of microbatches that the schedule
+        does not admit."""
         compiled = self._compiled
         program = compiled.bound.program if compiled.bound.trains else None
-        if program is not None and count != compiled.schedule.microbatches and count not in self._admitted:
+        if (
+            program is not None
+            and count != compiled.schedule.microbatches
+            and count not in self._admitted
+        ):
             step_order(program, count)
             self._admitted.add(count)
 
@@ -63,21 +74,30 @@ class BatchLayout:
         """Chooses the schedule by the predicted step, for the first batch's microbatches."""
         compiled, options, what = self._compiled, self._options, "choosing the schedule"
         usual = compiled.schedule
-        with compiled.ranks.watch.position.turn_to(what), Progress(f"zbcompile: {what}", first=LONG):
+        with (
+            compiled.ranks.watch.position.turn_to(what),
+            Progress(f"zbcompile: {what}", first=LONG),
+        ):
             exported = compiled.export(microbatch)
             make = partial(compiled.make, microbatch, exported)
-            program = compile_auto(make, options.choices, usual.ranks, usual.microbatches, options.chunks)
+            program = compile_auto(
+                make, options.choices, usual.ranks, usual.microbatches, options.chunks
+            )
         compiled.searched = exported, program
         compiled.schedule, compiled.decided = program.schedule, program.choices
 
 
 def _count_for(batch: Batch, usual: int, rows: int | None) -> int:
-    """How many microbatches `batch` is cut into: the usual number if that divides it, else as many as leave each no
-    more samples than the usual `rows` (None before the first step). Raises PipelineError if neither is possible."""
+    """How many microbatches `batch` is cut into: the usual number if that divides it, else as many
+    as leave each no more samples than the usual `rows` (None before the first step). Raises
+    PipelineError if neither is possible.
+    """
     if rows is None or batch.divides_into(usual):
         require_divisible(batch, usual)
         return usual
-    fitting = (n for n in range(1, batch.size + 1) if batch.divides_into(n) and batch.size // n <= rows)
+    fitting = (
+        n for n in range(1, batch.size + 1) if batch.divides_into(n) and batch.size // n <= rows
+    )
     count = next(fitting, usual)  # inputs of several lengths may have no such divisor
     require_divisible(batch, count)
     return count

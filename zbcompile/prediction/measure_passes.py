@@ -1,4 +1,5 @@
-"""Costs by measurement: every distinct graph of a program is run on this machine, on synthetic values."""
+"""Costs by measurement: every distinct graph of a program is run on this machine, on synthetic
+values."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -21,30 +22,41 @@ KEPT = ("parameter", "buffer")  # kinds of slots that all passes of a stage shar
 
 
 def measure_passes(program: Program) -> Costs:
-    """Seconds of F, B and W of every stage, of S and T of every vocabulary shard; messages are free.
+    """Seconds of F, B and W of every stage, of S and T of every vocabulary shard; messages are
+    free.
 
-    Stages that share their graphs are measured once. A pass without operations takes no time. Raises PipelineError for
-    graphs with collectives, which one process cannot run.
+    Stages that share their graphs are measured once. A pass without operations takes no time.
+    Raises PipelineError for graphs with collectives, which one process cannot run.
     """
     return measured_costs(program, measure_pieces(program))
 
 
 def measure_pieces(program: Program) -> dict[str, float]:
-    """Seconds of the passes of each distinct stage, by "stage.pass", and of each vocabulary shard, by "shard
-    rank.pass"."""
+    """Seconds of the passes of each distinct stage, by "stage.pass", and of each vocabulary shard,
+    by "shard rank.pass"."""
     _refuse_collectives(program)
     distinct = {str(stage.original): stage.pieces for stage in reversed(program.stages)}
     shards = enumerate(program.vocabulary.pieces) if program.vocabulary else ()
     distinct |= {f"shard {rank}": pieces for rank, pieces in shards}
-    nodes = (node for pieces in distinct.values() for piece in pieces.values() for node in piece.module.graph.nodes)
+    nodes = (
+        node
+        for pieces in distinct.values()
+        for piece in pieces.values()
+        for node in piece.module.graph.nodes
+    )
     with gpu.forked_generators(device_of(nodes)), torch.no_grad():
-        return {f"{name}.{op}": s for name, pieces in distinct.items() for op, s in _seconds(pieces).items()}
+        return {
+            f"{name}.{op}": s
+            for name, pieces in distinct.items()
+            for op, s in _seconds(pieces).items()
+        }
 
 
 def measured_costs(program: Program, seconds: Mapping[str, float]) -> Costs:
     """The costs by what `measure_pieces` returned."""
     forward, backward, weight = (
-        tuple(seconds.get(f"{stage.original}.{op}", 0.0) for stage in program.stages) for op in PASSES
+        tuple(seconds.get(f"{stage.original}.{op}", 0.0) for stage in program.stages)
+        for op in PASSES
     )
     costs = Costs(forward, backward, weight, time_unit="s")
     if program.vocabulary is None:
@@ -55,20 +67,24 @@ def measured_costs(program: Program, seconds: Mapping[str, float]) -> Costs:
 
 
 def _seconds(pieces: Mapping[str, Piece]) -> dict[str, float]:
-    """Seconds of the passes of a stage, run in turn: a pass that is repeated alone finds all that it reads in the
-    cache, as in no step."""
+    """Seconds of the passes of a stage, run in turn: a pass that is repeated alone finds all that
+    it reads in the cache, as in no step."""
     held: dict[Slot, Any] = {}
     ops = [op for op in (*PASSES, "S", "T") if op in pieces and not pieces[op].empty]
-    return dict(zip(ops, run_seconds_in_turn([_run_of(pieces[op], held) for op in ops]), strict=True))
+    return dict(
+        zip(ops, run_seconds_in_turn([_run_of(pieces[op], held) for op in ops]), strict=True)
+    )
 
 
 def _run_of(piece: Piece, held: dict[Slot, Any]) -> Callable[[], None]:
-    """One run of a pass, on the parameters and buffers `held` by its stage. Buffers that a graph adds into grow in
-    value from run to run, which does not change the time."""
+    """One run of a pass, on the parameters and buffers `held` by its stage. Buffers that a graph
+    adds into grow in value from run to run, which does not change the time."""
     run, values, device = boxed(piece.module), [], device_of(piece.module.graph.nodes)
     for node in piece.module.graph.find_nodes(op="placeholder"):
         slot = node.meta["slot"]
-        values.append(held.setdefault(slot, values_like(node)) if slot.kind in KEPT else values_like(node))
+        values.append(
+            held.setdefault(slot, values_like(node)) if slot.kind in KEPT else values_like(node)
+        )
 
     def once() -> None:
         run(list(values))
@@ -78,9 +94,17 @@ def _run_of(piece: Piece, held: dict[Slot, Any]) -> Callable[[], None]:
 
 
 def _refuse_collectives(program: Program) -> None:
-    graphs = (stage.pieces[op].module.graph for stage in program.stages for op in PASSES if op in stage.pieces)
-    name = next((str(node.target) for graph in graphs for node in graph.nodes if is_collective(node)), "")
+    graphs = (
+        stage.pieces[op].module.graph
+        for stage in program.stages
+        for op in PASSES
+        if op in stage.pieces
+    )
+    name = next(
+        (str(node.target) for graph in graphs for node in graph.nodes if is_collective(node)), ""
+    )
     if name:
         raise PipelineError(
-            f"--costs measured: the model calls {name}, which needs other processes. Use flops, or FILE."
+            f"--costs measured: the model calls {name}, which needs other processes. Use flops, or"
+            " FILE."
         )

@@ -15,22 +15,29 @@ POLICIES = ("hints", "selective", "full")
 
 
 def policies_of(choices: Choices) -> tuple[Recompute, ...]:
-    """Returns the ways to recompute that may be tried, the one that takes least time first. `recompute=` other than its
-    default is the only one, and so is the default without a limit."""
-    return POLICIES if choices.memory is not None and choices.recompute == "hints" else (choices.recompute,)
+    """Returns the ways to recompute that may be tried, the one that takes least time first.
+    `recompute=` other than its default is the only one, and so is the default without a limit."""
+    return (
+        POLICIES
+        if choices.memory is not None and choices.recompute == "hints"
+        else (choices.recompute,)
+    )
 
 
 def peak_bytes(program: Program, prices: Sequence[StagePrice] = ()) -> int:
-    """Returns the most bytes that any rank holds in a step of the program, as inspect predicts it. `prices` are those
-    of its stages, if they are known already."""
+    """Returns the most bytes that any rank holds in a step of the program, as inspect predicts it.
+    `prices` are those of its stages, if they are known already."""
     model, prices = module_of(program.model), prices or prices_of(program)
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
-    memories = rank_memories(program, predicted_costs(program, prices), tensors, running=running_of(prices))
+    memories = rank_memories(
+        program, predicted_costs(program, prices), tensors, running=running_of(prices)
+    )
     return max(memory.peak for memory in memories)
 
 
 def compile_within_memory(compile_: Callable[[Choices], Program], choices: Choices) -> Program:
-    """Returns the program of the first of `policies_of(choices)` whose ranks hold at most `memory=` bytes.
+    """Returns the program of the first of `policies_of(choices)` whose ranks hold at most `memory=`
+    bytes.
 
     Raises PartitionError if none does, with the bytes of the one that needs least.
     """
@@ -50,7 +57,8 @@ def too_little_memory(limit: float, needed: Mapping[int, Program]) -> PartitionE
     peak = min(needed)
     program, policy = needed[peak], needed[peak].choices.recompute
     return PartitionError(
-        f"memory={limit:,.0f} bytes per rank is too small: under {program.schedule.name} with recompute={policy!r} the "
-        f"fullest rank holds {peak:,.0f} bytes (parameters, gradients, optimizer state, activations and messages). Use "
-        "more ranks, smaller microbatches, or a schedule that keeps fewer microbatches in flight."
+        f"memory={limit:,.0f} bytes per rank is too small: under {program.schedule.name} with"
+        f" recompute={policy!r} the fullest rank holds {peak:,.0f} bytes (parameters, gradients,"
+        " optimizer state, activations and messages). Use more ranks, smaller microbatches, or a"
+        " schedule that keeps fewer microbatches in flight."
     )

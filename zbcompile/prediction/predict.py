@@ -6,7 +6,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from zbcompile.compiler.stage_price import StagePrice, bytes_of, costs_of, pass_seconds, price_of, running_bytes
+from zbcompile.compiler.stage_price import (
+    StagePrice,
+    bytes_of,
+    costs_of,
+    pass_seconds,
+    price_of,
+    running_bytes,
+)
 from zbcompile.compiler.vocabulary_sharding import with_shard_times
 from zbcompile.errors import PipelineError
 from zbcompile.passes.graph.roles import Slot
@@ -27,8 +34,8 @@ NAMED_COSTS = ("flops", "uniform", "measured")
 
 @dataclass(frozen=True)
 class Basis:
-    """Costs and where they are from: `unit` of the times ("s" or "passes"), `text` for a reader; the
-    `prices` that they are from, if they are from any."""
+    """Costs and where they are from: `unit` of the times ("s" or "passes"), `text` for a reader;
+    the `prices` that they are from, if they are from any."""
 
     costs: Costs
     unit: str
@@ -37,10 +44,12 @@ class Basis:
 
 
 def basis_of(program: Program, source: str) -> Basis:
-    """The costs called `source`: "flops" (FLOPs and bytes on the program's hardware), "uniform", "measured" (the graphs
-    are run here and now), or a file: JSON as `Costs.to_json` writes it (times in seconds), or the record of a step.
+    """The costs called `source`: "flops" (FLOPs and bytes on the program's hardware), "uniform",
+    "measured" (the graphs are run here and now), or a file: JSON as `Costs.to_json` writes it
+    (times in seconds), or the record of a step.
 
-    Memory is always that of the graphs, in bytes. Raises PipelineError or ScheduleError for a file that does not fit.
+    Memory is always that of the graphs, in bytes. Raises PipelineError or ScheduleError for a file
+    that does not fit.
     """
     if source == "flops":
         hardware = hardware_of(program)
@@ -49,9 +58,14 @@ def basis_of(program: Program, source: str) -> Basis:
         text = f"from FLOPs and bytes on {hardware}, {messages}{exchanges}"
         prices = prices_of(program)
         return Basis(predicted_costs(program, prices), "s", text, prices)
-    if source == "uniform":  # the graph of a pass may compute nothing: a stage without parameters has no W
+    if (
+        source == "uniform"
+    ):  # the graph of a pass may compute nothing: a stage without parameters has no W
         forward, backward, weight = (
-            tuple(int(op in stage.pieces and not stage.pieces[op].empty) for stage in program.stages) for op in "FBW"
+            tuple(
+                int(op in stage.pieces and not stage.pieces[op].empty) for stage in program.stages
+            )
+            for op in "FBW"
         )
         costs = Costs(forward, backward, weight, **bytes_of(program.stages))
         return Basis(costs, "passes", "every pass takes 1 (empty ones 0), messages free")
@@ -67,13 +81,18 @@ def hardware_of(program: Program) -> Hardware:
 
 
 def prices_of(program: Program) -> tuple[StagePrice, ...]:
-    """The price of every stage on the program's hardware, where its schedule places it; arguments as of `price_of`."""
+    """The price of every stage on the program's hardware, where its schedule places it; arguments
+    as of `price_of`."""
     how = hardware_of(program), program.choices, program.device_type
     distinct = {stage.original: stage for stage in reversed(program.stages)}
     found = {original: price_of(stage, *how) for original, stage in distinct.items()}
     local = [_local(stage, program.schedule.placement) for stage in program.stages]
     return tuple(
-        found[stage.original]._replace(running=running_bytes(stage, own)) if own else found[stage.original]
+        (
+            found[stage.original]._replace(running=running_bytes(stage, own))
+            if own
+            else found[stage.original]
+        )
         for stage, own in zip(program.stages, local, strict=True)
     )
 
@@ -93,14 +112,15 @@ def predicted_costs(
     program: Program,
     prices: Sequence[StagePrice] = (),
 ) -> Costs:
-    """Seconds of the passes by their operations on the program's hardware, and its links; `prices` are
-    those of the stages, if they are known already (`prices_of`)."""
+    """Seconds of the passes by their operations on the program's hardware, and its links; `prices`
+    are those of the stages, if they are known already (`prices_of`)."""
     hardware = hardware_of(program)
     costs = costs_of(prices or prices_of(program), **_links(program, hardware))
     if program.vocabulary is None:
         return costs
     shards = [
-        {op: pass_seconds(piece, hardware) for op, piece in pieces.items()} for pieces in program.vocabulary.pieces
+        {op: pass_seconds(piece, hardware) for op, piece in pieces.items()}
+        for pieces in program.vocabulary.pieces
     ]
     return with_shard_times(costs, program.schedule, program.vocabulary, shards)
 
@@ -120,8 +140,16 @@ def _links(program: Program, hardware: Hardware) -> dict[str, Any]:
     rank, stages = program.schedule.placement.rank, program.schedule.stages
     pairs = {(rank(s), rank(s + 1)) for s in range(stages - 1)}
     apart = {(a, b): hardware.connection(a, b) for pair in pairs for a, b in (pair, pair[::-1])}
-    links = [Link(*pair, *c) for pair, c in sorted(apart.items()) if c is not None and c != hardware.within]
-    return {"comm": hardware.within.latency, "bandwidth": hardware.within.bandwidth, "links": tuple(links)}
+    links = [
+        Link(*pair, *c)
+        for pair, c in sorted(apart.items())
+        if c is not None and c != hardware.within
+    ]
+    return {
+        "comm": hardware.within.latency,
+        "bandwidth": hardware.within.bandwidth,
+        "links": tuple(links),
+    }
 
 
 def with_memory(costs: Costs, program: Program) -> Costs:
@@ -132,8 +160,8 @@ def require_costs(source: str) -> None:
     """Raise PipelineError if `source` is neither a name of costs nor a file."""
     if source not in NAMED_COSTS and not Path(source).is_file():
         raise PipelineError(
-            f"--costs {source}: no such file; expected {', '.join(NAMED_COSTS)}, a JSON file of costs or a step's "
-            "record."
+            f"--costs {source}: no such file; expected {', '.join(NAMED_COSTS)}, a JSON file of"
+            " costs or a step's record."
         )
 
 
@@ -149,9 +177,14 @@ def _from_file(path: str, program: Program) -> Basis:
 
 
 def split_fused(costs: Costs, program: Program) -> Costs:
-    """A stage that was recorded under BW alone has its time in `backward`; divide it as the FLOPs of B and W."""
+    """A stage that was recorded under BW alone has its time in `backward`; divide it as the FLOPs
+    of B and W."""
     pairs = [
-        (time * (1 - _share_of_weight(stage)), time * _share_of_weight(stage)) if not weight else (time, weight)
+        (
+            (time * (1 - _share_of_weight(stage)), time * _share_of_weight(stage))
+            if not weight
+            else (time, weight)
+        )
         for time, weight, stage in zip(costs.backward, costs.weight, program.stages, strict=True)
     ]
     return replace(costs, backward=tuple(b for b, _ in pairs), weight=tuple(w for _, w in pairs))
@@ -173,6 +206,10 @@ class Messages:
 
 def count_messages(program: Program) -> Messages:
     """The messages of one step between different ranks. One message may carry several tensors."""
-    sends = Counter(a[:2] for order in program.lowered.orders for a in flatten(order) if a.op in SENDS)
-    sizes = {(op, stage): program.stages[stage].message_bytes(MESSAGE_OPS[op]) for op, stage in sends}
+    sends = Counter(
+        a[:2] for order in program.lowered.orders for a in flatten(order) if a.op in SENDS
+    )
+    sizes = {
+        (op, stage): program.stages[stage].message_bytes(MESSAGE_OPS[op]) for op, stage in sends
+    }
     return Messages(sends.total(), sum(count * sizes[key] for key, count in sends.items()))

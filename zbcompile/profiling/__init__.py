@@ -1,1 +1,2 @@
-"""What looks at the steps of a pipeline: the recorder, trace and monitor, and the origin of a NaN."""
+"""What looks at the steps of a pipeline: the recorder, trace and monitor, and the origin of
+a NaN."""

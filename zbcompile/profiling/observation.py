@@ -1,6 +1,7 @@
 """The recorder of the steps of a pipeline.
 
-The record of a step says when each action ran on each rank, what waited and was sent, and why ranks were idle.
+The record of a step says when each action ran on each rank, what waited and was sent, and why ranks
+were idle.
 """
 
 import time
@@ -43,11 +44,21 @@ class ActionTimes(Observer):
     marks: dict[int, list[tuple[Action, Any, Any]]] = field(default_factory=dict)
     held: dict[int, list[int]] = field(default_factory=dict)
     sent: dict[int, int] = field(default_factory=dict)
-    opened: dict[int, list[list[Any]]] = field(default_factory=dict)  # when each half of what runs began
+    opened: dict[int, list[list[Any]]] = field(
+        default_factory=dict
+    )  # when each half of what runs began
 
-    def __call__(self, of: Sequence[Instruction], run: RankRun, execute: Callable[[], None]) -> None:
-        sent = [run.outbox[each.carries] for each in of if each.action.op in SENDS and each.carries is not None]
-        self.sent[run.rank] = self.sent.get(run.rank, 0) + sum(tensor.nbytes for each in sent for tensor in each)
+    def __call__(
+        self, of: Sequence[Instruction], run: RankRun, execute: Callable[[], None]
+    ) -> None:
+        sent = [
+            run.outbox[each.carries]
+            for each in of
+            if each.action.op in SENDS and each.carries is not None
+        ]
+        self.sent[run.rank] = self.sent.get(run.rank, 0) + sum(
+            tensor.nbytes for each in sent for tensor in each
+        )
         self.opened.setdefault(run.rank, []).append([self.clock.mark()] * 2)
         execute()
         self._note(of[-1].action, run, 1)
@@ -60,25 +71,33 @@ class ActionTimes(Observer):
         self.opened[run.rank][-1][1] = self.clock.mark()
 
     def _note(self, action: Action, run: RankRun, half: int) -> None:
-        self.marks.setdefault(run.rank, []).append((action, self.opened[run.rank][-1][half], self.clock.mark()))
+        self.marks.setdefault(run.rank, []).append(
+            (action, self.opened[run.rank][-1][half], self.clock.mark())
+        )
         live = sum(stage.live_bytes() for stage in run.runs.values())
         self.held.setdefault(run.rank, []).append(live)
 
     def seen(self, ahead: float = 0.0) -> ProcessRecord:
-        """Waits for the device. The times are on a clock that this process's clock is `ahead` of."""
+        """Waits for the device. The times are on a clock that this process's clock is
+        `ahead` of."""
         at = self.clock.seconds
         timed = {
             r: [RecordedSpan(str(a), at(s) - ahead, at(e) - ahead) for a, s, e in found]
             for r, found in self.marks.items()
         }
-        return ProcessRecord(self.begin - ahead, time.perf_counter() - ahead, timed, self.held, self.sent)
+        return ProcessRecord(
+            self.begin - ahead, time.perf_counter() - ahead, timed, self.held, self.sent
+        )
 
 
 def make_record(times: ActionTimes, parts: Sequence[ProcessRecord], in_process: bool) -> StepRecord:
     """One record of what all processes have seen, on one clock."""
     started = min(part.begin for part in parts)
     timed = _merged([part.timed for part in parts])
-    spans = {r: [RecordedSpan(a, s - started, e - started) for a, s, e in found] for r, found in timed.items()}
+    spans = {
+        r: [RecordedSpan(a, s - started, e - started) for a, s, e in found]
+        for r, found in timed.items()
+    }
     return StepRecord(
         spans=spans,
         held_bytes=_merged([part.held for part in parts]),
@@ -96,19 +115,21 @@ def _merged(parts: Sequence[Mapping[int, Any]]) -> dict[int, Any]:
 
 
 class Observation:
-    """Records the steps of `ranks` while `record` is set. `last_step` is the record of the last one, if it was
-    recorded."""
+    """Records the steps of `ranks` while `record` is set. `last_step` is the record of the last
+    one, if it was recorded."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.record = False
         self.last_step: StepRecord | None = None
         self._ranks = ranks
-        self._ahead: float | None = None  # seconds by which this host's clock is ahead of the first rank's
+        # seconds by which this host's clock is ahead of the first rank's
+        self._ahead: float | None = None
         self._times: ActionTimes | None = None
         self._records: list[StepRecord] | None = None
 
     def begin(self, program: Program, schedule: Schedule) -> ActionTimes:
-        """What observes the next step. All ranks begin it together, on clocks that have been compared."""
+        """What observes the next step. All ranks begin it together, on clocks that have been
+        compared."""
         ranks = self._ranks
         if isinstance(ranks, GroupRanks):
             with ranks.watch.position.waiting("the common start"):
@@ -119,7 +140,8 @@ class Observation:
         return self._times
 
     def end(self) -> None:
-        """Let `last_step` be what all ranks of the pipeline have seen of the step, on every rank."""
+        """Let `last_step` be what all ranks of the pipeline have seen of the step, on every
+        rank."""
         assert self._times is not None
         parts = self._ranks.gather_here(self._times.seen(self._ahead or 0.0))
         self.last_step = make_record(self._times, parts, in_process=self._ranks.group is None)

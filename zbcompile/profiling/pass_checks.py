@@ -1,6 +1,6 @@
-"""Checks around the passes of a step: for the operation that introduces a NaN or an infinity, found by running graphs
-operation by operation, and for a user's operators that draw random numbers without saying so, which no seed would
-reach."""
+"""Checks around the passes of a step: for the operation that introduces a NaN or an infinity, found
+by running graphs operation by operation, and for a user's operators that draw random numbers
+without saying so, which no seed would reach."""
 
 import math
 from collections.abc import Sequence
@@ -18,13 +18,17 @@ from zbcompile.runtime.stage_plan import CompiledStage, Tensors
 
 
 def inspected(stage: CompiledStage) -> CompiledStage:
-    """`stage` with every pass checked: FloatingPointError at the first operation that introduces a NaN or an infinity,
-    and before any operation if there is a NaN in the batch, a parameter or a buffer."""
-    return stage.with_runs({name: checked(stage.index, piece) for name, piece in stage.program.pieces.items()})
+    """`stage` with every pass checked: FloatingPointError at the first operation that introduces a
+    NaN or an infinity, and before any operation if there is a NaN in the batch, a parameter or a
+    buffer."""
+    return stage.with_runs(
+        {name: checked(stage.index, piece) for name, piece in stage.program.pieces.items()}
+    )
 
 
 def checked(stage: int, piece: Piece) -> Run:
-    """A pass under inspection, called as the boxed graph would be: with a list, which it empties."""
+    """A pass under inspection, called as the boxed graph would be: with a list, which it
+    empties."""
 
     def run(values: Tensors) -> Sequence[torch.Tensor]:
         given = list(values)
@@ -34,18 +38,25 @@ def checked(stage: int, piece: Piece) -> Run:
     return run
 
 
-ROOTS = ("input", "parameter", "buffer")  # a NaN in anything else that a pass reads was made by a pass
+# a NaN in anything else that a pass reads was made by a pass
+ROOTS = (
+    "input",
+    "parameter",
+    "buffer",
+)
 
 
 class _Inspector(Interpreter):
-    """Runs a pass and reports its first NaN that no input has. Infinities are often meant (a mask of -inf): one is
-    reported only if all inputs are finite."""
+    """Runs a pass and reports its first NaN that no input has. Infinities are often meant (a mask
+    of -inf): one is reported only if all inputs are finite."""
 
     def __init__(self, stage: int, piece: Piece) -> None:
         super().__init__(piece.module)
         self.extra_traceback = False  # the message says where
         self._place = f"{piece.name} of stage {stage}"
-        self._slots = dict(zip(piece.module.graph.find_nodes(op="placeholder"), piece.inputs, strict=True))
+        self._slots = dict(
+            zip(piece.module.graph.find_nodes(op="placeholder"), piece.inputs, strict=True)
+        )
         self._sent: dict[Node, set[str]] = {}  # by collective under way: what occurs in its inputs
 
     def run_node(self, n: Node) -> Any:
@@ -53,16 +64,24 @@ class _Inspector(Interpreter):
         if is_under_way(n):  # its result is there once somebody has waited for it
             self._sent[n] = read
             return super().run_node(n)
-        read = set().union(*(self._sent.get(each, read) for each in n.all_input_nodes)) if is_wait(n) else read
+        read = (
+            set().union(*(self._sent.get(each, read) for each in n.all_input_nodes))
+            if is_wait(n)
+            else read
+        )
         result = super().run_node(n)
         made = _kinds(result)
         if n in self._slots and self._slots[n].kind in ROOTS and "nan" in made:
-            raise FloatingPointError(f"{self._place} receives a NaN in {self._slots[n].kind} {self._slots[n].name}")
+            raise FloatingPointError(
+                f"{self._place} receives a NaN in {self._slots[n].kind} {self._slots[n].name}"
+            )
         if n.op == "call_function" and ("nan" in made - read or ("inf" in made and not read)):
             origin = origin_of(n)
             line = f", for {origin.owner}: {origin.text}" if origin else ""
             found = "a NaN" if "nan" in made else "an infinity"
-            raise FloatingPointError(f"{found} first appears in {self._place}, in {n.target} ({n.name}){line}")
+            raise FloatingPointError(
+                f"{found} first appears in {self._place}, in {n.target} ({n.name}){line}"
+            )
         return result
 
 
@@ -71,7 +90,11 @@ def _kinds(values: Any) -> set[str]:
     if isinstance(values, torch.Tensor):
         if not values.is_floating_point():
             return set()
-        return {kind for kind, test in (("nan", torch.isnan), ("inf", torch.isinf)) if bool(test(values).any())}
+        return {
+            kind
+            for kind, test in (("nan", torch.isnan), ("inf", torch.isinf))
+            if bool(test(values).any())
+        }
     if isinstance(values, float):
         return {kind for kind, test in (("nan", math.isnan), ("inf", math.isinf)) if test(values)}
     if isinstance(values, dict):

@@ -1,6 +1,6 @@
-"""Program directories. To save one, every rank writes its own part, and the manifest comes last: a directory without a
-manifest is not a program, so a half-written one is never mistaken for a complete one. To read one, every file is
-compared with its hash, and nothing in it is executed."""
+"""Program directories. To save one, every rank writes its own part, and the manifest comes last: a
+directory without a manifest is not a program, so a half-written one is never mistaken for a
+complete one. To read one, every file is compared with its hash, and nothing in it is executed."""
 
 import hashlib
 import re
@@ -55,7 +55,8 @@ Hashes = dict[str, tuple[int, str]]  # bytes and SHA-256 of files
 
 
 def save_program(program: Program, directory: Path, ranks: Ranks) -> None:
-    """Write `program` to `directory`, each process the parts of its own `ranks`; see `Program.save`."""
+    """Write `program` to `directory`, each process the parts of its own `ranks`; see
+    `Program.save`."""
     what = f"saving {directory}"
 
     def write() -> Hashes:
@@ -70,19 +71,23 @@ def save_program(program: Program, directory: Path, ranks: Ranks) -> None:
     for name, each in program.also.items():
         save_program(each, directory / name, ranks)
     sizes = {label: ranks.mesh.size(label) for label in program.groups}
-    together(ranks, what, lambda: _finish(program, directory, hashes, sizes) if ranks.is_first else None)
+    together(
+        ranks, what, lambda: _finish(program, directory, hashes, sizes) if ranks.is_first else None
+    )
 
 
 def _joined(parts: Sequence[Hashes]) -> Hashes:
-    """The hash of every file. Ranks outside the pipeline share its files, so theirs must be equal."""
+    """The hash of every file. Ranks outside the pipeline share its files, so theirs must be
+    equal."""
     found: Hashes = {}
     for name, each in (item for part in parts for item in part.items()):
         if found.setdefault(name, each) != each:
             raise PipelineError(
-                f"{name} differs between ranks of one place in the pipeline: along a dimension of the mesh they have "
-                "graphs, constants or unsaved buffers of their own (parts of different sizes, numbers made of the "
-                "rank). A saved program has one for all of them. Shard evenly, and keep what depends on the rank in a "
-                "buffer that the state dict holds."
+                f"{name} differs between ranks of one place in the pipeline: along a dimension of"
+                " the mesh they have graphs, constants or unsaved buffers of their own (parts of"
+                " different sizes, numbers made of the rank). A saved program has one for all of"
+                " them. Shard evenly, and keep what depends on the rank in a buffer that the state"
+                " dict holds."
             )
     return found
 
@@ -93,7 +98,8 @@ def save_here(program: Program, directory: Path) -> None:
 
 
 def _prepare(program: Program, directory: Path, leads: bool) -> None:
-    """Refuse a program that cannot be saved; then remove the manifest and the ranks of an older program."""
+    """Refuse a program that cannot be saved; then remove the manifest and the ranks of an older
+    program."""
     _refuse(program)
     if not leads:
         return
@@ -108,17 +114,20 @@ _OURS = re.compile(rf"{_FILES}|\.{_FILES}\.partial|rank-\d{{4,}}|{'|'.join(FORWA
 
 
 def program_in(directory: Path) -> list[Path]:
-    """The files of the program in `directory`, none if it is new. Raises PipelineError if no program can go there."""
+    """The files of the program in `directory`, none if it is new. Raises PipelineError if no
+    program can go there."""
     if directory.exists() and not directory.is_dir():
-        raise PipelineError(f"{directory} is a file; expected a directory, or a path that does not exist yet.")
+        raise PipelineError(
+            f"{directory} is a file; expected a directory, or a path that does not exist yet."
+        )
     held = sorted(directory.iterdir()) if directory.exists() else []
     for path in held:
         if path.name in FORWARDS:
             program_in(path)
         if path.is_symlink() or not _OURS.fullmatch(path.name):
             raise PipelineError(
-                f"{directory} holds other files ({path.name}); expected a new directory, or one that holds a program, "
-                "which is replaced."
+                f"{directory} holds other files ({path.name}); expected a new directory, or one"
+                " that holds a program, which is replaced."
             )
     return held
 
@@ -127,15 +136,17 @@ def _refuse(program: Program) -> None:
     foreign = [label for label in program.groups if label not in DIMENSIONS]
     if foreign:
         raise PipelineError(
-            f"the model's graphs communicate through {len(foreign)} process group(s) that are no dimension of mesh=; a "
-            "program names its groups by dimension, and cannot be saved with others. Use mesh.get_group(dimension) in "
-            "the model, and pass the whole mesh to zbcompile.pipeline."
+            f"the model's graphs communicate through {len(foreign)} process group(s) that are no"
+            " dimension of mesh=; a program names its groups by dimension, and cannot be saved"
+            " with others. Use mesh.get_group(dimension) in the model, and pass the whole mesh to"
+            " zbcompile.pipeline."
         )
     empty = [name for name, tensor in program.model.constants.items() if not has_values(tensor)]
     if empty:
         raise PipelineError(
-            f"{empty[0]} is a tensor in a plain attribute of a model that was built without memory (meta or fake), so "
-            "it has no values to save. Build the model on a real device, or make it a buffer."
+            f"{empty[0]} is a tensor in a plain attribute of a model that was built without memory"
+            " (meta or fake), so it has no values to save. Build the model on a real device, or"
+            " make it a buffer."
         )
 
 
@@ -147,7 +158,9 @@ def _write(directory: Path, files: dict[str, bytes], writes: bool = True) -> Has
         write_whole(path, content)
     for folder in {(directory / name).parent for name in files} if writes else ():
         sync(folder)
-    return {name: (len(content), hashlib.sha256(content).hexdigest()) for name, content in files.items()}
+    return {
+        name: (len(content), hashlib.sha256(content).hexdigest()) for name, content in files.items()
+    }
 
 
 def _finish(program: Program, directory: Path, hashes: Hashes, sizes: dict[str, int]) -> None:
@@ -161,8 +174,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
     if not path.exists():
         raise PipelineError(
-            f"{folder} has no {MANIFEST}: it is not a program, or saving it was interrupted. {AGAIN}: "
-            "pipe.program.save(directory)."
+            f"{folder} has no {MANIFEST}: it is not a program, or saving it was interrupted."
+            f" {AGAIN}: pipe.program.save(directory)."
         )
     return manifest_from_text(read_bytes(path).decode(errors="replace"), str(path))
 
@@ -174,7 +187,8 @@ def read_program(
     device: torch.device,
     operators: Collection[str] = (),
 ) -> SavedProgram:
-    """The program with the graphs of the ranks `own`, its tensors on `device`. Raises as `load` does."""
+    """The program with the graphs of the ranks `own`, its tensors on `device`. Raises as `load`
+    does."""
     reader = _Reader(folder, manifest["files"])
     with reader.understanding(SCHEDULE):
         lowered = _lowered(reader.bytes(SCHEDULE).decode(), manifest)
@@ -199,7 +213,11 @@ def _lowered(text: str, manifest: Mapping[str, Any]) -> Schedule:
 
 
 def _read_part(
-    program: SavedProgram, rank: int, reader: "_Reader", device: torch.device, operators: Collection[str]
+    program: SavedProgram,
+    rank: int,
+    reader: "_Reader",
+    device: torch.device,
+    operators: Collection[str],
 ) -> RankPart:
     index = reader.json(rank_file(rank, RANK))
     with reader.understanding(rank_file(rank, TENSORS)):
@@ -207,7 +225,9 @@ def _read_part(
     pieces = {}
     for stem in graph_files(program, rank):
         with reader.understanding(rank_file(rank, f"{stem}.json")):
-            pieces[stem] = pieces_from_data(reader.json(rank_file(rank, f"{stem}.json")), device, operators)
+            pieces[stem] = pieces_from_data(
+                reader.json(rank_file(rank, f"{stem}.json")), device, operators
+            )
     return part_from_data(index, pieces, tensors)
 
 
@@ -223,8 +243,13 @@ def _with_part(program: SavedProgram, rank: int, part: RankPart) -> SavedProgram
         shards[rank] = part.pieces[VOCABULARY]
         vocabulary = replace(vocabulary, pieces=tuple(shards))
     held = program.model
-    constants, unsaved = {**held.constants, **part.named("constant")}, {**held.unsaved, **part.named("buffer")}
-    unsaved |= {member.name: on_meta(member) for member in held.members if member.name in part.unfilled}
+    constants, unsaved = (
+        {**held.constants, **part.named("constant")},
+        {**held.unsaved, **part.named("buffer")},
+    )
+    unsaved |= {
+        member.name: on_meta(member) for member in held.members if member.name in part.unfilled
+    }
     model = replace(held, constants=constants, unsaved=unsaved)
     return replace(program, stages=tuple(stages), vocabulary=vocabulary, model=model)
 
@@ -242,8 +267,8 @@ class _Reader:
         content = read_bytes(path)
         if hashlib.sha256(content).hexdigest() != sha256:
             raise PipelineError(
-                f"{path} is not what was saved: its hash differs from the manifest's (truncated, edited, or from "
-                "another program). Copy the directory again, or save it again."
+                f"{path} is not what was saved: its hash differs from the manifest's (truncated,"
+                " edited, or from another program). Copy the directory again, or save it again."
             )
         return content
 
@@ -252,7 +277,8 @@ class _Reader:
 
     @contextmanager
     def understanding(self, name: str) -> Iterator[None]:
-        """Inside, a file is read that anyone may have written: every error is one line that names it."""
+        """Inside, a file is read that anyone may have written: every error is one line that names
+        it."""
         path = self.folder / name
         try:
             yield
@@ -261,4 +287,6 @@ class _Reader:
             text = in_short(error)
             raise kind(text if str(self.folder) in text else f"{path}: {text}") from error
         except Exception as error:
-            raise PipelineError(f"{path} holds data that no release writes ({problem_of(error)}). {AGAIN}.") from error
+            raise PipelineError(
+                f"{path} holds data that no release writes ({problem_of(error)}). {AGAIN}."
+            ) from error

@@ -1,5 +1,6 @@
-"""manifest.json: the part of a saved program that every rank reads, such as the outlines of all stages (everything
-except their graphs), with the hash of every other file. docs/programs.md lists its fields."""
+"""manifest.json: the part of a saved program that every rank reads, such as the outlines of all
+stages (everything except their graphs), with the hash of every other file. docs/programs.md lists
+its fields."""
 
 import hashlib
 import json
@@ -21,7 +22,13 @@ from zbcompile.passes.exported.vocabulary.shard_program import InputLayer, Vocab
 from zbcompile.passes.machine.hardware import Hardware
 from zbcompile.passes.partition.cuts import Cuts
 from zbcompile.passes.stage.stage_program import Crossing, Recomputation, StageProgram
-from zbcompile.program.output import output_from_data, output_to_data, sizes_from_data, spec_from_data, spec_to_data
+from zbcompile.program.output import (
+    output_from_data,
+    output_to_data,
+    sizes_from_data,
+    spec_from_data,
+    spec_to_data,
+)
 from zbcompile.program.program import Program
 from zbcompile.program.rank_files import piece_from_data, piece_to_data
 from zbcompile.schedules.ir.schedule import Schedule
@@ -34,8 +41,8 @@ AGAIN = "Compile and save the program again"
 
 @dataclass(frozen=True)
 class SavedProgram(Program):
-    """A program that was read from a directory: the stages of this process's ranks with their graphs, other
-    stages without. `written` is its manifest."""
+    """A program that was read from a directory: the stages of this process's ranks with their
+    graphs, other stages without. `written` is its manifest."""
 
     written: Mapping[str, Any] | None = None
 
@@ -47,7 +54,12 @@ class SavedProgram(Program):
     @property
     def digests(self) -> str:
         """Its own, and those of the forwards saved with it."""
-        return " ".join([self.digest, *(each.digest for each in self.also.values() if isinstance(each, SavedProgram))])
+        return " ".join(
+            [
+                self.digest,
+                *(each.digest for each in self.also.values() if isinstance(each, SavedProgram)),
+            ]
+        )
 
     @cached_property
     def manifest(self) -> dict[str, Any]:
@@ -55,10 +67,14 @@ class SavedProgram(Program):
 
 
 def manifest_to_text(
-    program: Program, files: Mapping[str, tuple[int, str]], operators: list[str], dimensions: Mapping[str, int]
+    program: Program,
+    files: Mapping[str, tuple[int, str]],
+    operators: list[str],
+    dimensions: Mapping[str, int],
 ) -> str:
-    """The manifest of `program`, whose graphs communicate along `dimensions`, each with its number of ranks; `files`
-    has bytes and SHA-256. It contains its own digest, so that an edited one is noticed."""
+    """The manifest of `program`, whose graphs communicate along `dimensions`, each with its number
+    of ranks; `files` has bytes and SHA-256. It contains its own digest, so that an edited one is
+    noticed."""
     data = {
         "format": FORMAT,
         "version": VERSION,
@@ -88,34 +104,46 @@ def manifest_to_text(
 
 
 def manifest_from_text(text: str, where: str) -> dict[str, Any]:
-    """The parsed manifest. Raises PipelineError if it is damaged, or if this release or this torch cannot run it."""
+    """The parsed manifest. Raises PipelineError if it is damaged, or if this release or this torch
+    cannot run it."""
     try:
         data = parse_json(text, ValueError)
         if data["format"] != FORMAT:
             raise PipelineError(f"{where} says that it is {data['format']!r}; expected {FORMAT!r}.")
         if data["version"] != VERSION:
             raise PipelineError(
-                f"{where} has format version {data['version']!r}; this release reads version {VERSION}. {AGAIN} with "
-                "this release."
+                f"{where} has format version {data['version']!r}; this release reads version"
+                f" {VERSION}. {AGAIN} with this release."
             )
         _require_torch(on_a_line(data["torch"]), where)
-        if data["digest"] != digest_of({key: value for key, value in data.items() if key != "digest"}):
-            raise PipelineError(f"{where} was changed after it was written: its digest does not match. {AGAIN}.")
+        if data["digest"] != digest_of(
+            {key: value for key, value in data.items() if key != "digest"}
+        ):
+            raise PipelineError(
+                f"{where} was changed after it was written: its digest does not match. {AGAIN}."
+            )
         _require_counts(data)
     except PipelineError:
         raise
     except Exception as error:  # of JSON that anyone may have written
-        raise PipelineError(f"{where} is damaged or incomplete ({problem_of(error)}). {AGAIN}.") from None
+        raise PipelineError(
+            f"{where} is damaged or incomplete ({problem_of(error)}). {AGAIN}."
+        ) from None
     return data  # type: ignore[no-any-return]
 
 
 def problem_of(error: Exception) -> str:
     """What is wrong with data that led to this error, on a line."""
-    return f"it has no {in_short(error)}" if isinstance(error, KeyError) else in_short(error) or type(error).__name__
+    return (
+        f"it has no {in_short(error)}"
+        if isinstance(error, KeyError)
+        else in_short(error) or type(error).__name__
+    )
 
 
 def in_short(error: Exception) -> str:
-    """The first line of an error, which may quote data of any length, without control characters."""
+    """The first line of an error, which may quote data of any length, without control
+    characters."""
     text = on_a_line(str(error).partition("\n")[0])
     return text if len(text) <= LONGEST else f"{text[:LONGEST]} ..."
 
@@ -127,9 +155,14 @@ def _require_counts(data: Mapping[str, Any]) -> None:
         raise ValueError(f"{ranks!r} ranks, but {len(files)} files and {stages} stages")
     if data["device"] not in DEVICES:
         raise ValueError(f"{data['device']!r} is no kind of device")
-    if any(type(size) is not int or size < 1 or name not in DIMENSIONS for name, size in data["dimensions"].items()):
+    if any(
+        type(size) is not int or size < 1 or name not in DIMENSIONS
+        for name, size in data["dimensions"].items()
+    ):
         raise ValueError(f"{data['dimensions']!r} are no dimensions of a mesh")
-    if not isinstance(data["operators"], list) or not all(isinstance(name, str) for name in data["operators"]):
+    if not isinstance(data["operators"], list) or not all(
+        isinstance(name, str) for name in data["operators"]
+    ):
         raise ValueError(f"{data['operators']!r} are no names of operators")
     for size, sha256 in files.values():
         if type(size) is not int or size < 0 or not isinstance(sha256, str):
@@ -140,8 +173,9 @@ def _require_torch(release: str, where: str) -> None:
     here = torch_release(torch.__version__)
     if release != here:
         raise PipelineError(
-            f"{where}: the program was compiled with torch {release} and this is torch {here}; the operators of its "
-            f"graphs may differ. {AGAIN} with torch {here}, or install torch {release}."
+            f"{where}: the program was compiled with torch {release} and this is torch {here}; the"
+            f" operators of its graphs may differ. {AGAIN} with torch {here}, or install torch"
+            f" {release}."
         )
 
 
@@ -162,8 +196,8 @@ def digest_of(data: Mapping[str, Any]) -> str:
 def program_from_manifest(
     data: Mapping[str, Any], lowered: Schedule, device: torch.device, operators: Collection[str]
 ) -> SavedProgram:
-    """The program, still without the graphs of its stages; it may call `operators` of other libraries. Raises KeyError,
-    TypeError or ValueError for data of another form."""
+    """The program, still without the graphs of its stages; it may call `operators` of other
+    libraries. Raises KeyError, TypeError or ValueError for data of another form."""
     members = tuple(_member_from_data(*each) for each in data["model"])
     return SavedProgram(
         model=ModelFacts(on_a_line(data["name"]), members, {}, {}),
@@ -173,10 +207,16 @@ def program_from_manifest(
         homes={name: tuple(stages) for name, stages in data["homes"].items()},
         choices=_choices_from_data(data["choices"]),
         loss_dtype=data["loss_dtype"],
-        inputs={path: (sizes_from_data(shape), on_a_line(dtype)) for path, (shape, dtype) in data["inputs"].items()},
+        inputs={
+            path: (sizes_from_data(shape), on_a_line(dtype))
+            for path, (shape, dtype) in data["inputs"].items()
+        },
         vocabulary=vocabulary_from_data(data["vocabulary"], str(device)),
         canonical_targets=(),
-        ends={int(stage): piece_from_data("E", each, device, operators) for stage, each in data["ends"].items()},
+        ends={
+            int(stage): piece_from_data("E", each, device, operators)
+            for stage, each in data["ends"].items()
+        },
         call=_texts(data["call"]),
         groups=dict.fromkeys(data["dimensions"], ""),  # named by the process that loads it
         step=_step_from_data(data["step"]),
@@ -188,9 +228,15 @@ def program_from_manifest(
 
 def _options_to_data(options: Choices | StepOptions) -> dict[str, Any]:
     """Options as plain data."""
-    plain = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(options).items()}
+    plain = {
+        name: list(value) if isinstance(value, tuple) else value
+        for name, value in vars(options).items()
+    }
     plain |= {name: value.to_dict() for name, value in plain.items() if isinstance(value, Hardware)}
-    return {n: str(v).removeprefix("torch.") if isinstance(v, torch.dtype) else v for n, v in plain.items()}
+    return {
+        n: str(v).removeprefix("torch.") if isinstance(v, torch.dtype) else v
+        for n, v in plain.items()
+    }
 
 
 def _member_from_data(name: str, kind: str, shape: Any, stride: Any, *rest: Any) -> Member:
@@ -231,7 +277,10 @@ def outline_to_data(stage: StageProgram) -> dict[str, Any]:
     """A stage without its graphs, as JSON values."""
     data: dict[str, Any] = {name: getattr(stage, name) for name in PLAIN}
     data |= {name: list(getattr(stage, name)) for name in NAMES}
-    data |= {key: {name: spec_to_data(spec) for name, spec in getattr(stage, key).items()} for key in BOUNDARIES}
+    data |= {
+        key: {name: spec_to_data(spec) for name, spec in getattr(stage, key).items()}
+        for key in BOUNDARIES
+    }
     data["flops"] = dict(stage.flops)
     data["deferred"] = {name: list(dimensions) for name, dimensions in stage.deferred.items()}
     data["crossing"] = asdict(stage.crossing)
@@ -243,7 +292,10 @@ def outline_from_data(data: dict[str, Any], device: str) -> StageProgram:
     """The stage without its graphs; its boundary tensors are on `device`."""
     fields: dict[str, Any] = {name: data[name] for name in PLAIN}
     fields |= {name: _texts(data[name]) for name in NAMES}
-    fields |= {key: {name: spec_from_data(spec, device) for name, spec in data[key].items()} for key in BOUNDARIES}
+    fields |= {
+        key: {name: spec_from_data(spec, device) for name, spec in data[key].items()}
+        for key in BOUNDARIES
+    }
     return StageProgram(
         **fields,
         pieces={},
@@ -289,5 +341,8 @@ def vocabulary_from_data(data: dict[str, Any] | None, device: str) -> Vocabulary
         fields["lookup"] = InputLayer(weight, activation, spec_from_data(rows, device))
     bounds = tuple((low, high) for low, high in data["bounds"])
     return VocabularyProgram(
-        **fields, bounds=bounds, flops=tuple(map(_counts, data["flops"])), pieces=({},) * len(bounds)
+        **fields,
+        bounds=bounds,
+        flops=tuple(map(_counts, data["flops"])),
+        pieces=({},) * len(bounds),
     )

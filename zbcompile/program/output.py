@@ -19,9 +19,9 @@ class Output:
     """A value that a program returns of its forward.
 
     Attributes:
-        computes: Its name, such as "eval", as `python -m zbcompile.compile --also` takes it.
-        structure: The value with a position in the place of every tensor.
-        made: The stage that makes each tensor and its form for one microbatch, by slot name, in the order of positions.
+        computes: Its name, such as "eval", as `python -m zbcompile.compile --also` takes
+        it. structure: The value with a position in the place of every tensor. made: The stage that
+        makes each tensor and its form for one microbatch, by slot name, in the order of positions.
     """
 
     computes: str
@@ -39,7 +39,10 @@ class Output:
 
     def joins(self, other: "Output") -> bool:
         """Returns True if the rows of both outputs can be concatenated: all else is equal."""
-        shapes = [{name: spec.shape[1:] for name, (_, spec) in each.made.items()} for each in (self, other)]
+        shapes = [
+            {name: spec.shape[1:] for name, (_, spec) in each.made.items()}
+            for each in (self, other)
+        ]
         return self.structure == other.structure and shapes[0] == shapes[1]
 
     def rebuild(self, tensors: Mapping[str, Any]) -> Any:
@@ -48,7 +51,8 @@ class Output:
 
 
 def output_to_data(output: Output | None) -> dict[str, Any] | None:
-    """Returns an output as JSON values. Raises PipelineError for a class that data cannot describe."""
+    """Returns an output as JSON values. Raises PipelineError for a class that data cannot
+    describe."""
     if output is None:
         return None
     made = {name: [stage, spec_to_data(spec)] for name, (stage, spec) in output.made.items()}
@@ -56,10 +60,14 @@ def output_to_data(output: Output | None) -> dict[str, Any] | None:
 
 
 def output_from_data(data: dict[str, Any] | None, device: str) -> Output | None:
-    """Returns the output that `output_to_data` wrote; an object of a class comes back as a dictionary."""
+    """Returns the output that `output_to_data` wrote; an object of a class comes back as a
+    dictionary."""
     if data is None:
         return None
-    made = {name: (int(stage), spec_from_data(spec, device)) for name, (stage, spec) in data["made"].items()}
+    made = {
+        name: (int(stage), spec_from_data(spec, device))
+        for name, (stage, spec) in data["made"].items()
+    }
     return Output(data["computes"], OutputStructure(_from_data(data["form"], len(made))), made)
 
 
@@ -74,8 +82,8 @@ def _to_data(value: Any) -> Any:
     if mapping and all(isinstance(key, str) for key in mapping):
         return {"mapping": {key: _to_data(each) for key, each in mapping.items()}}
     raise PipelineError(
-        f"the model's output holds a {type(value).__name__}, which a saved program cannot describe. Return tensors, "
-        "numbers, and lists, tuples and mappings of them."
+        f"the model's output holds a {type(value).__name__}, which a saved program cannot describe."
+        " Return tensors, numbers, and lists, tuples and mappings of them."
     )
 
 

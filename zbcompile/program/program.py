@@ -26,27 +26,34 @@ from zbcompile.program.output import FORWARDS, Output
 from zbcompile.schedules.ir.schedule import Schedule
 from zbcompile.version import __version__
 
-OF_A_PLACE = ("graphs", "types", "cuts")  # of a manifest: tensor-parallel ranks may hold parts of different sizes
+# of a manifest: tensor-parallel ranks may hold parts of different sizes
+OF_A_PLACE = (
+    "graphs",
+    "types",
+    "cuts",
+)
 
 
 @dataclass(frozen=True)
 class Program:
     """A compiled training step, or a forward alone, whose stages have only F.
 
-    * The graphs: `stages[i]` is the program of stage i, `vocabulary` the output layer if that is sharded over all
-      ranks, `cuts` where the model was cut, `operations` a hash of the graph before it was cut. `groups` are this
-      process's names of the process groups, by what the graphs call them.
+    * The graphs: `stages[i]` is the program of stage i, `vocabulary` the output layer if that is
+      sharded over all ranks, `cuts` where the model was cut, `operations` a hash of the graph
+      before it was cut. `groups` are this process's names of the process groups, by what the graphs
+      call them.
     * The order: `lowered.orders[rank]` are the actions of a rank with their communication.
-    * The model: `model` describes it, `homes` are the stages that use each parameter and buffer (tied ones under their
-      first name).
-    * What it is right for: `call` is the form of a microbatch (see `call_of`), `changed_state` the module
-      state that forward changes.
+    * The model: `model` describes it, `homes` are the stages that use each parameter and buffer
+      (tied ones under their first name).
+    * What it is right for: `call` is the form of a microbatch (see `call_of`), `changed_state` the
+      module state that forward changes.
     * What it returns: `output` says what of its forward, by a step besides the loss; None: nothing.
-    * `ends`: with `exact=True`, the graph by stage that adds the gradients of several stages for one microbatch, at the
-      end of a step.
-    * What was decided: `plan` says how `schedule="auto"` chose (None for a schedule that was given).
-    * Its directory: `also` are the other programs there (forwards, by what they compute), `writer` is the function that
-      saves it.
+    * `ends`: with `exact=True`, the graph by stage that adds the gradients of several stages for
+      one microbatch, at the end of a step.
+    * What was decided: `plan` says how `schedule="auto"` chose (None for a schedule that was
+      given).
+    * Its directory: `also` are the other programs there (forwards, by what they compute), `writer`
+      is the function that saves it.
     """
 
     model: ModelFacts
@@ -68,11 +75,14 @@ class Program:
     also: Mapping[str, "Program"] = field(default_factory=dict, repr=False)
     plan: str = field(default="", compare=False)
     ends: Mapping[int, Piece] = field(default_factory=dict, repr=False)
-    writer: Callable[["Program", Path], None] | None = field(default=None, repr=False, compare=False)
+    writer: Callable[["Program", Path], None] | None = field(
+        default=None, repr=False, compare=False
+    )
     picture: ClassVar[Callable[["Program"], str]]
 
     def _repr_html_(self) -> str:
-        """In notebooks, the predicted step: prediction says how in `picture`, because it imports this room."""
+        """In notebooks, the predicted step: prediction says how in `picture`, because it imports
+        this room."""
         return type(self).picture(self)
 
     @cached_property
@@ -107,7 +117,8 @@ class Program:
 
     @cached_property
     def shared(self) -> frozenset[str]:
-        """Trained parameters of several stages, or of two model copies: their gradients are summed over these."""
+        """Trained parameters of several stages, or of two model copies: their gradients are summed
+        over these."""
         trained = {name for stage in self.stages for name in stage.trained}
         sharded = () if self.vocabulary is None else self.vocabulary.parameters
         several = {name for name in trained if self.copies > 1 or len(self.homes[name]) > 1}
@@ -115,21 +126,30 @@ class Program:
 
     @cached_property
     def late(self) -> frozenset[str]:
-        """Trained parameters whose gradients only the step's end completes: shared ones, rows of an output layer."""
-        return self.shared | frozenset(() if self.vocabulary is None else self.vocabulary.parameters)
+        """Trained parameters whose gradients only the step's end completes: shared ones, rows of an
+        output layer."""
+        return self.shared | frozenset(
+            () if self.vocabulary is None else self.vocabulary.parameters
+        )
 
     def complete_with(self, stage: int) -> tuple[str, ...]:
-        """The trained parameters whose gradients are complete once the last W of `stage` has run."""
+        """The trained parameters whose gradients are complete once the last W of `stage`
+        has run."""
         return tuple(name for name in self.stages[stage].trained if name not in self.late)
 
     def placement(self, name: str) -> dict[str, str]:
         """What a parameter or buffer is along each dimension of the mesh."""
-        late = {dimension: PARTIAL for stage in self.stages for dimension in stage.deferred.get(name, ())}
+        late = {
+            dimension: PARTIAL
+            for stage in self.stages
+            for dimension in stage.deferred.get(name, ())
+        }
         return placement_of(name, self.step.placements or {}) | late
 
     @cached_property
     def tied(self) -> dict[str, int]:
-        """Rows of a sharded output layer that a stage looks up as its embedding, by name, with that stage's rank."""
+        """Rows of a sharded output layer that a stage looks up as its embedding, by name, with that
+        stage's rank."""
         sharded = () if self.vocabulary is None else self.vocabulary.parameters
         return {n: self.rank_of(s.stage) for n in sharded for s in self.stages if n in s.trained}
 
@@ -140,7 +160,8 @@ class Program:
 
     @property
     def random_until(self) -> int:
-        """The last stage that draws random numbers; -1 if none does. Generator state travels up to it."""
+        """The last stage that draws random numbers; -1 if none does. Generator state travels up to
+        it."""
         return max((stage.stage for stage in self.stages if stage.random), default=-1)
 
     @property
@@ -150,37 +171,51 @@ class Program:
         return kind_of(next(node.meta["val"].device for node in holders))
 
     def rank_of(self, stage: int, microbatch: int = 0) -> int:
-        """The rank that runs `stage` for `microbatch`: with two model copies it depends on the microbatch."""
+        """The rank that runs `stage` for `microbatch`: with two model copies it depends on the
+        microbatch."""
         return self.schedule.rank_of(stage, microbatch)
 
     def ranks_of(self, stage: int) -> tuple[int, ...]:
         """The ranks that hold `stage`: one, or one per model copy."""
-        return tuple(dict.fromkeys((self.rank_of(stage), self.rank_of(stage, self.schedule.microbatches - 1))))
+        return tuple(
+            dict.fromkeys(
+                (self.rank_of(stage), self.rank_of(stage, self.schedule.microbatches - 1))
+            )
+        )
 
     def holders(self, name: str) -> tuple[int, ...]:
         """The ranks that hold a parameter or buffer; what is neither lives on rank 0."""
-        return tuple(dict.fromkeys(rank for stage in self.homes.get(name, (0,)) for rank in self.ranks_of(stage)))
+        return tuple(
+            dict.fromkeys(
+                rank for stage in self.homes.get(name, (0,)) for rank in self.ranks_of(stage)
+            )
+        )
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         return self.schedule.placement.stages_of(rank)
 
     def save(self, directory: str | Path) -> None:
-        """Write the program to a directory that `zbcompile.load` reads; every rank must call it (docs/programs.md).
+        """Write the program to a directory that `zbcompile.load` reads; every rank must call it
+        (docs/programs.md).
 
-        Each process writes the parts of its own ranks, the first one then the manifest. The directory is new, or holds
-        a program, which is replaced. The same model, options and versions give the same bytes. It holds no parameters:
-        save `pipe.state_dict(full=True)` as well.
+        Each process writes the parts of its own ranks, the first one then the manifest. The
+        directory is new, or holds a program, which is replaced. The same model, options and
+        versions give the same bytes. It holds no parameters: save `pipe.state_dict(full=True)` as
+        well.
 
-        Raises PipelineError, on every rank, if it cannot be written; CompileError for an operation that a program
-        cannot hold.
+        Raises PipelineError, on every rank, if it cannot be written; CompileError for an operation
+        that a program cannot hold.
         """
         if self.writer is None:
-            raise PipelineError("this program was loaded from a directory, which already holds it; copy that.")
+            raise PipelineError(
+                "this program was loaded from a directory, which already holds it; copy that."
+            )
         self.writer(self, Path(directory))
 
     @cached_property
     def manifest(self) -> dict[str, Any]:
-        """What must be equal on all ranks, as plain data. The entries of `OF_A_PLACE` must be equal only along the
+        """What must be equal on all ranks, as plain data. The entries of `OF_A_PLACE` must be equal
+        only along the
         pipeline and among replicas."""
         return {
             "zbcompile": __version__,
@@ -199,7 +234,10 @@ class Program:
             "order": _digest(str(self.lowered.orders)),
             "vocabulary": self._sharding,
             "collectives": [
-                [f"{each.name}: {each.kind} along {each.dimension}" for each in collectives_of(stage)]
+                [
+                    f"{each.name}: {each.kind} along {each.dimension}"
+                    for each in collectives_of(stage)
+                ]
                 for stage in self.stages
             ],
             "graphs": [_digest(module.code) for module in self._modules],
@@ -208,8 +246,8 @@ class Program:
 
     @property
     def _modules(self) -> list[torch.fx.GraphModule]:
-        """The backward graph of each stage, which also has what the forward keeps; its forward graph if there is no
-        backward."""
+        """The backward graph of each stage, which also has what the forward keeps; its forward
+        graph if there is no backward."""
         return [(stage.pieces.get("BW") or stage.pieces["F"]).module for stage in self.stages]
 
     @property
@@ -223,10 +261,15 @@ class Program:
 
 
 def call_of(microbatch: Microbatch) -> tuple[str, ...]:
-    """The form of a microbatch as a compiled program sees it: its structure, then every input with its path."""
+    """The form of a microbatch as a compiled program sees it: its structure, then every input with
+    its path."""
     leaves = zip(microbatch.paths, microbatch.leaves, strict=True)
     values = (f"{path} = {tensor.tolist()}" for path, tensor in microbatch.static_tensors.items())
-    return (str(microbatch.structure), *(f"{path}: {_described(leaf)}" for path, leaf in leaves), *values)
+    return (
+        str(microbatch.structure),
+        *(f"{path}: {_described(leaf)}" for path, leaf in leaves),
+        *values,
+    )
 
 
 def listed(call: tuple[str, ...]) -> str:

@@ -1,9 +1,11 @@
-"""The receive buffers of a rank, and when its sends are over, decided from the order of its actions alone.
+"""The receive buffers of a rank, and when its sends are over, decided from the order of its actions
+alone.
 
-* A buffer is taken when its receive is posted and given back after the last pass that reads what arrived, so there are
-  as many as ever live at once, not one per microbatch, for all steps.
-* A send is known to be complete as soon as something arrives that its receiver sent after using it. gloo reports the
-  end of a send only to a wait; once the send is known to be over, that wait is free and frees the memory.
+* A buffer is taken when its receive is posted and given back after the last pass that reads what
+  arrived, so there are as many as ever live at once, not one per microbatch, for all steps.
+* A send is known to be complete as soon as something arrives that its receiver sent after using it.
+  gloo reports the end of a send only to a wait; once the send is known to be over, that wait is
+  free and frees the memory.
 """
 
 from collections import defaultdict
@@ -41,7 +43,8 @@ class Receiver(Protocol):
 
 @dataclass(frozen=True)
 class ArrivalUses:
-    """The uses of a tensor that arrives: the passes that read it, or a view of it; `escapes` if it is passed on."""
+    """The uses of a tensor that arrives: the passes that read it, or a view of it; `escapes` if it
+    is passed on."""
 
     spec: TensorSpec
     readers: frozenset[str]
@@ -51,11 +54,16 @@ class ArrivalUses:
 def arrivals_of(program: StageProgram) -> dict[str, tuple[ArrivalUses, ...]]:
     """What arrives in `F` and in `B`, in the order in which it travels.
 
-    A graph may keep what arrived, or a view of it, for a later pass, or pass it on (a skip connection): its memory is
-    free only when the last of these has read it.
+    A graph may keep what arrived, or a view of it, for a later pass, or pass it on (a skip
+    connection): its memory is free only when the last of these has read it.
     """
-    forward = tuple(_arrival(program, Slot("activation", name), spec) for name, spec in program.receives.items())
-    backward = tuple(_arrival(program, Slot("tangent", name), spec) for name, spec in program.gradients_in.items())
+    forward = tuple(
+        _arrival(program, Slot("activation", name), spec) for name, spec in program.receives.items()
+    )
+    backward = tuple(
+        _arrival(program, Slot("tangent", name), spec)
+        for name, spec in program.gradients_in.items()
+    )
     return {"F": forward, "B": backward}
 
 
@@ -63,20 +71,33 @@ def _arrival(program: StageProgram, slot: Slot, spec: TensorSpec) -> ArrivalUses
     aliases, escapes = {slot}, False
     pieces = {name: program.pieces[name] for name in AFTER if name in program.pieces}
     for piece in pieces.values():
-        nodes = [node for node in piece.module.graph.find_nodes(op="placeholder") if node.meta["slot"] in aliases]
-        keys = {storage_key(node.meta["val"]) for node in nodes if isinstance(node.meta.get("val"), torch.Tensor)}
+        nodes = [
+            node
+            for node in piece.module.graph.find_nodes(op="placeholder")
+            if node.meta["slot"] in aliases
+        ]
+        keys = {
+            storage_key(node.meta["val"])
+            for node in nodes
+            if isinstance(node.meta.get("val"), torch.Tensor)
+        }
         results = zip(piece.outputs, output_values(piece.module.graph), strict=True)
         same = [result for result, node in results if storage_key(node.meta["val"]) in keys]
         aliases |= {result for result in same if result.kind == "saved"}
         escapes |= any(result.kind != "saved" for result in same)
-    return ArrivalUses(spec, frozenset(name for name in pieces if aliases & set(pieces[name].inputs)), escapes)
+    return ArrivalUses(
+        spec, frozenset(name for name in pieces if aliases & set(pieces[name].inputs)), escapes
+    )
 
 
 def assign_buffers(
     program: Program, rank: int, stage_of: Callable[[Action], Receiver]
 ) -> dict[Action, tuple[Buffer, ...]]:
-    """A buffer for every tensor of every receive; each comes back after its last reader, in the order of actions."""
-    arrivals: dict[int, dict[str, tuple[ArrivalUses, ...]]] = {}  # by what runs, of which there is little
+    """A buffer for every tensor of every receive; each comes back after its last reader, in the
+    order of actions."""
+    arrivals: dict[
+        int, dict[str, tuple[ArrivalUses, ...]]
+    ] = {}  # by what runs, of which there is little
     free: dict[TensorSpec, list[int]] = defaultdict(list)
     made: dict[TensorSpec, int] = defaultdict(int)
     live: dict[tuple[int, int], list[tuple[Buffer, frozenset[str]]]] = defaultdict(list)
@@ -89,7 +110,11 @@ def assign_buffers(
                 arrivals[id(stage)] = arrivals_at(stage)
             found = arrivals[id(stage)][MESSAGE_OPS[action.op]]
             assigned[action] = tuple(_take_buffer(arrival, free, made) for arrival in found)
-            waiting += [(b, a.readers) for b, a in zip(assigned[action], found, strict=True) if b.number >= 0]
+            waiting += [
+                (b, a.readers)
+                for b, a in zip(assigned[action], found, strict=True)
+                if b.number >= 0
+            ]
         elif action.op in AFTER:
             done = [held for held in waiting if held[1].isdisjoint(AFTER[action.op])]
             for buffer, _ in done:
@@ -98,7 +123,9 @@ def assign_buffers(
     return assigned
 
 
-def _take_buffer(arrival: ArrivalUses, free: dict[TensorSpec, list[int]], made: dict[TensorSpec, int]) -> Buffer:
+def _take_buffer(
+    arrival: ArrivalUses, free: dict[TensorSpec, list[int]], made: dict[TensorSpec, int]
+) -> Buffer:
     spec = TensorSpec(*arrival.spec[:4])  # whether a gradient comes back does not change the memory
     if arrival.escapes:
         return Buffer(spec, -1)
@@ -114,17 +141,21 @@ def arrivals_at(stage: Receiver) -> dict[str, tuple[ArrivalUses, ...]]:
     if not stage.generator_arrives:
         return arrivals
     size = gpu.generator_state(stage.device).numel()
-    state = ArrivalUses(TensorSpec((size,), (1,), "uint8", str(stage.device)), frozenset("F"), escapes=False)
+    state = ArrivalUses(
+        TensorSpec((size,), (1,), "uint8", str(stage.device)), frozenset("F"), escapes=False
+    )
     return {**arrivals, "F": (*arrivals["F"], state)}
 
 
 def completed_sends(
     program: Program, rank: int, buffers: Mapping[Action, Sequence[Buffer]]
 ) -> dict[Action, tuple[Message, ...]]:
-    """For every action that needs a message: the sends known to be over once that message has arrived. They are those
-    that its sender has used before."""
+    """For every action that needs a message: the sends known to be over once that message has
+    arrived. They are those that its sender has used before."""
     places: dict[int, _Places] = {}  # a rank has few peers
-    open_sends: dict[int, list[tuple[int, Message]]] = defaultdict(list)  # by receiver: where it has used the message
+    open_sends: dict[int, list[tuple[int, Message]]] = defaultdict(
+        list
+    )  # by receiver: where it has used the message
     received: dict[Message, int] = {}  # from another rank
     completes: dict[Action, tuple[Message, ...]] = {}
     for action, edge in edges_of(program.lowered, rank).items():
@@ -153,5 +184,9 @@ class _Places(NamedTuple):
 
 def _places(lowered: Schedule, rank: int) -> _Places:
     edges = list(enumerate(edges_of(lowered, rank).items()))
-    sent = {edge.carries: at for at, (action, edge) in edges if action.op in SENDS and edge.carries is not None}
+    sent = {
+        edge.carries: at
+        for at, (action, edge) in edges
+        if action.op in SENDS and edge.carries is not None
+    }
     return _Places({need: at for at, (_, edge) in edges for need in edge.needs}, sent)

@@ -1,5 +1,5 @@
-"""The record of a step, in the simulator's terms too, and its file: JSON with every span of every rank.
-docs/training.md lists its fields."""
+"""The record of a step, in the simulator's terms too, and its file: JSON with every span of every
+rank. docs/training.md lists its fields."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -42,8 +42,11 @@ class RecordedSpan(NamedTuple):
 Spans = Mapping[int, Sequence[RecordedSpan]]
 
 
-def mean_seconds(spans: Spans, middle: Callable[[Iterable[float]], float] = mean) -> dict[tuple[str, int], float]:
-    """The mean (or another `middle`) time of each operation on each stage over its microbatches, without messages."""
+def mean_seconds(
+    spans: Spans, middle: Callable[[Iterable[float]], float] = mean
+) -> dict[tuple[str, int], float]:
+    """The mean (or another `middle`) time of each operation on each stage over its microbatches,
+    without messages."""
     found: dict[tuple[str, int], list[float]] = {}
     for action, start, end in (span for rank in spans.values() for span in rank):
         step = parse_step(action)
@@ -53,11 +56,11 @@ def mean_seconds(spans: Spans, middle: Callable[[Iterable[float]], float] = mean
 
 
 def recorded_costs(schedule: Schedule, spans: Spans) -> Costs:
-    """The mean seconds of every pass of every stage, of OPT with the wait for its sum; of a stage that runs BW alone,
-    all of it as `backward`.
+    """The mean seconds of every pass of every stage, of OPT with the wait for its sum; of a stage
+    that runs BW alone, all of it as `backward`.
 
-    `comm` is the median delay between the end of a pass on one rank and the beginning of the pass on another that stood
-    waiting for it. Memory is left at its default.
+    `comm` is the median delay between the end of a pass on one rank and the beginning of the pass
+    on another that stood waiting for it. Memory is left at its default.
     """
     costs = _costs(schedule, mean_seconds(spans))
     idle = recorded_timeline(schedule, spans, costs).idle
@@ -67,29 +70,48 @@ def recorded_costs(schedule: Schedule, spans: Spans) -> Costs:
 
 def _costs(schedule: Schedule, means: Mapping[tuple[str, int], float]) -> Costs:
     def times(*ops: str) -> tuple[float, ...]:
-        return tuple(next((means[op, s] for op in ops if (op, s) in means), 0.0) for s in range(schedule.stages))
+        return tuple(
+            next((means[op, s] for op in ops if (op, s) in means), 0.0)
+            for s in range(schedule.stages)
+        )
 
-    shards: dict[str, Any] = {"vocab_s": times("S"), "vocab_t": times("T")} if schedule.shards else {}
-    return Costs(times("F"), times("B", "BW"), times("W"), optimizer=times("OPT"), time_unit="s", **shards)
+    shards: dict[str, Any] = (
+        {"vocab_s": times("S"), "vocab_t": times("T")} if schedule.shards else {}
+    )
+    return Costs(
+        times("F"), times("B", "BW"), times("W"), optimizer=times("OPT"), time_unit="s", **shards
+    )
 
 
 def recorded_timeline(schedule: Schedule, spans: Spans, costs: Costs) -> Timeline:
-    """The step as it ran: times count from the beginning of its first pass. `costs` say what it holds, and how long
-    messages travel (`recorded_costs`). Raises PipelineError if spans of the schedule are missing."""
+    """The step as it ran: times count from the beginning of its first pass. `costs` say what it
+    holds, and how long messages travel (`recorded_costs`). Raises PipelineError if spans of the
+    schedule are missing.
+    """
     named = {rank: {span.action: span for span in spans[rank]} for rank in sorted(spans)}
-    times = [[_time_of(step, rank, by_name) for step in schedule.orders[rank]] for rank, by_name in named.items()]
+    times = [
+        [_time_of(step, rank, by_name) for step in schedule.orders[rank]]
+        for rank, by_name in named.items()
+    ]
     if len(times) != schedule.ranks:
-        raise PipelineError(f"the record has {len(times)} ranks, its schedule {schedule.name} {schedule.ranks}.")
+        raise PipelineError(
+            f"the record has {len(times)} ranks, its schedule {schedule.name} {schedule.ranks}."
+        )
     zero = min((start for rank in times for start, _ in rank), default=0.0)
-    return measured_timeline(schedule, costs, [[(start - zero, end - zero) for start, end in rank] for rank in times])
+    return measured_timeline(
+        schedule, costs, [[(start - zero, end - zero) for start, end in rank] for rank in times]
+    )
 
 
 def _time_of(step: Step, rank: int, by_name: Mapping[str, RecordedSpan]) -> tuple[float, float]:
-    """Begin and end of a step; of a pair, from the begin of its forward to the end of its backward."""
+    """Begin and end of a step; of a pair, from the begin of its forward to the end of its
+    backward."""
     actions = flatten((step,))
     missing = next((action for action in actions if str(action) not in by_name), None)
     if missing is not None:
-        raise PipelineError(f"the record has no {missing} of rank {rank}; it is damaged, or from another schedule.")
+        raise PipelineError(
+            f"the record has no {missing} of rank {rank}; it is damaged, or from another schedule."
+        )
     return by_name[str(actions[0])].start, by_name[str(actions[-1])].end
 
 
@@ -101,11 +123,12 @@ LATEST = 1e12  # seconds; a larger time is damage, and sums of them have lost th
 class StepRecord:
     """The value of `pipe.last_step` after a recorded step, the same on every rank.
 
-    `spans[rank]` are the actions in the order in which they ran, in seconds since `started`, which is on the clock of
-    the first rank, as are all times. `held_bytes[rank]` is what waited for B and W after each of them, counted by
-    storage, `peak_activation_bytes[rank]` its largest value; `bytes_sent[rank]` what the rank's sends carried.
-    `step_time` is the seconds from the first rank's begin to the last one's end. `schedule` is what was run, `program`
-    the manifest of the program that it was compiled to. `print(pipe.last_step)` shows where the time of each rank went.
+    `spans[rank]` are the actions in the order in which they ran, in seconds since `started`, which
+    is on the clock of the first rank, as are all times. `held_bytes[rank]` is what waited for B and
+    W after each of them, counted by storage, `peak_activation_bytes[rank]` its largest value;
+    `bytes_sent[rank]` what the rank's sends carried. `step_time` is the seconds from the first
+    rank's begin to the last one's end. `schedule` is what was run, `program` the manifest of the
+    program that it was compiled to. `print(pipe.last_step)` shows where the time of each rank went.
     """
 
     spans: dict[int, list[RecordedSpan]]
@@ -133,24 +156,33 @@ class StepRecord:
 
     @cached_property
     def timeline(self) -> Timeline:
-        """The passes as they ran, in the simulator's terms: pictures, idle intervals, the critical path."""
+        """The passes as they ran, in the simulator's terms: pictures, idle intervals, the critical
+        path."""
         return recorded_timeline(self.schedule, self.spans, self.costs)
 
     @cached_property
     def idle(self) -> dict[int, dict[str, float]]:
-        """The seconds without a pass of each rank by cause, from the first start to the last end of all ranks.
+        """The seconds without a pass of each rank by cause, from the first start to the last end of
+        all ranks.
 
-        `zbcompile.schedules.simulation.idle_causes` defines the causes. Empty in one process, where ranks take turns.
+        `zbcompile.schedules.simulation.idle_causes` defines the causes. Empty in one process, where
+        ranks take turns.
         """
         causes = () if self.in_process else self.timeline.idle_by_cause
-        return {rank: {str(cause): time for cause, time in idle.items()} for rank, idle in enumerate(causes)}
+        return {
+            rank: {str(cause): time for cause, time in idle.items()}
+            for rank, idle in enumerate(causes)
+        }
 
     def as_ranks(self, memory: Costs | None = None) -> Timeline:
-        """The passes as they ran; of ranks that took turns in one process, replayed as if each had its own. What a pass
-        holds is taken from `memory`, if it is given, in its unit."""
+        """The passes as they ran; of ranks that took turns in one process, replayed as if each had
+        its own. What a pass holds is taken from `memory`, if it is given, in its unit."""
         costs = self.costs
         if memory is not None:
-            own = {name: getattr(memory, name) for name in ("activation", "residue", "vocab_state", "memory_unit")}
+            own = {
+                name: getattr(memory, name)
+                for name in ("activation", "residue", "vocab_state", "memory_unit")
+            }
             costs = replace(costs, **own)
         if self.in_process:
             return simulate(self.schedule, costs)
@@ -158,14 +190,26 @@ class StepRecord:
 
     def __str__(self) -> str:
         """The time and the idle time of every rank, by cause."""
-        timeline, apart = self.as_ranks(), ", as if each rank had a process of its own" * self.in_process
+        timeline, apart = (
+            self.as_ranks(),
+            ", as if each rank had a process of its own" * self.in_process,
+        )
         rows = rank_table(timeline).rows
         held = [
-            [*(each for each in row if each.name != "peak memory"), Figure("peak waiting", peak, "B")]
+            [
+                *(each for each in row if each.name != "peak memory"),
+                Figure("peak waiting", peak, "B"),
+            ]
             for row, peak in zip(rows, [*self.peak_activation_bytes.values(), None], strict=False)
         ]
-        idle = f"bubble {format_share(timeline.bubble)}, idle of all ranks {format_share(idle_share(timeline))}"
-        step = f"step {format_time(timeline.finish, 's')} of {format_time(self.step_time, 's')} for the call"
+        idle = (
+            f"bubble {format_share(timeline.bubble)}, idle of all ranks"
+            f" {format_share(idle_share(timeline))}"
+        )
+        step = (
+            f"step {format_time(timeline.finish, 's')} of {format_time(self.step_time, 's')} for"
+            " the call"
+        )
         return f"{self.schedule.name}: {step}, {idle}{apart}\n\n{grid(held)}"
 
     def _repr_html_(self) -> str:
@@ -173,16 +217,16 @@ class StepRecord:
         return to_svg(self.as_ranks())
 
     def save(self, path: str | Path) -> None:
-        """Write the record to a file that `python -m zbcompile.inspect TARGET --measured FILE` reads; it is the same on
-        every rank, so the first one is enough.
+        """Write the record to a file that `python -m zbcompile.inspect TARGET --measured FILE`
+        reads; it is the same on every rank, so the first one is enough.
 
         >>> pipe.last_step.save("step.json")                      # doctest: +SKIP
         """
         Path(path).write_text(record_to_text(self), encoding="utf-8")
 
     def chrome_trace(self, path: str | Path) -> None:
-        """Writes the step as a trace (JSON) for chrome://tracing and ui.perfetto.dev: a thread for each rank with its
-        actions and idle intervals, and an arrow for each message.
+        """Writes the step as a trace (JSON) for chrome://tracing and ui.perfetto.dev: a thread for
+        each rank with its actions and idle intervals, and an arrow for each message.
 
         >>> pipe.last_step.chrome_trace("step.json")              # doctest: +SKIP
         """
@@ -201,7 +245,10 @@ def record_to_text(record: StepRecord) -> str:
         "in_process": record.in_process,
         "bytes_sent": list(record.bytes_sent.values()),
         "held_bytes": list(record.held_bytes.values()),
-        "spans": [[[s.action, round(s.start, 9), round(s.end, 9)] for s in spans] for spans in record.spans.values()],
+        "spans": [
+            [[s.action, round(s.start, 9), round(s.end, 9)] for s in spans]
+            for spans in record.spans.values()
+        ],
     }
     return to_text(data, 2)
 
@@ -212,7 +259,8 @@ def is_record(data: Any) -> bool:
 
 
 def read_record(path: str | Path) -> StepRecord:
-    """Read what `StepRecord.save` wrote. Raises PipelineError for anything else, OSError if there is no file."""
+    """Read what `StepRecord.save` wrote. Raises PipelineError for anything else, OSError if there
+    is no file."""
     text = read_text(path, PipelineError)
     return record_from(parse_json(text, PipelineError, f"{path} is not a step record: "), path)
 
@@ -220,16 +268,22 @@ def read_record(path: str | Path) -> StepRecord:
 def record_from(data: Any, path: str | Path) -> StepRecord:
     """The record whose value in the JSON file `path` is `data`. Raises PipelineError."""
     if not is_record(data):
-        raise PipelineError(f"{path} is not a step record; write one with pipe.record = True; pipe.last_step.save.")
+        raise PipelineError(
+            f"{path} is not a step record; write one with pipe.record = True; pipe.last_step.save."
+        )
     if data.get("version") != VERSION:
         version = f"{data.get('version')!r:.80}"
-        raise PipelineError(f"{path} has format version {version}; this release reads version {VERSION}.")
+        raise PipelineError(
+            f"{path} has format version {version}; this release reads version {VERSION}."
+        )
     try:
         record = _record(data)
         _ = record.timeline  # every pass of the schedule is there
     except Exception as error:  # of a file that anyone may have written
         problem = f"{error!s:.200}".partition("\n")[0]
-        raise PipelineError(f"{path} is damaged or incomplete ({problem}). Record the step again.") from None
+        raise PipelineError(
+            f"{path} is damaged or incomplete ({problem}). Record the step again."
+        ) from None
     return record
 
 

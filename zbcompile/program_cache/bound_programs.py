@@ -39,17 +39,24 @@ from zbcompile.runtime.data_parallel import sums_of
 from zbcompile.runtime.executable import BoundGraphs
 from zbcompile.runtime.stage_plan import prepare_stage
 from zbcompile.runtime.vocabulary_collectives import EndRanks
-from zbcompile.runtime.vocabulary_parameters import VocabularyExecutable, VocabularyShards, make_executable_shards
+from zbcompile.runtime.vocabulary_parameters import (
+    VocabularyExecutable,
+    VocabularyShards,
+    make_executable_shards,
+)
 from zbcompile.torch_private import fingerprint
 
 
 class BoundPrograms:
     """The tensors of a model, and the programs that are bound to them.
 
-    * `program` is the first of the programs (None before), `compilations` say what the backend did for each.
-    * `share` is this process's share of the model, `shards` that of an output layer that is sharded over the ranks.
-    * `parameters` are those that the next step trains, by name: the model's, and of a sharded output layer this rank's
-      rows. `trained` are the names of those that get a gradient in any program.
+    * `program` is the first of the programs (None before), `compilations` say what the backend did
+      for each.
+    * `share` is this process's share of the model, `shards` that of an output layer that is sharded
+      over the ranks.
+    * `parameters` are those that the next step trains, by name: the model's, and of a sharded
+      output layer this rank's rows. `trained` are the names of those that get a gradient in any
+      program.
     """
 
     def __init__(self, model: nn.Module, options: PipelineOptions, ranks: Ranks) -> None:
@@ -67,40 +74,54 @@ class BoundPrograms:
         self._unchanged: tuple[Any, ...] = ()
         self._accumulators: list[Any] = []
         self.compared = False
-        self._saved: dict[str, torch.Tensor] = {}  # what a state dict holds; what of it lives here, and has old values
+        self._saved: dict[
+            str, torch.Tensor
+        ] = {}  # what a state dict holds; what of it lives here, and has old values
         self._own: dict[str, torch.Tensor] = {}
         self._others: dict[str, torch.Tensor] = {}
         self._withheld_for: Program | None = None
-        self.moves, self.given_out = 0, False  # how often parameters have moved; whether somebody has taken them
+        # how often parameters have moved; whether somebody has taken them
+        self.moves, self.given_out = (
+            0,
+            False,
+        )
 
     @property
     def trains(self) -> bool:
-        """Whether a step has been compiled; before, `program` is an evaluation that placed the parameters, or None."""
+        """Whether a step has been compiled; before, `program` is an evaluation that placed the
+        parameters, or None."""
         return self.program is not None and self.program.trains
 
     def hold(self, program: Program) -> None:
         """Let the parameters live where `program`, the first one, has them."""
         self.program, self.trained = program, set(program.trained)
         together(self.ranks, "filling the model", lambda: self._make_real(program))
-        self.parameters = {**dict(self._model.named_parameters()), **(self.shards.own if self.shards else {})}
+        self.parameters = {
+            **dict(self._model.named_parameters()),
+            **(self.shards.own if self.shards else {}),
+        }
         saved = {member.name for member in program.model.members if member.saved}
         tensors = (*self._model.named_parameters(), *self._model.named_buffers())
         self._saved = {name: tensor for name, tensor in tensors if name in saved}
         rows = self.shards.own if self.shards else {}
         elsewhere = {name for name in rows if program.tied.get(name) != self.ranks.rank}
-        self._own = {n: tensor for n, tensor in self._saved.items() if self.is_own(n) and n not in elsewhere}
+        self._own = {
+            n: tensor for n, tensor in self._saved.items() if self.is_own(n) and n not in elsewhere
+        }
 
     def place(self, program: Program) -> None:
-        """`hold` the first program, and give all replicas the values of the first one. Raises PipelineError for
-        a pattern of `placements=` that fits no parameter or buffer."""
+        """`hold` the first program, and give all replicas the values of the first one. Raises
+        PipelineError for a pattern of `placements=` that fits no parameter or buffer."""
         self.hold(program)
         require_matches(program.step.placements or {}, program.homes)
         self._copy_first_replica()
 
     def move(self, program: Program) -> None:
-        """Let the parameters live where `program`, a step, has them, and no longer where an evaluation placed them.
+        """Let the parameters live where `program`, a step, has them, and no longer where an
+        evaluation placed them.
 
-        Raises PipelineError, on every rank, if somebody has taken them from there, such as an optimizer.
+        Raises PipelineError, on every rank, if somebody has taken them from there, such as an
+        optimizer.
         """
         before, rows, ranks = self.program, self.shards, self.ranks
         assert before is not None
@@ -109,8 +130,9 @@ class BoundPrograms:
         far = sum(before.holders(name) != program.holders(name) for name in program.homes)
         if ranks.is_first:
             print(
-                f"zbcompile: the step is cut elsewhere than the evaluation that placed the parameters: {far} tensors "
-                "move to other ranks, and evaluations are compiled again."
+                "zbcompile: the step is cut elsewhere than the evaluation that placed the"
+                f" parameters: {far} tensors move to other ranks, and evaluations are compiled"
+                " again."
             )
         self.moves, self.shards, self._bound, self._others = self.moves + 1, None, {}, {}
         self.hold(program)
@@ -133,30 +155,43 @@ class BoundPrograms:
     def _require_not_taken(self) -> None:
         if self.given_out and self.ranks.group is not None:
             raise PipelineError(
-                "the step needs another cut than the evaluation that placed the parameters, and pipe.parameters() was "
-                "called in between: what it gave would not train. Call pipe.compile with a batch of a step first."
+                "the step needs another cut than the evaluation that placed the parameters, and"
+                " pipe.parameters() was called in between: what it gave would not train. Call"
+                " pipe.compile with a batch of a step first."
             )
 
     def require_same_model(self) -> None:
-        """Raise PipelineError or CaptureError for other tensors than were bound, or hooks that a stage would lose."""
+        """Raise PipelineError or CaptureError for other tensors than were bound, or hooks that a
+        stage would lose."""
         now = self.form
         if now != self._unchanged:
             require_same_tensors(self._model, self._bound)
             check_hooks(self._model)
-            self._accumulators = accumulators(self._model.parameters())  # kept: hooks that come later are theirs
+            self._accumulators = accumulators(
+                self._model.parameters()
+            )  # kept: hooks that come later are theirs
             self._unchanged = now
 
     def agree_on(self, program: Program, asked: Mapping[str, object] | None = None) -> None:
-        """Raise PipelineError, on every rank, unless all have compiled the same, and were `asked` for the same."""
+        """Raise PipelineError, on every rank, unless all have compiled the same, and were `asked`
+        for the same."""
         terms = {**(asked or {}), "debug_nan": self.debug_nan, **program.manifest}
-        remedy = "Every rank must build the same model, use the same versions and switches, and pass the same batch "
+        remedy = (
+            "Every rank must build the same model, use the same versions and switches, and pass the"
+            " same batch "
+        )
         remedy += "shapes and options."
         agree(self.ranks, terms, "compiled different programs", remedy, of_a_place=OF_A_PLACE)
 
     @property
     def form(self) -> tuple[Any, ...]:
         """What bound programs assume about the model, compared in every step."""
-        return fingerprint(self._model), global_hooks(), function_modes(), have_hooks(self._accumulators)
+        return (
+            fingerprint(self._model),
+            global_hooks(),
+            function_modes(),
+            have_hooks(self._accumulators),
+        )
 
     def is_own(self, name: str) -> bool:
         """Whether a parameter or buffer lives in this process."""
@@ -165,24 +200,39 @@ class BoundPrograms:
 
     @property
     def own_names(self) -> list[str]:
-        """The parameters of this process in eager's order, tied ones once under their first name."""
+        """The parameters of this process in eager's order, tied ones once under their first
+        name."""
         return [name for name, _ in self._model.named_parameters() if self.is_own(name)]
 
     def own_state(self) -> dict[str, Any]:
-        """The part of eager's state dict whose tensors live in this process, tied parameters under every name."""
+        """The part of eager's state dict whose tensors live in this process, tied parameters under
+        every name."""
         names = first_names(self._model)
-        return {key: value for key, value in state_in_process(self._model).items() if self.is_own(names.get(key, key))}
+        return {
+            key: value
+            for key, value in state_in_process(self._model).items()
+            if self.is_own(names.get(key, key))
+        }
 
     def withhold(self, program: Program | None = None) -> None:
-        """Let the model refuse to show what other ranks have newer values of (`zbcompile.model.held_elsewhere`): what a
-        step of `program` trains or writes; without one all of it, since it was loaded."""
+        """Let the model refuse to show what other ranks have newer values of
+        (`zbcompile.model.held_elsewhere`): what a step of `program` trains or writes; without one
+        all of it, since it was loaded."""
         if self.ranks.group is None or self.ranks.count == 1:
             return
         if program is None or program is not self._withheld_for:
             self._withheld_for = program
-            changed = [n for each in program.stages if each.pieces for n in each.changed] if program else []
+            changed = (
+                [n for each in program.stages if each.pieces for n in each.changed]
+                if program
+                else []
+            )
             newer = self._saved if program is None else {*program.trained, *changed}
-            self._others |= {name: self._saved[name] for name in newer if name in self._saved and name not in self._own}
+            self._others |= {
+                name: self._saved[name]
+                for name in newer
+                if name in self._saved and name not in self._own
+            }
             refuse_merging(self._model)
         assert self.program is not None
         for name, tensor in self._others.items():
@@ -190,29 +240,38 @@ class BoundPrograms:
                 withhold(tensor, name, self.program.holders(name))
 
     def require_values(self) -> None:
-        """Raise PipelineError unless this process's share has its values, and the same as other ranks that share it."""
+        """Raise PipelineError unless this process's share has its values, and the same as other
+        ranks that share it."""
         self.share.require_filled()
         for name, tensor in self._own.items():
             if is_held_elsewhere(tensor):
                 raise PipelineError(
-                    f"{name} is on rank {self.ranks.rank} in this pipeline, and another pipeline of the same module "
-                    "has trained or loaded it on another rank, so the values here are old. Give both the same cut "
-                    "(balance=), or each a module of its own."
+                    f"{name} is on rank {self.ranks.rank} in this pipeline, and another pipeline of"
+                    " the same module has trained or loaded it on another rank, so the values here"
+                    " are old. Give both the same cut (balance=), or each a module of its own."
                 )
         self._require_equal_shares()
 
     def _require_equal_shares(self) -> None:
-        """Raise PipelineError, on every rank, if ranks start with different values of what they share: parameters and
-        buffers of several stages or model copies, and along the dimensions of the mesh all that is not sharded there.
-        Compares once."""
+        """Raise PipelineError, on every rank, if ranks start with different values of what they
+        share: parameters and buffers of several stages or model copies, and along the dimensions of
+        the mesh all that is not sharded there. Compares once."""
         program, ranks = self.program, self.ranks
         if self.compared or ranks.group is None or program is None:
             return
         rows = self.shards.own if self.shards else {}
-        bound = {slot.name: tensor for slot, (tensor, _) in self._bound.items() if slot.name not in rows}
-        shared = {self._title(name): t for name, t in bound.items() if self.is_own(name) and self._is_shared(name)}
+        bound = {
+            slot.name: tensor for slot, (tensor, _) in self._bound.items() if slot.name not in rows
+        }
+        shared = {
+            self._title(name): t
+            for name, t in bound.items()
+            if self.is_own(name) and self._is_shared(name)
+        }
         if ranks.mesh.beside("pp"):
-            shared |= {f"{name} (the rows of pipeline rank {ranks.rank})": t for name, t in rows.items()}
+            shared |= {
+                f"{name} (the rows of pipeline rank {ranks.rank})": t for name, t in rows.items()
+            }
         require_equal_tensors(ranks, shared)
         self.compared = True
 
@@ -224,20 +283,29 @@ class BoundPrograms:
         """The name, with the ranks that hold this part of it."""
         assert self.program is not None
         mesh = self.ranks.mesh
-        parts = [f"{each} rank {mesh.index(each)}" for each in along(self.program.placement(name), SHARD)]
+        parts = [
+            f"{each} rank {mesh.index(each)}" for each in along(self.program.placement(name), SHARD)
+        ]
         return f"{name} (the part of {', '.join(parts)})" if parts else name
 
     def _copy_first_replica(self) -> None:
         """Replicas begin with the same parameters and buffers, as under DistributedDataParallel."""
         with self.ranks.watch.position.waiting("the first replica's parameters"):
             tensors = {**self.own_state(), **(self.shards.own if self.shards else {})}
-            real = [value for value in tensors.values() if isinstance(value, torch.Tensor) and not value.is_meta]
+            real = [
+                value
+                for value in tensors.values()
+                if isinstance(value, torch.Tensor) and not value.is_meta
+            ]
             broadcast(real, self.ranks.mesh.group("dp"))
 
     def _make_real(self, program: Program) -> None:
-        """Give this process's share of the model memory and values: of a sharded output layer only its rows."""
+        """Give this process's share of the model memory and values: of a sharded output layer only
+        its rows."""
         for name, tensor in (*self._model.named_parameters(), *self._model.named_buffers()):
-            if self.is_own(name) and is_held_elsewhere(tensor):  # another pipeline trained it on another rank
+            if self.is_own(name) and is_held_elsewhere(
+                tensor
+            ):  # another pipeline trained it on another rank
                 self.share.unfilled.add(name)
                 release(tensor)
         rank = self.ranks.rank
@@ -247,7 +315,9 @@ class BoundPrograms:
         if program.vocabulary is not None:
             whole = dict(self._model.named_parameters())
             bounds, device = program.vocabulary.bounds, self.ranks.device
-            self.shards = VocabularyShards(bounds, {name: whole[name] for name in sharded}, rank, device)
+            self.shards = VocabularyShards(
+                bounds, {name: whole[name] for name in sharded}, rank, device
+            )
             self.shards.fill(self.share)
 
     def prepare_step(self, program: Program) -> BoundGraphs:
@@ -256,14 +326,22 @@ class BoundPrograms:
         return replace(self.prepare(program), sums=sums)
 
     def prepare(self, program: Program) -> BoundGraphs:
-        """Compile the graphs of `program`, a step or a forward alone, and bind them to the model's tensors."""
+        """Compile the graphs of `program`, a step or a forward alone, and bind them to the model's
+        tensors."""
         resident = resident_tensors(self._model, program.model.constants)
-        self._bound = {s: (t, kind_of(t)) for s, t in resident.items() if s.kind != "constant"} | self._bound
+        self._bound = {
+            s: (t, kind_of(t)) for s, t in resident.items() if s.kind != "constant"
+        } | self._bound
         own = sorted({stage for rank in self.ranks.local for stage in program.stages_of(rank)})
         device, until = self.ranks.device, program.random_until
-        bound = replace(program, stages=tuple(bind_groups(each, program.groups) for each in program.stages))
+        bound = replace(
+            program, stages=tuple(bind_groups(each, program.groups) for each in program.stages)
+        )
         passes = self._compile_passes(bound)
-        stages = {i: prepare_stage(bound.stages[i], resident, device, until, passes.of("stage", i)) for i in own}
+        stages = {
+            i: prepare_stage(bound.stages[i], resident, device, until, passes.of("stage", i))
+            for i in own
+        }
         if self.debug_nan:
             stages = {i: inspected(stage) for i, stage in stages.items()}
         vocabulary = self._prepare_vocabulary(program, resident, passes)
@@ -278,7 +356,11 @@ class BoundPrograms:
         def compile_() -> CompiledPasses:
             return compile_passes(program, ranks.local, backend, graphs)
 
-        passes = compile_() if backend.compiler is None else together(ranks, f"compiling with {backend.name}", compile_)
+        passes = (
+            compile_()
+            if backend.compiler is None
+            else together(ranks, f"compiling with {backend.name}", compile_)
+        )
         self.compilations.append(passes.compilation)
         if passes.compilation.compiled and ranks.is_first:
             print(f"zbcompile: {passes.compilation}.")
@@ -293,4 +375,6 @@ class BoundPrograms:
         last = program.schedule.stages - 1
         ends = EndRanks(program.rank_of(0), program.rank_of(last), last)
         group = self.ranks.collective_group()
-        return make_executable_shards(program.vocabulary, self.shards, ends, resident, group, passes)
+        return make_executable_shards(
+            program.vocabulary, self.shards, ends, resident, group, passes
+        )

@@ -1,7 +1,8 @@
-"""The cache of a pipeline: graphs by what a capture freezes into them, and the plans of the steps that run these.
+"""The cache of a pipeline: graphs by what a capture freezes into them, and the plans of the steps
+that run these.
 
-An export depends on shapes and modes (the key) and on the state of modules and loss. All ranks of a pipeline have the
-whole batch, and so the same key.
+An export depends on shapes and modes (the key) and on the state of modules and loss. All ranks of a
+pipeline have the whole batch, and so the same key.
 """
 
 import itertools
@@ -28,8 +29,9 @@ UNKNOWN = ""  # the dimension of a process group that is not of the mesh
 
 
 class ProgramKey(NamedTuple):
-    """What the graphs of a step are specialised for: the form of its inputs, training mode and hooks of each
-    module, which parameters train, the modes of torch, and what is returned besides the loss."""
+    """What the graphs of a step are specialised for: the form of its inputs, training mode and
+    hooks of each module, which parameters train, the modes of torch, and what is returned besides
+    the loss."""
 
     signature: tuple[Any, ...]
     modules: tuple[tuple[bool, tuple[int, ...]], ...]
@@ -46,7 +48,8 @@ def key_of(model: nn.Module, microbatch: Microbatch, device: torch.device, kept:
 
 
 def attention_kernels() -> tuple[frozenset[str], tuple[int, ...]]:
-    """Returns the kernels that attention may take at present, and the order in which they are tried."""
+    """Returns the kernels that attention may take at present, and the order in which they are
+    tried."""
     cuda = torch.backends.cuda
     enabled = {
         "flash": cuda.flash_sdp_enabled(),
@@ -58,27 +61,39 @@ def attention_kernels() -> tuple[frozenset[str], tuple[int, ...]]:
 
 
 def _training(dtype: torch.dtype | None) -> str:
-    return "frozen" if dtype is None else f"train with gradients in {str(dtype).removeprefix('torch.')}"
+    return (
+        "frozen"
+        if dtype is None
+        else f"train with gradients in {str(dtype).removeprefix('torch.')}"
+    )
 
 
 def torch_modes(device: torch.device) -> tuple[Any, ...]:
-    """The torch modes that capture freezes into the graphs: autocast, the kernels that attention may take, and what
-    forward may ask: the default dtype, deterministic algorithms, oneDNN, the precision of products."""
+    """The torch modes that capture freezes into the graphs: autocast, the kernels that attention
+    may take, and what forward may ask: the default dtype, deterministic algorithms, oneDNN, the
+    precision of products.
+    """
     asked = torch.are_deterministic_algorithms_enabled(), torch.backends.mkldnn.enabled
     autocast = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
-    return *autocast, attention_kernels(), torch.get_default_dtype(), (*asked, torch.get_float32_matmul_precision())
+    return (
+        *autocast,
+        attention_kernels(),
+        torch.get_default_dtype(),
+        (*asked, torch.get_float32_matmul_precision()),
+    )
 
 
 def batches_apart(exchanges: frozenset[str]) -> tuple[str, ...]:
-    """The dimensions along which ranks have batches of their own and exchange nothing within a microbatch."""
+    """The dimensions along which ranks have batches of their own and exchange nothing within a
+    microbatch."""
     return tuple(name for name in BATCHES if exchanges.isdisjoint((name, UNKNOWN)))
 
 
 @dataclass(frozen=True, eq=False)
 class Entry:
-    """The graphs that were compiled for `key`: those of one microbatch of a step, or, if it `evaluates`, those of each
-    microbatch of a batch. They are right while the module state is that of `standing`.
-    Entries are numbered alike on all ranks."""
+    """The graphs that were compiled for `key`: those of one microbatch of a step, or, if it
+    `evaluates`, those of each microbatch of a batch. They are right while the module state is that
+    of `standing`. Entries are numbered alike on all ranks."""
 
     number: int
     key: Any
@@ -97,8 +112,9 @@ class Entry:
 
 
 class ProgramCache:
-    """At most `limit` entries and plans of steps, and as many of evaluations, so that neither displaces the other. One
-    more evicts the least recently used, but never the first step, nor the entry that is added."""
+    """At most `limit` entries and plans of steps, and as many of evaluations, so that neither
+    displaces the other. One more evicts the least recently used, but never the first step, nor the
+    entry that is added."""
 
     def __init__(self, ranks: Ranks, limit: int) -> None:
         self._ranks, self._limit = ranks, limit
@@ -126,12 +142,18 @@ class ProgramCache:
         return list(self._plans.values())
 
     def right(self, key: Any) -> list[Entry]:
-        """The entries of `key` that are right for what Python reads now, the most recently used first."""
-        return [each for each in reversed(self._entries.values()) if each.key == key and each.holds()]
+        """The entries of `key` that are right for what Python reads now, the most recently used
+        first."""
+        return [
+            each for each in reversed(self._entries.values()) if each.key == key and each.holds()
+        ]
 
     def change(self, key: Any) -> str:
-        """What Python reads differently than for the last entry of `key`, in words; "" if nothing."""
-        return next((each.change() for each in reversed(self._entries.values()) if each.key == key), "")
+        """What Python reads differently than for the last entry of `key`, in words; "" if
+        nothing."""
+        return next(
+            (each.change() for each in reversed(self._entries.values()) if each.key == key), ""
+        )
 
     def add(
         self,
@@ -148,7 +170,8 @@ class ProgramCache:
         return entry
 
     def trim(self) -> bool:
-        """Evict the entries that are too many after one was added. Returns whether there were any."""
+        """Evict the entries that are too many after one was added. Returns whether there
+        were any."""
         *others, new = self._entries.values()
         alike = self._of(new.evaluates)
         usable = (each for each in others if each.evaluates == new.evaluates)
@@ -159,7 +182,11 @@ class ProgramCache:
             del self._entries[number]
         if old:
             kept = {graphs.number for each in self._entries.values() for graphs in each.graphs}
-            self._plans = {n: each for n, each in self._plans.items() if kept.issuperset(itertools.chain(*n[1:]))}
+            self._plans = {
+                n: each
+                for n, each in self._plans.items()
+                if kept.issuperset(itertools.chain(*n[1:]))
+            }
         return bool(old)
 
     def plan(
@@ -168,8 +195,9 @@ class ProgramCache:
         everywhere: Sequence[BoundGraphs],
         order: Callable[[Program, int], Schedule],
     ) -> Executable:
-        """The plan of a step or an evaluation. Its microbatches run `graphs`, those of all replicas run graphs among
-        `everywhere`, in the order that `order` gives for as many microbatches. Plans are kept."""
+        """The plan of a step or an evaluation. Its microbatches run `graphs`, those of all replicas
+        run graphs among `everywhere`, in the order that `order` gives for as many microbatches.
+        Plans are kept."""
         first = graphs[0].program
         evaluates = not first.trains
         named = evaluates, tuple(map(NUMBER, graphs)), tuple(map(NUMBER, everywhere))
@@ -188,7 +216,8 @@ class ProgramCache:
         self._plans.clear()
 
     def forget_plans(self) -> None:
-        """Let plans be made again, with new memory: a message of a failed step may still arrive in the old one."""
+        """Let plans be made again, with new memory: a message of a failed step may still arrive in
+        the old one."""
         self._plans.clear()
 
     def find(self, key: Any) -> Entry | None:
@@ -199,23 +228,37 @@ class ProgramCache:
         return entry
 
 
-def what_is_new(model: nn.Module, microbatch: Microbatch, key: ProgramKey, known: Collection[ProgramKey]) -> str:
+def what_is_new(
+    model: nn.Module, microbatch: Microbatch, key: ProgramKey, known: Collection[ProgramKey]
+) -> str:
     """How `key` differs from the nearest of the `known` keys, for a notice."""
-    near = min(known, key=lambda other: sum(a != b for a, b in zip(key, other, strict=True)), default=key)
+    near = min(
+        known, key=lambda other: sum(a != b for a, b in zip(key, other, strict=True)), default=key
+    )
     found = [] if key.signature == near.signature else [f"microbatches of {microbatch.summary()}"]
     found += _of_modules(model, key, near)
     if key.trains != near.trains:
         names = [name for name, _ in model.named_parameters()]
-        other = [i for i, (now, before) in enumerate(zip(key.trains, near.trains, strict=False)) if now != before]
+        other = [
+            i
+            for i, (now, before) in enumerate(zip(key.trains, near.trains, strict=False))
+            if now != before
+        ]
         found += [f"{names[i]}{_more(len(other))} {_training(key.trains[i])}" for i in other[:1]]
     if key.modes != near.modes:
         on, dtype, kernels, default, asked = key.modes
         was_on, was_dtype, was_kernels, was_default, before = near.modes
         if on != was_on or (on and dtype != was_dtype):
-            found.append(f"autocast to {str(dtype).removeprefix('torch.')}" if on else "no autocast")
+            found.append(
+                f"autocast to {str(dtype).removeprefix('torch.')}" if on else "no autocast"
+            )
         found += ["other attention kernels"] * (kernels != was_kernels)
-        found += [f"the default dtype {str(default).removeprefix('torch.')}"] * (default != was_default)
-        found += ["other modes of torch (deterministic algorithms, oneDNN, precision of products)"] * (asked != before)
+        found += [f"the default dtype {str(default).removeprefix('torch.')}"] * (
+            default != was_default
+        )
+        found += [
+            "other modes of torch (deterministic algorithms, oneDNN, precision of products)"
+        ] * (asked != before)
     if key.kept != near.kept:
         found.append(f"return_{key.kept}=True" if key.kept else f"no {near.kept}")
     return " and ".join(found) or f"microbatches of {microbatch.summary()}"
@@ -224,11 +267,18 @@ def what_is_new(model: nn.Module, microbatch: Microbatch, key: ProgramKey, known
 def _of_modules(model: nn.Module, key: ProgramKey, near: ProgramKey) -> list[str]:
     if len(key.modules) != len(near.modules):
         return [f"{len(key.modules)} modules instead of {len(near.modules)}"]
-    changed = [(i, now, was) for i, (now, was) in enumerate(zip(key.modules, near.modules, strict=False)) if now != was]
+    changed = [
+        (i, now, was)
+        for i, (now, was) in enumerate(zip(key.modules, near.modules, strict=False))
+        if now != was
+    ]
     modes = [i for i, now, was in changed if now[0] != was[0]]
     hooks = [i for i, now, was in changed if now[1] != was[1]]
     names = [name or "the model" for name, _ in model.named_modules()]
-    mode = [f"{names[i]}{_more(len(modes))} in {'train' if key.modules[i][0] else 'eval'} mode" for i in modes[:1]]
+    mode = [
+        f"{names[i]}{_more(len(modes))} in {'train' if key.modules[i][0] else 'eval'} mode"
+        for i in modes[:1]
+    ]
     return mode + [f"other hooks of {names[i]}{_more(len(hooks))}" for i in hooks[:1]]
 
 

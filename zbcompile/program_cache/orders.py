@@ -8,8 +8,8 @@ from zbcompile.schedules.generators.registry import find
 
 
 def step_order(program: Program, count: int) -> Schedule:
-    """The order of a step of that many microbatches, with its messages. Raises PipelineError if the name of the
-    schedule does not admit that many, or if its order is not the one of its name."""
+    """The order of a step of that many microbatches, with its messages. Raises PipelineError if the
+    name of the schedule does not admit that many, or if its order is not the one of its name."""
     if count == program.schedule.microbatches:
         return program.lowered
     _require_order(program, count)
@@ -22,13 +22,14 @@ def _require_order(program: Program, count: int) -> None:
     rule = own.name in names() and find(own.name).generate is not None
     if not rule or _built(program, own.microbatches).compute_only() != own:
         raise PipelineError(
-            f"{problem} is an order for {own.microbatches} alone. Pass as many, a batch that divides into as many, or "
-            "a schedule by its name."
+            f"{problem} is an order for {own.microbatches} alone. Pass as many, a batch that"
+            " divides into as many, or a schedule by its name."
         )
     if not admits(own.name, own.ranks, count):
         near = [n for n in range(1, 2 * own.microbatches + 1) if admits(own.name, own.ranks, n)]
         raise PipelineError(
-            f"{problem} admits {', '.join(map(str, near))} ... on {own.ranks} ranks. Pass one of these numbers."
+            f"{problem} admits {', '.join(map(str, near))} ... on {own.ranks} ranks. Pass one of"
+            " these numbers."
         )
 
 

@@ -1,4 +1,5 @@
-"""The programs of a pipeline: its model compiled for the steps and evaluations that it meets; a few of each are kept.
+"""The programs of a pipeline: its model compiled for the steps and evaluations that it meets; a few
+of each are kept.
 
 The first one decides where every parameter lives; later ones keep to that.
 """
@@ -72,16 +73,18 @@ Graphs = tuple[BoundGraphs, ...]
 
 
 class CompiledGraphs(NamedTuple):
-    """The graphs of a step, or those of each microbatch of an evaluation, and the module state that they are for."""
+    """The graphs of a step, or those of each microbatch of an evaluation, and the module state that
+    they are for."""
 
     standing: list[ModuleState]
     graphs: Graphs
 
 
 class Programs:
-    """The compiled steps and evaluations of a pipeline, found by what their microbatches are. `schedule` is that of the
-    usual steps. A program that was loaded (`saved`) holds all that there is: nothing is compiled. Before the first step
-    there may be evaluations, of which the first places the parameters."""
+    """The compiled steps and evaluations of a pipeline, found by what their microbatches are.
+    `schedule` is that of the usual steps. A program that was loaded (`saved`) holds all that there
+    is: nothing is compiled. Before the first step there may be evaluations, of which the first
+    places the parameters."""
 
     def __init__(
         self,
@@ -98,8 +101,11 @@ class Programs:
         self.cache = ProgramCache(bound.ranks, options.max_shapes)
         self.outputs: bool | str = False  # what the present step returns besides its loss, of KINDS
         self.agreement = StepAgreement(bound.ranks)
-        self._changes: Counter[str] = Counter()  # how often each value of the module state has changed
-        self._last: list[Entry] = []  # those that were right for the last step, in the state that it had
+        # how often each value of the module state has changed
+        self._changes: Counter[str] = Counter()
+        self._last: list[
+            Entry
+        ] = []  # those that were right for the last step, in the state that it had
         self._last_state: tuple[Any, ...] | None = None
         if saved is not None:
             bound.hold(saved)
@@ -113,15 +119,19 @@ class Programs:
         return (entry.graphs[0] for entry in self.cache.steps)
 
     def first(self) -> BoundGraphs:
-        """The graphs that were made first. Raises PipelineError after `recompile`, before the next compilation."""
+        """The graphs that were made first. Raises PipelineError after `recompile`, before the next
+        compilation."""
         found = next(iter(self), None)
         if found is None:
-            raise PipelineError("recompile() has dropped all programs. Call pipe.compile with a batch, or run a step.")
+            raise PipelineError(
+                "recompile() has dropped all programs. Call pipe.compile with a batch, or run a"
+                " step."
+            )
         return found
 
     def get(self, step: Microbatches) -> Executable:
-        """Returns the executable of a step, compiled if need be. Raises PipelineError or CaptureError if the model is
-        no longer the one that was compiled."""
+        """Returns the executable of a step, compiled if need be. Raises PipelineError or
+        CaptureError if the model is no longer the one that was compiled."""
         first = self._last_state is None  # a lazy parameter has no state yet
         same = step.alike and not first and self._state(step.each[0]) == self._last_state
         known = same and all(each.holds() for each in self._last)
@@ -144,7 +154,10 @@ class Programs:
         if not known:
             self.bound.require_same_model()
         if step.alike:
-            self._last, self._last_state = self.cache.right(self._key(step.each[0])), self._state(step.each[0])
+            self._last, self._last_state = (
+                self.cache.right(self._key(step.each[0])),
+                self._state(step.each[0]),
+            )
         else:
             self._last, self._last_state = [], None
         ordered = [own[place] for place in range(len(own))]
@@ -156,45 +169,61 @@ class Programs:
         key = partial(self._key, first)
         if self.saved is not None and not self.cache.right(key()):
             raise PipelineError(
-                f"the program was compiled for microbatches of {listed(self.saved.call)}; received "
-                f"{listed(call_of(first))}. Pass such batches, or compile and save a program for these."
+                f"the program was compiled for microbatches of {listed(self.saved.call)}; received"
+                f" {listed(call_of(first))}. Pass such batches, or compile and save a program for"
+                " these."
             )
         what, make = f"microbatches of {first.summary()}", partial(self._make_step, microbatches)
         return self._find(key, what, make)
 
     def _find(
-        self, key: Callable[[], Any], what: str, make: Callable[[str], CompiledGraphs], evaluates: bool = False
+        self,
+        key: Callable[[], Any],
+        what: str,
+        make: Callable[[str], CompiledGraphs],
+        evaluates: bool = False,
     ) -> Entry:
-        """Returns the graphs for a key, which is computed again after compiling: forward may install hooks when it
-        first runs. If there are none, all ranks compile `what`, in words; `make` is given what has changed since the
-        last entry, in words."""
+        """Returns the graphs for a key, which is computed again after compiling: forward may
+        install hooks when it first runs. If there are none, all ranks compile `what`, in words;
+        `make` is given what has changed since the last entry, in words."""
         for _ in range(self._options.max_shapes + 1):
             found = self.cache.find(key())
             if found is not None:
                 return found
             change = self._noted(self.cache.change(key()))
             title = f"compiling {what}" + f" (on this rank, of {change})" * bool(change)
-            with self.ranks.watch.position.turn_to(title), Progress(f"zbcompile: {title}", first=LONG):
+            with (
+                self.ranks.watch.position.turn_to(title),
+                Progress(f"zbcompile: {title}", first=LONG),
+            ):
                 made = make(change)
             self._add(key(), made, evaluates)
         raise PipelineError(
-            "no program that was compiled for this step fits it: the state of its modules was different in every "
-            "capture. Keep it the same from step to step, or pass it as an argument of step."
+            "no program that was compiled for this step fits it: the state of its modules was"
+            " different in every capture. Keep it the same from step to step, or pass it as an"
+            " argument of step."
         )
 
     def _noted(self, change: str) -> str:
-        """Returns the change of module state for a notice; for a value that changes often with a remedy."""
+        """Returns the change of module state for a notice; for a value that changes often with a
+        remedy."""
         if not change:
             return ""
         path = change.partition(": ")[0]
         self._changes[path] += 1
         often = self._changes[path] > 2
-        return f"{change} (change {self._changes[path]} of it; pass it as a tensor)" if often else change
+        return (
+            f"{change} (change {self._changes[path]} of it; pass it as a tensor)"
+            if often
+            else change
+        )
 
     def recompile(self) -> None:
         """Drops all programs; the parameters stay where they are. All ranks call it."""
         if self.saved is not None:
-            raise PipelineError("recompile() needs the model, and this pipeline was loaded from a directory.")
+            raise PipelineError(
+                "recompile() needs the model, and this pipeline was loaded from a directory."
+            )
         self.cache.clear()
         self._last, self._last_state = [], None
 
@@ -204,28 +233,32 @@ class Programs:
         if self.cache.trim() and not evaluates:
             self._last, self._last_state = [], None
             if self.ranks.is_first:
-                print(f"zbcompile: evicted the least recently used program; max_shapes={self._options.max_shapes}.")
+                print(
+                    "zbcompile: evicted the least recently used program;"
+                    f" max_shapes={self._options.max_shapes}."
+                )
 
     def require_step(self, outputs: bool | str) -> None:
         """Raise PipelineError if there is no step, or none that returns more than its loss."""
         if outputs and self.saved is not None:
             raise PipelineError(
-                f"a saved program returns its loss alone. Leave out {keyword(outputs)}, or pipeline the model itself."
+                f"a saved program returns its loss alone. Leave out {keyword(outputs)}, or pipeline"
+                " the model itself."
             )
         if self.saved is not None and not self.saved.trains:
             raise PipelineError(
-                f"the directory holds {self.saved.returns.computes} alone, and no step to train with. Compile one "
-                "without --only."
+                f"the directory holds {self.saved.returns.computes} alone, and no step to train"
+                " with. Compile one without --only."
             )
         if outputs and (self._options.vocab in (1, 2) or self.bound.shards is not None):
             raise PipelineError(
-                f"{keyword(outputs)} needs whole outputs, and the output layer is sharded: leave it out, or pass "
-                'vocab="off".'
+                f"{keyword(outputs)} needs whole outputs, and the output layer is sharded: leave it"
+                ' out, or pass vocab="off".'
             )
 
     def _begin_agreement(self, step: Microbatches, known: bool) -> None:
-        """Begin to compare what the ranks are about to do: before a message outside of the step's actions, the result
-        is waited for."""
+        """Begin to compare what the ranks are about to do: before a message outside of the step's
+        actions, the result is waited for."""
         if self.ranks.replicas.count == 1:
             return
         keys = [] if known else list(map(self._key, step.distinct))
@@ -238,13 +271,19 @@ class Programs:
             self.agreement.require()
 
     def _state(self, microbatch: Microbatch) -> tuple[Any, ...]:
-        """The state of model and torch in which a microbatch runs: if it is that of the last step, the same entries are
-        right."""
-        return microbatch.signature, kept_for(self.outputs), torch_modes(self.ranks.device), self.bound.form
+        """The state of model and torch in which a microbatch runs: if it is that of the last step,
+        the same entries are right."""
+        return (
+            microbatch.signature,
+            kept_for(self.outputs),
+            torch_modes(self.ranks.device),
+            self.bound.form,
+        )
 
     @contextmanager
     def void_if_it_fails(self) -> Iterator[None]:
-        """If a step fails, drop its partial sums: an optimizer that steps nevertheless finds no gradients."""
+        """If a step fails, drop its partial sums: an optimizer that steps nevertheless finds no
+        gradients."""
         try:
             yield
         except BaseException:
@@ -259,10 +298,13 @@ class Programs:
     def _make_step(self, microbatches: Sequence[Microbatch], change: str) -> CompiledGraphs:
         microbatch = microbatches[0]
         require_same_batch(
-            self.ranks, {path: [each.tensors[path] for each in microbatches] for path in microbatch.tensors}
+            self.ranks,
+            {path: [each.tensors[path] for each in microbatches] for path in microbatch.tensors},
         )
         exported = self.searched[0] if self.searched else self.export(microbatch)
-        standing = ModuleState(self._model, self._options.loss, frozenset(exported.step.changed_state))
+        standing = ModuleState(
+            self._model, self._options.loss, frozenset(exported.step.changed_state)
+        )
         key = self._key(microbatch)
         known = (each.graphs for each in self.cache.steps if each.key == key)
         same = [graphs for graphs in known if is_program_of(graphs[0].program, exported)]
@@ -278,24 +320,32 @@ class Programs:
         if self.bound.trains and self.ranks.is_first:
             key, known = self._key(microbatch), [each.key for each in self.cache.steps]
             reason = reason or what_is_new(self._model, microbatch, key, known)
-            number = f"program {len(self.bound.compilations) + 1}; max_shapes={self._options.max_shapes} are kept"
+            number = (
+                f"program {len(self.bound.compilations) + 1}; max_shapes={self._options.max_shapes}"
+                " are kept"
+            )
             print(f"zbcompile: compiling again for {reason} ({number}).")
         program = self._make_program(microbatch, exported)
-        asked = {"what a step returns": keyword(self.outputs), "max_shapes": self._options.max_shapes}
+        asked = {
+            "what a step returns": keyword(self.outputs),
+            "max_shapes": self._options.max_shapes,
+        }
         self.bound.agree_on(program, asked | vars(self._options.step))
         if self.bound.program is None:
             self.bound.place(program)
         elif not self.bound.trains and program.homes != self.bound.program.homes:
             self.bound.move(program)
         elif not self.bound.trains:
-            self.bound.program = program  # an evaluation placed the parameters; from now on they train
+            # an evaluation placed the parameters; from now on they train
+            self.bound.program = program
             for name, rows in self.bound.shards.own.items() if self.bound.shards else ():
                 rows.requires_grad_(name in program.trained)
         self.bound.trained |= program.trained
         return self.bound.prepare_step(program)
 
     def export(self, microbatch: Microbatch) -> ExportedModel:
-        """Returns the training step for microbatches like this one; all ranks export it together."""
+        """Returns the training step for microbatches like this one; all ranks export it
+        together."""
 
         def export_() -> ExportedModel:
             device = partial(hint_at_device, microbatch, self.ranks.device)
@@ -354,7 +404,9 @@ class Programs:
         program = self._placed_alike(program, lambda like: compile_program(*task, like))
         return replace(program, step=self._options.step)
 
-    def _placed_alike(self, program: Program, compile_like: Callable[[Program], Program]) -> Program:
+    def _placed_alike(
+        self, program: Program, compile_like: Callable[[Program], Program]
+    ) -> Program:
         """Returns a program with every parameter on the same stages on all ranks.
 
         Ranks of tensor parallelism may hold parts of different sizes, for which other cuts are
@@ -370,9 +422,9 @@ class Programs:
 
     @property
     def _placed(self) -> Program | None:
-        """The program whose placement a new one keeps; None if it may place parameters anew. An evaluation's placement
-        is not kept if a layout is searched for training, or if the output layer is to be sharded, which the evaluation
-        of a model that trains leaves to the step."""
+        """The program whose placement a new one keeps; None if it may place parameters anew. An
+        evaluation's placement is not kept if a layout is searched for training, or if the output
+        layer is to be sharded, which the evaluation of a model that trains leaves to the step."""
         found = self.bound.program
         if found is None or self.bound.trains:
             return found
@@ -380,7 +432,8 @@ class Programs:
         return None if is_searched(self._options) or sharded else found
 
     def _choices(self) -> Choices:
-        """Later programs reuse the first one's sharding decision, because row ownership is already fixed."""
+        """Later programs reuse the first one's sharding decision, because row ownership is already
+        fixed."""
         choices = self.decided or self._options.choices
         if self.decided is None and self.outputs and self._options.vocab is None:
             return replace(choices, vocab="off")  # what is returned is made of whole outputs
@@ -394,8 +447,8 @@ class Programs:
     # Evaluations
 
     def forwards(self, batch: Batch, computes: str, count: int | None) -> Graphs:
-        """Returns the graphs of the batch's microbatches, at most `count` of them (None: as many as a step has),
-        compiled if need be."""
+        """Returns the graphs of the batch's microbatches, at most `count` of them (None: as many as
+        a step has), compiled if need be."""
         if self.saved is not None:
             return self._saved_forwards(batch, computes)
         if self.bound.program is not None:
@@ -413,26 +466,39 @@ class Programs:
         held = {each.key: each.graphs[0].program for each in self.cache.evaluations}
         if computes not in held:
             raise PipelineError(
-                f"the directory holds {', '.join(held) or 'the training step alone'}, and cannot compute "
-                f"{computes}. Compile it with --also {computes}, or make a pipeline of the model."
+                f"the directory holds {', '.join(held) or 'the training step alone'}, and cannot"
+                f" compute {computes}. Compile it with --also {computes}, or make a pipeline of the"
+                " model."
             )
         program = held[computes]
         require_words(batch, program)
         (graphs,) = next(each.graphs for each in self.cache.evaluations if each.key == computes)
         return (graphs,) * microbatches_like(program, batch)
 
-    def _make_forwards(self, batch: Batch, computes: str, count: int, change: str) -> CompiledGraphs:
+    def _make_forwards(
+        self, batch: Batch, computes: str, count: int, change: str
+    ) -> CompiledGraphs:
         if change and self.ranks.is_first:
             print(f"zbcompile: compiling {computes} again for {change}.")
 
         def compile_() -> tuple[Program, ...]:
             refuse_meta_inputs(batch.whole, self.ranks.device)
-            with readable(self._model), hinting(partial(hint_at_device, batch.whole, self.ranks.device)):
+            with (
+                readable(self._model),
+                hinting(partial(hint_at_device, batch.whole, self.ranks.device)),
+            ):
                 return compile_forwards(self._model, batch, count, computes, self._forward_options)
 
         made = together(self.ranks, "compiling a forward", compile_)
-        graphs = {id(each): self._bind_forward(each) for each in {id(each): each for each in made}.values()}
-        standing = [ModuleState(self._model, without=frozenset().union(*(each.changed_state for each in made)))]
+        graphs = {
+            id(each): self._bind_forward(each)
+            for each in {id(each): each for each in made}.values()
+        }
+        standing = [
+            ModuleState(
+                self._model, without=frozenset().union(*(each.changed_state for each in made))
+            )
+        ]
         return CompiledGraphs(standing, tuple(graphs[id(each)] for each in made))
 
     def _bind_forward(self, program: Program) -> BoundGraphs:
@@ -445,24 +511,41 @@ class Programs:
     def _forward_key(self, batch: Batch, computes: str, count: int) -> tuple[Any, ...]:
         modules = tuple(hooks_of(each) for each in self._model.modules())
         trains = tuple(parameter.requires_grad for parameter in self._model.parameters())
-        return computes, count, modules, trains, batch.whole.signature, torch_modes(self.ranks.device), self.bound.moves
+        return (
+            computes,
+            count,
+            modules,
+            trains,
+            batch.whole.signature,
+            torch_modes(self.ranks.device),
+            self.bound.moves,
+        )
 
     @property
     def _forward_options(self) -> ForwardOptions:
         rules, choices = self._options.placements or {}, self._options.choices
         names = (name for name, _ in self._model.named_parameters())
         sharded = frozenset(name for name in names if along(placement_of(name, rules), SHARD))
-        if self.bound.program is None and any(parameter.requires_grad for parameter in self._model.parameters()):
-            choices = replace(choices, vocab="off")  # the step decides, and moves the parameters if need be
+        if self.bound.program is None and any(
+            parameter.requires_grad for parameter in self._model.parameters()
+        ):
+            choices = replace(
+                choices, vocab="off"
+            )  # the step decides, and moves the parameters if need be
         like, labels = self.bound.program, self.ranks.mesh.labels
         return ForwardOptions(self.schedule, like, choices, labels, sharded, self.ranks.device)
 
     def evaluation(self, own: Sequence[BoundGraphs]) -> Executable:
-        """The executable of microbatches that run the graphs `own`, on the tensors that the model has now."""
-        executable = self.cache.plan(own, list({each.number: each for each in own}.values()), forward_order)
+        """The executable of microbatches that run the graphs `own`, on the tensors that the model
+        has now."""
+        executable = self.cache.plan(
+            own, list({each.number: each for each in own}.values()), forward_order
+        )
         read = {name for stage in executable.program.stages for name in stage.parameters}
         rows = gather_rows(self.ranks, self.bound.shards, read)
-        held = resident_tensors(self._model, {}) | {Slot("parameter", name): whole for name, whole in rows.items()}
+        held = resident_tensors(self._model, {}) | {
+            Slot("parameter", name): whole for name, whole in rows.items()
+        }
         bound = {each.number: _on_tensors(each, held) for each in executable.everywhere}
         graphs = tuple(bound[each.number] for each in executable.graphs)
         return replace(executable, graphs=graphs, everywhere=tuple(bound.values()))
@@ -470,8 +553,15 @@ class Programs:
 
 def _on_tensors(graphs: BoundGraphs, held: Mapping[Slot, torch.Tensor]) -> BoundGraphs:
     """The same graphs on other tensors of the model."""
-    kept = {s: t for stage in graphs.stages.values() for s, t in stage.resident.items() if s.kind == "constant"}
-    return replace(graphs, stages={i: rebind(stage, {**kept, **held}) for i, stage in graphs.stages.items()})
+    kept = {
+        s: t
+        for stage in graphs.stages.values()
+        for s, t in stage.resident.items()
+        if s.kind == "constant"
+    }
+    return replace(
+        graphs, stages={i: rebind(stage, {**kept, **held}) for i, stage in graphs.stages.items()}
+    )
 
 
 def _require_few(microbatches: Sequence[Microbatch], limit: int) -> None:
@@ -479,6 +569,6 @@ def _require_few(microbatches: Sequence[Microbatch], limit: int) -> None:
     kinds = len({each.signature for each in microbatches})
     if kinds > limit:
         raise PipelineError(
-            f"the microbatches of this step have {kinds} shapes, and max_shapes={limit} programs are kept. Raise "
-            "it, or pad to fewer shapes."
+            f"the microbatches of this step have {kinds} shapes, and max_shapes={limit} programs"
+            " are kept. Raise it, or pad to fewer shapes."
         )

@@ -1,4 +1,5 @@
-"""Whole tensors of which several ranks hold parts: eager's state dict as a stream, the rows of a sharded layer."""
+"""Whole tensors of which several ranks hold parts: eager's state dict as a stream, the rows of a
+sharded layer."""
 
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
@@ -14,9 +15,11 @@ from zbcompile.runtime.vocabulary_parameters import VocabularyShards
 Owner = Callable[[str], tuple[int, ...]]
 
 
-def gather_rows(ranks: Ranks, shards: VocabularyShards | None, names: Collection[str]) -> dict[str, torch.Tensor]:
-    """The parameters `names` of a sharded output layer, whole; in the model's own memory if it has any. All ranks call
-    it."""
+def gather_rows(
+    ranks: Ranks, shards: VocabularyShards | None, names: Collection[str]
+) -> dict[str, torch.Tensor]:
+    """The parameters `names` of a sharded output layer, whole; in the model's own memory if it has
+    any. All ranks call it."""
     group = ranks.collective_group() if shards is not None else None
     if shards is None or group is None:
         return {}
@@ -25,12 +28,18 @@ def gather_rows(ranks: Ranks, shards: VocabularyShards | None, names: Collection
 
 
 def stream_state(
-    model: nn.Module, ranks: Ranks, owners: Owner, shards: VocabularyShards | None, frozen: bool = True
+    model: nn.Module,
+    ranks: Ranks,
+    owners: Owner,
+    shards: VocabularyShards | None,
+    frozen: bool = True,
 ) -> Iterator[tuple[str, Any]]:
-    """Eager's whole state dict, tensor by tensor on every rank: each comes from the ranks that own it. Frozen
-    parameters are left out if `frozen` is False."""
+    """Eager's whole state dict, tensor by tensor on every rank: each comes from the ranks that own
+    it. Frozen parameters are left out if `frozen` is False."""
     names = first_names(model)
-    left_out = {name for name, each in model.named_parameters() if not (frozen or each.requires_grad)}
+    left_out = {
+        name for name, each in model.named_parameters() if not (frozen or each.requires_grad)
+    }
     group = None if shards is None else ranks.collective_group()
     for key, value in state_in_process(model).items():
         name = names.get(key, key)

@@ -10,20 +10,22 @@ from zbcompile.program.output import Output
 from zbcompile.runtime.executable import Executable, Made
 
 WHERE = (False, True, "last")
-METRICS: Final = "metrics"  # what the loss function returns besides the loss, without what the model returns
+# what the loss function returns besides the loss, without what the model returns
+METRICS: Final = "metrics"
 KINDS = (*WHERE, METRICS)
 
 
 def kind_of(return_outputs: Any, return_metrics: Any) -> bool | str:
-    """Which of KINDS a step returns besides its loss. Raises PipelineError for other values, and for both at once."""
+    """Which of KINDS a step returns besides its loss. Raises PipelineError for other values, and
+    for both at once."""
     if not isinstance(return_outputs, bool | str) or return_outputs not in WHERE:
         raise PipelineError(f"return_outputs={return_outputs!r}; expected one of {WHERE}.")
     if not isinstance(return_metrics, bool):
         raise PipelineError(f"return_metrics={return_metrics!r}; expected True or False.")
     if return_outputs and return_metrics:
         raise PipelineError(
-            f"return_metrics=True and return_outputs={return_outputs!r}: the outputs already come with the metrics, as "
-            "(outputs, metrics). Pass one of the two."
+            f"return_metrics=True and return_outputs={return_outputs!r}: the outputs already come"
+            " with the metrics, as (outputs, metrics). Pass one of the two."
         )
     return METRICS if return_metrics else return_outputs
 
@@ -39,13 +41,20 @@ def keyword(kind: bool | str) -> str:
 
 
 def joined_outputs(made: Made, executable: Executable, rows: int | None, reduction: str) -> Any:
-    """What a step returns besides its loss: leaves with a row for each of the `rows` samples of a microbatch are
-    concatenated, floating scalars combined as losses are, others are lists over the microbatches."""
+    """What a step returns besides its loss: leaves with a row for each of the `rows` samples of a
+    microbatch are concatenated, floating scalars combined as losses are, others are lists over the
+    microbatches.
+    """
     outputs, count = executable.outputs, executable.program.schedule.microbatches
     first = outputs[0]
     if any(each.structure != first.structure for each in outputs):
-        return [each.rebuild({name: made[name][i] for name in each.made}) for i, each in enumerate(outputs)]
-    return first.rebuild({n: _joined([made[n][i] for i in range(count)], rows, reduction) for n in first.made})
+        return [
+            each.rebuild({name: made[name][i] for name in each.made})
+            for i, each in enumerate(outputs)
+        ]
+    return first.rebuild(
+        {n: _joined([made[n][i] for i in range(count)], rows, reduction) for n in first.made}
+    )
 
 
 def _joined(parts: list[torch.Tensor], rows: int | None, reduction: str) -> Any:
@@ -57,8 +66,10 @@ def _joined(parts: list[torch.Tensor], rows: int | None, reduction: str) -> Any:
 
 
 def joined_rows(made: Made, outputs: dict[int, Output]) -> Any:
-    """The output of an evaluation: the rows of its microbatches, joined into one batch. `outputs` says, by microbatch,
-    how to rebuild it."""
+    """The output of an evaluation: the rows of its microbatches, joined into one batch. `outputs`
+    says, by microbatch, how to rebuild it."""
     chosen = {name: [parts[i] for i in outputs] for name, parts in made.items()}
-    leaves = {name: torch.cat(parts) if len(parts) > 1 else parts[0] for name, parts in chosen.items()}
+    leaves = {
+        name: torch.cat(parts) if len(parts) > 1 else parts[0] for name, parts in chosen.items()
+    }
     return next(iter(outputs.values())).rebuild(leaves)

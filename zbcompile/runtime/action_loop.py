@@ -22,10 +22,14 @@ from zbcompile.schedules.lowering.edges import Message
 
 
 class Observer:
-    """Called in place of an action, or of the two of a pair, with their instructions; it calls `execute`. In the middle
-    of a pair it is told when the first has `ended` and when the second, after its wait, has begun."""
+    """Called in place of an action, or of the two of a pair, with their instructions; it calls
+    `execute`. In the middle of a pair it is told when the first has `ended` and when the second,
+    after its wait, has begun.
+    """
 
-    def __call__(self, of: Sequence[Instruction], run: "RankRun", execute: Callable[[], None]) -> None:
+    def __call__(
+        self, of: Sequence[Instruction], run: "RankRun", execute: Callable[[], None]
+    ) -> None:
         execute()
 
     def ended(self, first: Action, run: "RankRun") -> None:
@@ -37,11 +41,14 @@ class Observer:
 
 @dataclass(frozen=True)
 class ActionLabels(Observer):
-    """Names actions for torch.profiler as torch's pipeline runtime does (`PP:0F3`), around another observer."""
+    """Names actions for torch.profiler as torch's pipeline runtime does (`PP:0F3`), around another
+    observer."""
 
     inner: Observer
 
-    def __call__(self, of: Sequence[Instruction], run: "RankRun", execute: Callable[[], None]) -> None:
+    def __call__(
+        self, of: Sequence[Instruction], run: "RankRun", execute: Callable[[], None]
+    ) -> None:
         with record_function("PP:" + "|".join(_torch_name(each.action) for each in of)):
             self.inner(of, run, execute)
 
@@ -64,8 +71,8 @@ class StepRecorder(Protocol):
 
 
 class SharedActions(Protocol):
-    """What the ranks of a process share in a step (`zbcompile.runtime.step_run`): the actions that it has once per
-    stage or rank, and the collectives among the shards of an output layer."""
+    """What the ranks of a process share in a step (`zbcompile.runtime.step_run`): the actions that
+    it has once per stage or rank, and the collectives among the shards of an output layer."""
 
     collectives: Collectives | None
 
@@ -75,9 +82,11 @@ class SharedActions(Protocol):
 
 @dataclass
 class RankRun:
-    """One rank during one step. `runs[stage]` are its stages, `outbox` what was made but not yet sent, `position` shows
-    other threads how far the rank is. If the output layer is sharded, the rank's shards are stages as well.
-    `shared` does what is done once per stage or rank, by the optimizer within the step and by all ranks together."""
+    """One rank during one step. `runs[stage]` are its stages, `outbox` what was made but not yet
+    sent, `position` shows other threads how far the rank is. If the output layer is sharded, the
+    rank's shards are stages as well. `shared` does what is done once per stage or rank, by the
+    optimizer within the step and by all ranks together.
+    """
 
     plan: RankPlan
     runs: Mapping[int, StageRun]
@@ -92,7 +101,8 @@ class RankRun:
         return self.plan.rank
 
     def run(self) -> Iterator[Action]:
-        """Carry out the rank's program. Yields an action for as long as its input has not arrived."""
+        """Carry out the rank's program. Yields an action for as long as its input has not
+        arrived."""
         ready = self.transport.ready
         for step in self.plan.instructions:
             first = step[0]
@@ -124,8 +134,12 @@ class RankRun:
         self.transport.complete(to.completes)
 
     def _pair(self, first: Instruction, second: Instruction, *sends: Instruction) -> None:
-        """Run both as one graph, in whose middle the first's results are sent and the second's input is waited for."""
-        (op, stage, microbatch), (other_op, other_stage, other_microbatch) = first.action, second.action
+        """Run both as one graph, in whose middle the first's results are sent and the second's
+        input is waited for."""
+        (op, stage, microbatch), (other_op, other_stage, other_microbatch) = (
+            first.action,
+            second.action,
+        )
         one, other = self.runs[stage], self.runs[other_stage]
         call, other_call = one.call(op, microbatch), other.call(other_op, other_microbatch)
 
@@ -187,9 +201,11 @@ class RankRun:
         self.shared.carry_out(to.action, self.rank)
 
     def losses(self) -> dict[int, torch.Tensor]:
-        """The losses of the microbatches whose last stage ran here, after a check that nothing of the step is left.
+        """The losses of the microbatches whose last stage ran here, after a check that nothing of
+        the step is left.
 
-        If the output layer is sharded, the last stage may have a loss of the layers before, which is added.
+        If the output layer is sharded, the last stage may have a loss of the layers before, which
+        is added.
         """
         for stage in self.runs.values():
             stage.check_empty()
@@ -202,7 +218,8 @@ class RankRun:
 
 
 def sum_losses(parts: Iterable[Mapping[int, torch.Tensor]]) -> dict[int, torch.Tensor]:
-    """Returns the loss of each microbatch: beside a sharded output layer a stage may add a loss of its own."""
+    """Returns the loss of each microbatch: beside a sharded output layer a stage may add a loss of
+    its own."""
     losses: dict[int, torch.Tensor] = {}
     for part in parts:
         for microbatch, loss in part.items():

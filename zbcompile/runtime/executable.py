@@ -28,11 +28,12 @@ from zbcompile.schedules import Schedule, with_updates
 class StepInput:
     """One step.
 
-    `microbatches` are the tensors of each by input path, `index` is the number of the step, `reduction` says how losses
-    combine; `recorder` records the step. `slices` are what each optimizer updates, `actions` what the optimizers do for
-    a stage by kind (VALIDATE, GATHER, OPT).
-    With `ahead` a rank goes on before all have ended the step. `outputs`: which ranks get the model's
-    outputs, "all", "last" (that of the last stage) or "" (none). `agreement` says what the ranks differ in.
+    `microbatches` are the tensors of each by input path, `index` is the number of the step,
+    `reduction` says how losses combine; `recorder` records the step. `slices` are what each
+    optimizer updates, `actions` what the optimizers do for a stage by kind (VALIDATE, GATHER, OPT).
+    With `ahead` a rank goes on before all have ended the step. `outputs`: which ranks get the
+    model's outputs, "all", "last" (that of the last stage) or "" (none). `agreement` says what the
+    ranks differ in.
     """
 
     microbatches: list[dict[str, torch.Tensor]]
@@ -49,10 +50,11 @@ class StepInput:
 
 @dataclass(frozen=True)
 class BoundGraphs:
-    """The graphs of a program, bound to this process's tensors: what microbatches of one shape, mode and answer run.
+    """The graphs of a program, bound to this process's tensors: what microbatches of one shape,
+    mode and answer run.
 
-    `stages` are those of this process's ranks, `sums` over whom their gradients are summed, `number` is how many
-    programs the pipeline has made before, alike on all ranks.
+    `stages` are those of this process's ranks, `sums` over whom their gradients are summed,
+    `number` is how many programs the pipeline has made before, alike on all ranks.
     """
 
     program: Program
@@ -65,9 +67,11 @@ class BoundGraphs:
 
 @dataclass(frozen=True)
 class Executable:
-    """What a step runs: `graphs[i]` for microbatch i. `everywhere` are all graphs that microbatches of the step run, on
-    any replica. `program` is that of the first graphs, in the order of the step, with the parameters that any of them
-    trains. `plans` are those of this process's ranks, `gradients` their sums, which all steps share."""
+    """What a step runs: `graphs[i]` for microbatch i. `everywhere` are all graphs that microbatches
+    of the step run, on any replica. `program` is that of the first graphs, in the order of the
+    step, with the parameters that any of them trains. `plans` are those of this process's ranks,
+    `gradients` their sums, which all steps share.
+    """
 
     program: Program
     graphs: tuple[BoundGraphs, ...]
@@ -78,22 +82,29 @@ class Executable:
 
     @cached_property
     def first(self) -> BoundGraphs:
-        """The graphs of the first microbatch. Those of all others have the parameters and sums in the same places."""
+        """The graphs of the first microbatch. Those of all others have the parameters and sums in
+        the same places."""
         return self.graphs[0]
 
     @cached_property
     def may_overflow(self) -> bool:
-        """Whether an exchange between experts may have too little room for its tokens, in any stage of any rank."""
+        """Whether an exchange between experts may have too little room for its tokens, in any stage
+        of any rank."""
         stages = (stage for each in self.everywhere for stage in each.program.stages)
-        return any(slot.kind == "fits" for stage in stages for piece in stage.pieces.values() for slot in piece.outputs)
+        return any(
+            slot.kind == "fits"
+            for stage in stages
+            for piece in stage.pieces.values()
+            for slot in piece.outputs
+        )
 
     @cached_property
     def loss_dtype(self) -> torch.dtype:
         return dtype_named(self.program.loss_dtype)
 
     def plans_for(self, kinds: frozenset[str]) -> tuple[Schedule, tuple[RankPlan, ...]]:
-        """The schedule and the plans with the actions of these kinds, which a step has besides its passes; each is made
-        once."""
+        """The schedule and the plans with the actions of these kinds, which a step has besides its
+        passes; each is made once."""
         if kinds not in self.ordered:
             lowered = with_updates(self.program.lowered, kinds)
             plans = tuple(plan.joined_with(lowered.orders[plan.rank]) for plan in self.plans)
@@ -114,30 +125,37 @@ Made = dict[str, dict[int, torch.Tensor]]  # by leaf of the output, then by micr
 
 
 class StepResult(NamedTuple):
-    """The losses of the microbatches of all replicas, and the leaves of the model's output that this process's stages
-    have made, if the program returns them."""
+    """The losses of the microbatches of all replicas, and the leaves of the model's output that
+    this process's stages have made, if the program returns them."""
 
     losses: Losses
     made: Made
 
 
 def plan_step(
-    graphs: Sequence[BoundGraphs], everywhere: Sequence[BoundGraphs], lowered: Schedule, ranks: Sequence[int]
+    graphs: Sequence[BoundGraphs],
+    everywhere: Sequence[BoundGraphs],
+    lowered: Schedule,
+    ranks: Sequence[int],
 ) -> Executable:
-    """The executable of a step in the order `lowered`, in which microbatch i runs `graphs[i]`. Microbatches of other
-    replicas run any of `everywhere` (listed in one order on all ranks). All of them are programs with every parameter
-    in the same place.
+    """The executable of a step in the order `lowered`, in which microbatch i runs `graphs[i]`.
+    Microbatches of other replicas run any of `everywhere` (listed in one order on all ranks). All
+    of them are programs with every parameter in the same place.
 
     Raises PipelineError if what runs at the end of the step cannot serve all of them.
     """
-    program, distinct = graphs[0].program, tuple({each.number: each for each in everywhere}.values())
+    program, distinct = (
+        graphs[0].program,
+        tuple({each.number: each for each in everywhere}.values()),
+    )
     if len(distinct) > 1:
         programs = [each.program for each in distinct]
         problem = _problem(programs, several=any(each is not graphs[0] for each in graphs))
         if problem:
             raise PipelineError(
-                f"the microbatches of this step differ in their {_difference(programs)}, and {problem}, so they "
-                "cannot share a step. Put samples that are alike in that into one batch."
+                f"the microbatches of this step differ in their {_difference(programs)}, and"
+                f" {problem}, so they cannot share a step. Put samples that are alike in that into"
+                " one batch."
             )
         program = replace(program, stages=_trained_by_any(program, programs))
     if program.lowered is not lowered:
@@ -170,5 +188,9 @@ def _problem(programs: Sequence[Program], several: bool) -> str:
 def _trained_by_any(first: Program, programs: Sequence[Program]) -> tuple[StageProgram, ...]:
     """The stages of `first`, with the parameters that any of `programs` trains on them."""
     stages = zip(*(each.stages for each in programs), strict=True)
-    trained = [tuple(dict.fromkeys(name for one in stage for name in one.trained)) for stage in stages]
-    return tuple(replace(stage, trained=names) for stage, names in zip(first.stages, trained, strict=True))
+    trained = [
+        tuple(dict.fromkeys(name for one in stage for name in one.trained)) for stage in stages
+    ]
+    return tuple(
+        replace(stage, trained=names) for stage, names in zip(first.stages, trained, strict=True)
+    )

@@ -1,11 +1,15 @@
-"""Where a weight gradient is summed during a step. W's own graph adds to it (`zbcompile.passes.stage.accumulate`), with
-`exact=True` this module does. A `GradientSum` is in one of three states:
+"""Where a weight gradient is summed during a step. W's own graph adds to it
+(`zbcompile.passes.stage.accumulate`), with `exact=True` this module does. A `GradientSum` is in one
+of three states:
 
-* own: of all stages, one trains the parameter. Its passes add straight into `.grad` if that has the dtype of the sum
-  and the parameter's strides, otherwise into `running`, which is rounded and added to `.grad` once, by `settle`;
-* shared: several stages train it, on this rank or on others. What each of them adds up waits in `parts`, until the
-  exchange TIE sums the parts in the order in which eager autograd adds them and folds the total into the own sum;
-* reduced: the sum has left for the replicas, each of which keeps a part of it elsewhere; `.grad` is None.
+* own: of all stages, one trains the parameter. Its passes add straight into `.grad` if that has the
+  dtype of the sum and the parameter's strides, otherwise into `running`, which is rounded and added
+  to `.grad` once, by `settle`;
+* shared: several stages train it, on this rank or on others. What each of them adds up waits in
+  `parts`, until the exchange TIE sums the parts in the order in which eager autograd adds them and
+  folds the total into the own sum;
+* reduced: the sum has left for the replicas, each of which keeps a part of it elsewhere; `.grad` is
+  None.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,9 +28,10 @@ WHOLE = -1  # in place of a microbatch: the running sum of all
 class GradientSum:
     """One parameter's gradient on one rank. `dtype` is that of running sums.
 
-    `parts[stage][microbatch]` has, in exact mode, one gradient per use of a shared parameter on the stage, in the order
-    in which eager adds them; otherwise `parts[stage][WHOLE]` is the stage's running sum. `whole` is the full parameter,
-    if this rank trains only rows of it but looks up any as an embedding: `parts[WHOLE]` has those gradients.
+    `parts[stage][microbatch]` has, in exact mode, one gradient per use of a shared parameter on the
+    stage, in the order in which eager adds them; otherwise `parts[stage][WHOLE]` is the stage's
+    running sum. `whole` is the full parameter, if this rank trains only rows of it but looks up any
+    as an embedding: `parts[WHOLE]` has those gradients.
     """
 
     parameter: nn.Parameter
@@ -38,7 +43,8 @@ class GradientSum:
     parts: dict[int, dict[int, list[torch.Tensor]]] = field(default_factory=dict)
 
     def buffer(self, stage: int) -> torch.Tensor:
-        """What W adds into: `.grad` (zeros if it was None), the running sum, or that of a shared parameter's stage."""
+        """What W adds into: `.grad` (zeros if it was None), the running sum, or that of a shared
+        parameter's stage."""
         looks_up = self.whole is not None and stage >= 0
         if self.shared or looks_up:
             part = self.parts.setdefault(WHOLE if looks_up else stage, {})
@@ -64,8 +70,8 @@ class GradientSum:
         return torch.zeros_like(like, dtype=self.dtype, requires_grad=False)
 
     def add(self, stage: int, microbatch: int, uses: Sequence[torch.Tensor]) -> None:
-        """Add one microbatch's gradients, one per use, as eager does: each is cast to the dtype of `.grad`, then they
-        are summed; the first sum becomes `.grad`, later ones add."""
+        """Add one microbatch's gradients, one per use, as eager does: each is cast to the dtype of
+        `.grad`, then they are summed; the first sum becomes `.grad`, later ones add."""
         cast = [use.to(grad_dtype(self.parameter)) for use in uses]
         if self.shared:
             self.parts.setdefault(stage, {})[microbatch] = cast
@@ -73,8 +79,9 @@ class GradientSum:
             self.fold([reduce(torch.add, cast)])
 
     def take(self, stage: int, microbatches: Sequence[int]) -> list[list[torch.Tensor]]:
-        """This rank's part of a stage: the uses of each of `microbatches`, of which `WHOLE` is their sum. What the
-        stage did not train is -0.0, which changes no bit of what it is added to."""
+        """This rank's part of a stage: the uses of each of `microbatches`, of which `WHOLE` is
+        their sum. What the stage did not train is -0.0, which changes no bit of what it is added
+        to."""
         part = self.parts.pop(stage, {})
         return [part[i] if i in part else [self._nothing()] for i in microbatches]
 
@@ -95,7 +102,8 @@ class GradientSum:
                 self._running().add_(gradient)
 
     def _accumulate(self, gradient: torch.Tensor) -> None:
-        """`.grad += gradient`, the first one becoming `.grad`; keeps the parameter's strides and dtype."""
+        """`.grad += gradient`, the first one becoming `.grad`; keeps the parameter's strides and
+        dtype."""
         parameter, dtype = self.parameter, grad_dtype(self.parameter)
         with torch.no_grad():
             if parameter.grad is not None:
@@ -107,7 +115,8 @@ class GradientSum:
                 parameter.grad.copy_(gradient)
 
     def total(self) -> torch.Tensor | None:
-        """The own sum so far, with what `.grad` held before the step, in the dtype of the sum; replicas sum these."""
+        """The own sum so far, with what `.grad` held before the step, in the dtype of the sum;
+        replicas sum these."""
         if self.running is None:
             return self.parameter.grad
         if self.parameter.grad is not None:
@@ -127,11 +136,14 @@ class GradientSum:
 
 
 class Gradients(dict[str, GradientSum]):
-    """The sums of one rank by parameter, each made when it is first asked for; a step begins and ends with empty ones.
-    `shared` are the parameters of several stages; of those in `whole` this rank trains rows. With `exact=True` `parts`
-    has what this rank computed of gradients that several stages compute, by name and microbatch."""
+    """The sums of one rank by parameter, each made when it is first asked for; a step begins and
+    ends with empty ones. `shared` are the parameters of several stages; of those in `whole` this
+    rank trains rows. With `exact=True` `parts` has what this rank computed of gradients that
+    several stages compute, by name and microbatch."""
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], shared: frozenset[str], choices: Choices) -> None:
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], shared: frozenset[str], choices: Choices
+    ) -> None:
         super().__init__()
         self.parameters, self.shared, self.choices = parameters, shared, choices
         self.whole: Mapping[str, nn.Parameter] = {}
@@ -140,22 +152,30 @@ class Gradients(dict[str, GradientSum]):
     def __missing__(self, name: str) -> GradientSum:
         parameter, choices = self.parameters[name], self.choices
         dtype = choices.dtype_of_sum(parameter.dtype)
-        self[name] = GradientSum(parameter, dtype, choices.exact, name in self.shared, self.whole.get(name))
+        self[name] = GradientSum(
+            parameter, dtype, choices.exact, name in self.shared, self.whole.get(name)
+        )
         return self[name]
 
     def settle(self, names: Iterable[str] | None = None) -> None:
         """Put the own sums of `names` (default: all) into `.grad`."""
-        for each in self.values() if names is None else [self[name] for name in names if name in self]:
+        for each in (
+            self.values() if names is None else [self[name] for name in names if name in self]
+        ):
             if each.running is not None:
                 each.settle()
 
 
 def grad_dtype(parameter: nn.Parameter) -> torch.dtype:
-    """The dtype of `.grad`: the parameter's, unless its `grad_dtype` says another (torch 2.10 has it)."""
+    """The dtype of `.grad`: the parameter's, unless its `grad_dtype` says another (torch 2.10 has
+    it)."""
     return getattr(parameter, "grad_dtype", None) or parameter.dtype
 
 
-def add_uses(later: Sequence[torch.Tensor], earlier: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
-    """Add the uses of a stage, one at a time, to the sums of the stages behind it (none at first), per microbatch."""
+def add_uses(
+    later: Sequence[torch.Tensor], earlier: Sequence[Sequence[torch.Tensor]]
+) -> list[torch.Tensor]:
+    """Add the uses of a stage, one at a time, to the sums of the stages behind it (none at first),
+    per microbatch."""
     sums = [[total] for total in later] or [[] for _ in earlier]
     return [reduce(torch.add, [*total, *uses]) for total, uses in zip(sums, earlier, strict=True)]

@@ -1,4 +1,5 @@
-"""One rank's program made ready to run: every action with its messages and the buffers it receives into."""
+"""One rank's program made ready to run: every action with its messages and the buffers it receives
+into."""
 
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
@@ -29,9 +30,9 @@ class MadeMessage(NamedTuple):
 class Instruction(NamedTuple):
     """An action with its messages.
 
-    A compute action runs once the messages in `needs` have arrived; their arrival proves that the sends in `completes`
-    are over. It `makes` messages. A SEND sends the message `carries` to `peer`, a RECV posts it, into `buffers`. An
-    `exchange` happens once all ranks have come to it.
+    A compute action runs once the messages in `needs` have arrived; their arrival proves that the
+    sends in `completes` are over. It `makes` messages. A SEND sends the message `carries` to
+    `peer`, a RECV posts it, into `buffers`. An `exchange` happens once all ranks have come to it.
     """
 
     action: Action
@@ -46,9 +47,10 @@ class Instruction(NamedTuple):
 
 @dataclass(frozen=True)
 class RankPlan:
-    """The steps of a rank, each of one instruction. A pair that runs as one graph is a step of both its instructions
-    and the SENDs of what the first makes; `merged` has its graph. `stages` are those of the rank, and `sums` says which
-    of their gradients are summed over other ranks, and when."""
+    """The steps of a rank, each of one instruction. A pair that runs as one graph is a step of both
+    its instructions and the SENDs of what the first makes; `merged` has its graph. `stages` are
+    those of the rank, and `sums` says which of their gradients are summed over other ranks, and
+    when."""
 
     rank: int
     instructions: tuple[tuple[Instruction, ...], ...]
@@ -57,7 +59,8 @@ class RankPlan:
     sums: SumPlan
 
     def joined_with(self, order: Sequence[Step]) -> "RankPlan":
-        """The plan with the actions that a step has once, placed as in `order`, which has all other actions too."""
+        """The plan with the actions that a step has once, placed as in `order`, which has all other
+        actions too."""
         own, placed = iter(self.instructions), set[Action]()
         steps: list[tuple[Instruction, ...]] = []
         for action in flatten(order):
@@ -82,9 +85,11 @@ class RankPlan:
 Stages = Mapping[int, CompiledStage]
 
 
-def plan_rank(program: Program, rank: int, graphs: Sequence[Stages], sums: Mapping[str, Sum]) -> RankPlan:
-    """The plan of `rank`; `graphs[i]` are the compiled stages of this process as microbatch i runs them, `sums` says
-    over whom gradients are summed."""
+def plan_rank(
+    program: Program, rank: int, graphs: Sequence[Stages], sums: Mapping[str, Sum]
+) -> RankPlan:
+    """The plan of `rank`; `graphs[i]` are the compiled stages of this process as microbatch i runs
+    them, `sums` says over whom gradients are summed."""
 
     def stage_of(action: Action) -> CompiledStage:
         return graphs[action.microbatch][action.stage]
@@ -97,11 +102,21 @@ def plan_rank(program: Program, rank: int, graphs: Sequence[Stages], sums: Mappi
     def instruction(action: Action) -> Instruction:
         needs, makes, carries, peer = edges[action]
         parcels = tuple(MadeMessage(message, to == rank) for message, to in makes)
-        return Instruction(action, needs, parcels, carries, peer, buffers.get(action, ()), completes.get(action, ()))
+        return Instruction(
+            action,
+            needs,
+            parcels,
+            carries,
+            peer,
+            buffers.get(action, ()),
+            completes.get(action, ()),
+        )
 
     steps = _send_within_pairs(_steps(program, rank), merged)
     instructions = tuple(tuple(map(instruction, step)) for step in steps)
-    return RankPlan(rank, instructions, merged, program.stages_of(rank), plan_sums(program, rank, sums))
+    return RankPlan(
+        rank, instructions, merged, program.stages_of(rank), plan_sums(program, rank, sums)
+    )
 
 
 def _steps(program: Program, rank: int) -> list[Sequence[Action]]:
@@ -111,13 +126,18 @@ def _steps(program: Program, rank: int) -> list[Sequence[Action]]:
 def _send_within_pairs(
     steps: Sequence[Sequence[Action]], merged: Container[Sequence[Action]]
 ) -> Iterator[tuple[Action, ...]]:
-    """The steps, in which what the first of a pair makes is sent in the middle of the pair. In a pair in `merged` these
-    SENDs become further parts; any other pair becomes steps of its own, with the SENDs between its two actions."""
+    """The steps, in which what the first of a pair makes is sent in the middle of the pair. In a
+    pair in `merged` these SENDs become further parts; any other pair becomes steps of its own, with
+    the SENDs between its two actions.
+    """
     placed = [step[0] for step in steps if step[0].op in SENDS]
     sends: dict[tuple[str, int, int], list[Action]] = defaultdict(list)
     for send in placed:
         sends[MESSAGE_OPS[send.op], *send[1:]].append(send)
-    within = [sends.get((result_of(step[0].op), *step[0][1:]), []) if len(step) == 2 else [] for step in steps]
+    within = [
+        sends.get((result_of(step[0].op), *step[0][1:]), []) if len(step) == 2 else []
+        for step in steps
+    ]
     early = {send for each in within for send in each}
     for step, own in zip(steps, within, strict=True):
         if step in merged:
@@ -129,25 +149,27 @@ def _send_within_pairs(
 def run_together(
     steps: Sequence[Sequence[Action]], stage_of: Callable[[Action], CompiledStage]
 ) -> dict[Sequence[Action], Run]:
-    """The graphs that run the pairs in the order of a rank; pairs whose halves run one after the other are left out.
+    """The graphs that run the pairs in the order of a rank; pairs whose halves run one after the
+    other are left out.
 
-    What runs takes one list: the first half's inputs, a function that takes its results, and one that returns the
-    second half's inputs. It returns the second half's results.
+    What runs takes one list: the first half's inputs, a function that takes its results, and one
+    that returns the second half's inputs. It returns the second half's results.
 
-    FX graphs are merged into one, in which collectives and messages of each half hide behind the other
-    (`zbcompile.passes.stage.overlap`). Graphs that a backend has compiled can no longer be interleaved: such halves run
-    one after the other, as any two passes.
+    FX graphs are merged into one, in which collectives and messages of each half hide behind the
+    other (`zbcompile.passes.stage.overlap`). Graphs that a backend has compiled can no longer be
+    interleaved: such halves run one after the other, as any two passes.
 
-    Merging is a pass like others and goes through the compiler's `PassManager`. Its results are kept with the stages of
-    a program as they are bound to a process (`CompiledStage.pairs`), not in the program of all ranks, which was tried:
+    Merging is a pass like others and goes through the compiler's `PassManager`. Its results are
+    kept with the stages of a program as they are bound to a process (`CompiledStage.pairs`), not in
+    the program of all ranks, which was tried:
 
-    * whom a pair joins is known only with the step. If microbatches of two shapes alternate, all 16 pairs of
-      1f1b-overlap (4 ranks, 8 microbatches) join graphs of two programs; no program has them, and they would hide
-      nothing;
-    * whether a pair is one graph depends on what this process made of the graphs: a backend, a look for a NaN
-      replaces what runs, and then nothing is merged;
-    * a merged graph repeats its halves: the directory of a GPT with 16 blocks would hold 60 % more operations, to save
-      7 ms for each kind of pair.
+    * whom a pair joins is known only with the step. If microbatches of two shapes alternate, all 16
+      pairs of 1f1b-overlap (4 ranks, 8 microbatches) join graphs of two programs; no program has
+      them, and they would hide nothing;
+    * whether a pair is one graph depends on what this process made of the graphs: a backend, a look
+      for a NaN replaces what runs, and then nothing is merged;
+    * a merged graph repeats its halves: the directory of a GPT with 16 blocks would hold 60 % more
+      operations, to save 7 ms for each kind of pair.
     """
     pairs = [step for step in steps if isinstance(step, Pair)]
     found = {pair: _run_of(pair, stage_of(pair.first), stage_of(pair.second)) for pair in pairs}
@@ -155,8 +177,8 @@ def run_together(
 
 
 def _run_of(pair: Pair, one: CompiledStage, other: CompiledStage) -> Run | None:
-    """The same for all pairs of these passes; a rank with two model copies has at most four, unless its microbatches
-    run different graphs."""
+    """The same for all pairs of these passes; a rank with two model copies has at most four, unless
+    its microbatches run different graphs."""
     known, kind = one.pairs.setdefault(other, {}), (pair.first.op, pair.second.op)
     if kind not in known:
         known[kind] = _make_run(*kind, one, other)

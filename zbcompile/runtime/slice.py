@@ -1,5 +1,5 @@
-"""The elements of a parameter that one replica owns and updates, or, if they are a whole parameter, every replica
-alike."""
+"""The elements of a parameter that one replica owns and updates, or, if they are a whole parameter,
+every replica alike."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -19,14 +19,16 @@ LATE = -1  # in place of a stage: what is complete, and needed, outside of the p
 
 @dataclass(eq=False)
 class Slice:
-    """The elements from `begin` to `end` of a parameter, in the order of its memory, which its owner updates as
-    `tensor`: in the parameter's own memory, or as a float32 master. `divided` says whether the owner is one replica,
-    number `owner` of `group`; a whole parameter belongs to all of them. `mine` says whether this process is an owner.
+    """The elements from `begin` to `end` of a parameter, in the order of its memory, which its
+    owner updates as `tensor`: in the parameter's own memory, or as a float32 master. `divided` says
+    whether the owner is one replica, number `owner` of `group`; a whole parameter belongs to all of
+    them. `mine` says whether this process is an owner.
 
-    `parameter` is plain; `given` is the one that an optimizer would be given whole, `shown` the one that users see:
-    each may be a DTensor over the same memory. `flat` says whether `tensor` is a row of elements; otherwise it has the
-    shape of the parameter. The gradient is complete with the last W of `stage`. `counts` says whether this process
-    speaks for the slice, in norms and checkpoints.
+    `parameter` is plain; `given` is the one that an optimizer would be given whole, `shown` the one
+    that users see: each may be a DTensor over the same memory. `flat` says whether `tensor` is a
+    row of elements; otherwise it has the shape of the parameter. The gradient is complete with the
+    last W of `stage`. `counts` says whether this process speaks for the slice, in norms and
+    checkpoints.
     """
 
     name: str
@@ -44,7 +46,9 @@ class Slice:
     mine: bool = True
 
     def __post_init__(self) -> None:
-        self.tensor = nn.Parameter(self.values, self.parameter.requires_grad) if self.divided else self.given
+        self.tensor = (
+            nn.Parameter(self.values, self.parameter.requires_grad) if self.divided else self.given
+        )
 
     @property
     def memory(self) -> torch.Tensor:
@@ -71,8 +75,8 @@ class Slice:
         self.tensor = nn.Parameter(self.values.float())
 
     def refresh(self, values: torch.Tensor) -> None:
-        """Begin with these `values` of the parameter wherever a master does not round to them: there somebody else has
-        written since."""
+        """Begin with these `values` of the parameter wherever a master does not round to them:
+        there somebody else has written since."""
         own = self.tensor.detach()
         if self.is_master:
             own.copy_(torch.where(own.to(values.dtype) == values, own, values.to(own.dtype)))
@@ -80,11 +84,14 @@ class Slice:
             self.tensor.data = values  # the parameter has got other memory
 
     def add(self, part: torch.Tensor, copied: bool) -> None:
-        """Add a sum, in the order of the parameter's memory, to the slice's gradient; it is `copied` if its memory is
-        used elsewhere. A part of a sum is a copy, or all of the sum would stay alive."""
+        """Add a sum, in the order of the parameter's memory, to the slice's gradient; it is
+        `copied` if its memory is used elsewhere. A part of a sum is a copy, or all of the sum would
+        stay alive."""
         own, dtype = self.parameter, self.tensor.dtype
         part = (part.clone() if copied or part.numel() < own.numel() else part).to(dtype)
-        part = part if self.flat else part.as_strided(own.shape, own.stride(), part.storage_offset())
+        part = (
+            part if self.flat else part.as_strided(own.shape, own.stride(), part.storage_offset())
+        )
         self.tensor.grad = part if self.tensor.grad is None else self.tensor.grad.add_(part)
 
 
@@ -93,9 +100,11 @@ def memory_of(tensor: torch.Tensor) -> torch.Tensor:
     return as_contiguous(tensor.detach()).view(-1)
 
 
-def by_owner(slices: Iterable[Slice]) -> Iterator[tuple[dist.ProcessGroup | None, int, list[Slice]]]:
-    """What travels together. Several ranks hold what is late: they must add in the same order, so that it travels by
-    itself."""
+def by_owner(
+    slices: Iterable[Slice],
+) -> Iterator[tuple[dist.ProcessGroup | None, int, list[Slice]]]:
+    """What travels together. Several ranks hold what is late: they must add in the same order, so
+    that it travels by itself."""
     for (group, owner, _), found in groupby(
         slices, key=lambda each: (each.group, each.owner, each.name if each.stage == LATE else "")
     ):
@@ -103,7 +112,8 @@ def by_owner(slices: Iterable[Slice]) -> Iterator[tuple[dist.ProcessGroup | None
 
 
 def spread(slices: Iterable[Slice]) -> list[Parcel[Slice]]:
-    """Begin to send what the parameters' memory holds of these slices from their owners to the other replicas."""
+    """Begin to send what the parameters' memory holds of these slices from their owners to the
+    other replicas."""
     parcels: list[Parcel[Slice]] = []
     for group, owner, found in by_owner(slices):
         parcels += send(((each, each.memory) for each in found), partial(_broadcast, group, owner))
@@ -124,5 +134,7 @@ def wait(parcel: Parcel[Slice]) -> None:
 
 
 def _broadcast(group: dist.ProcessGroup | None, owner: int, flat: torch.Tensor) -> dist.Work | None:
-    work = None if group is None else dist.broadcast(flat, group=group, group_src=owner, async_op=True)
+    work = (
+        None if group is None else dist.broadcast(flat, group=group, group_src=owner, async_op=True)
+    )
     return None if work is None else outlives_its_step(work)

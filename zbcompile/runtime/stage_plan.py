@@ -1,7 +1,9 @@
-"""Preparing a stage to run: every value gets a register, every piece of its graphs a plan of registers.
+"""Preparing a stage to run: every value gets a register, every piece of its graphs a plan of
+registers.
 
-At run time a microbatch is one list of values, the registers; a pass fetches its inputs by index, frees those that no
-later pass reads, and stores what it keeps. Everything that can be decided beforehand is decided here, once per program.
+At run time a microbatch is one list of values, the registers; a pass fetches its inputs by index,
+frees those that no later pass reads, and stores what it keeps. Everything that can be decided
+beforehand is decided here, once per program.
 """
 
 from collections.abc import Mapping
@@ -20,25 +22,37 @@ from zbcompile.program.receive_buffers import AFTER
 
 RESIDENT = ("parameter", "buffer", "constant")
 LOSS_FACTOR = Slot("tangent", "loss")
-_FOLLOWS = {**AFTER, "S": ("STATS", "T"), "STATS": ("T",), "T": (), "LOOKUP": ("SPREAD",), "SPREAD": ()}
+_FOLLOWS = {
+    **AFTER,
+    "S": ("STATS", "T"),
+    "STATS": ("T",),
+    "T": (),
+    "LOOKUP": ("SPREAD",),
+    "SPREAD": (),
+}
 _OPEN = ("F", "S", "LOOKUP")  # passes that begin with a microbatch, and receive activations
 _RETURN = ("B", "BW", "STATS", "SPREAD")  # passes that receive gradients
 _REPORTS = ("mutation", "output", "check", "fits", "loss")
-SHARD, LOOKUPS = -1, -2  # in place of a stage: a rank's shard of the output layer, and of the embedding
+# in place of a stage: a rank's shard of the output layer, and of the embedding
+SHARD, LOOKUPS = (
+    -1,
+    -2,
+)
 Tensors = list[torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Call:
-    """One piece as a call: which registers it takes, which of them it frees, and where its results go.
+    """One piece as a call: which registers it takes, which of them it frees, and where its results
+    go.
 
-    `run` takes a list, which it empties. `arrives` are (register, spec) and `sends` (result, spec) in the order in
-    which boundary tensors travel, `saves` (result, register), `gradients` (parameter, results: one per use, see
-    `zbcompile.passes.partition.shared_parameters`), `parts` (result, part of a gradient that several stages compute),
-    `mutations` (result, buffer), `outputs` (result, leaf of the
-    model's output), `checks` (result, assertion of forward), `fits` (result, exchange of tokens); `loss` is a
-    result or None. `opens` says that a microbatch begins with this pass, `closes` that none follows, `reports` that it
-    has any of the last five.
+    `run` takes a list, which it empties. `arrives` are (register, spec) and `sends` (result, spec)
+    in the order in which boundary tensors travel, `saves` (result, register), `gradients`
+    (parameter, results: one per use, see `zbcompile.passes.partition.shared_parameters`), `parts`
+    (result, part of a gradient that several stages compute), `mutations` (result, buffer),
+    `outputs` (result, leaf of the model's output), `checks` (result, assertion of forward), `fits`
+    (result, exchange of tokens); `loss` is a result or None. `opens` says that a microbatch begins
+    with this pass, `closes` that none follows, `reports` that it has any of the last five.
     """
 
     run: Run
@@ -64,11 +78,12 @@ class Call:
 class CompiledStage:
     """A stage ready to run.
 
-    `template` is a microbatch before its F: resident values are in their registers, the other registers are None.
-    `inputs` are the registers of user inputs by path, `passing` those that hold values of one microbatch only.
-    `generator_arrives` and `generator_leaves` say whether generator state travels with F, which `relay` continues;
-    `mergeable` that its calls run its graphs as they are, so that a pair can be one graph. `pairs` are what runs a pass
-    of this stage together with one of another (`zbcompile.runtime.rank_plan`), None if they run in turn.
+    `template` is a microbatch before its F: resident values are in their registers, the other
+    registers are None. `inputs` are the registers of user inputs by path, `passing` those that hold
+    values of one microbatch only. `generator_arrives` and `generator_leaves` say whether generator
+    state travels with F, which `relay` continues; `mergeable` that its calls run its graphs as they
+    are, so that a pair can be one graph. `pairs` are what runs a pass of this stage together with
+    one of another (`zbcompile.runtime.rank_plan`), None if they run in turn.
     """
 
     program: StageProgram
@@ -93,7 +108,9 @@ class CompiledStage:
 
     def with_runs(self, runs: Mapping[str, Run]) -> "CompiledStage":
         """The stage with other code for some passes, each of which runs on its own."""
-        calls = {name: replace(call, run=runs.get(name, call.run)) for name, call in self.calls.items()}
+        calls = {
+            name: replace(call, run=runs.get(name, call.run)) for name, call in self.calls.items()
+        }
         return replace(self, calls=calls, mergeable=False)
 
 
@@ -104,8 +121,8 @@ def prepare_stage(
     random_until: int,
     runs: Mapping[str, Run] | None = None,
 ) -> CompiledStage:
-    """Bind a stage program to its tensors. `runs` are what a backend made of its graphs, by pass; without them the
-    graphs run as FX code. Either way a call frees its inputs as it uses them."""
+    """Bind a stage program to its tensors. `runs` are what a backend made of its graphs, by pass;
+    without them the graphs run as FX code. Either way a call frees its inputs as it uses them."""
     code = runs or {name: boxed(piece.module).forward for name, piece in program.pieces.items()}
     registers = _registers(program)
     index = program.stage
@@ -115,7 +132,9 @@ def prepare_stage(
         resident=resident,
         template=_template(registers, resident),
         calls={name: _call(program, name, code[name], registers) for name in program.pieces},
-        inputs=tuple((place, slot.name) for slot, place in registers.items() if slot.kind == "input"),
+        inputs=tuple(
+            (place, slot.name) for slot, place in registers.items() if slot.kind == "input"
+        ),
         loss_factor=registers.get(LOSS_FACTOR),
         passing=tuple(place for slot, place in registers.items() if _passes(slot)),
         generator_arrives=0 < index <= random_until,
@@ -127,10 +146,14 @@ def prepare_stage(
 
 def rebind(stage: CompiledStage, resident: Mapping[Slot, torch.Tensor]) -> CompiledStage:
     """`stage` on other resident tensors."""
-    return replace(stage, resident=resident, template=_template(_registers(stage.program), resident))
+    return replace(
+        stage, resident=resident, template=_template(_registers(stage.program), resident)
+    )
 
 
-def _template(registers: Mapping[Slot, int], resident: Mapping[Slot, torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
+def _template(
+    registers: Mapping[Slot, int], resident: Mapping[Slot, torch.Tensor]
+) -> tuple[torch.Tensor | None, ...]:
     return tuple(resident[slot] if slot.kind in RESIDENT else None for slot in registers)
 
 
@@ -162,9 +185,17 @@ def _call(program: StageProgram, name: str, run: Run, registers: Mapping[Slot, i
         reports=not kinds.isdisjoint(_REPORTS),
         arrives=tuple((registers[slot], spec) for slot, spec in arriving(program, name).items()),
         takes=tuple(registers[slot] for slot in piece.inputs),
-        frees=tuple(place for slot, place in registers.items() if _passes(slot) and slot not in kept),
-        accumulators=tuple((registers[slot], slot.name) for slot in piece.inputs if slot.kind == "accumulator"),
-        saves=tuple((at, registers[slot]) for slot, at in places.items() if slot.kind == "saved" and slot in kept),
+        frees=tuple(
+            place for slot, place in registers.items() if _passes(slot) and slot not in kept
+        ),
+        accumulators=tuple(
+            (registers[slot], slot.name) for slot in piece.inputs if slot.kind == "accumulator"
+        ),
+        saves=tuple(
+            (at, registers[slot])
+            for slot, at in places.items()
+            if slot.kind == "saved" and slot in kept
+        ),
         sends=tuple((places[slot], spec) for slot, spec in leaving(program, name).items()),
         gradients=tuple((name, tuple(places)) for name, places in by_name.items()),
         parts=_named(piece, "part"),
@@ -178,17 +209,31 @@ def _call(program: StageProgram, name: str, run: Run, registers: Mapping[Slot, i
 
 def arriving(program: StageProgram, name: str) -> dict[Slot, TensorSpec]:
     """The slots of what arrives for a pass, in the order in which it travels."""
-    down = {Slot("activation", each): spec for each, spec in program.receives.items()} if name in _OPEN else {}
-    return down | ({Slot("tangent", each): s for each, s in program.gradients_in.items()} if name in _RETURN else {})
+    down = (
+        {Slot("activation", each): spec for each, spec in program.receives.items()}
+        if name in _OPEN
+        else {}
+    )
+    return down | (
+        {Slot("tangent", each): s for each, s in program.gradients_in.items()}
+        if name in _RETURN
+        else {}
+    )
 
 
 def leaving(program: StageProgram, name: str) -> dict[Slot, TensorSpec]:
     """The slots of what a pass makes for others, in the order in which it travels."""
-    slots = {Slot("activation", each): spec for each, spec in program.sends.items()} if name in _OPEN else {}
+    slots = (
+        {Slot("activation", each): spec for each, spec in program.sends.items()}
+        if name in _OPEN
+        else {}
+    )
     slots |= {Slot("input_gradient", each): spec for each, spec in program.gradients_out.items()}
     return {slot: spec for slot, spec in slots.items() if slot in program.pieces[name].outputs}
 
 
 def _named(piece: Piece, kind: str) -> tuple[tuple[int, str], ...]:
     """The results of one kind."""
-    return tuple((place, slot.name) for place, slot in enumerate(piece.outputs) if slot.kind == kind)
+    return tuple(
+        (place, slot.name) for place, slot in enumerate(piece.outputs) if slot.kind == kind
+    )

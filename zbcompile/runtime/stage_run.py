@@ -1,4 +1,5 @@
-"""Running one stage: its graphs over the registers of each microbatch, each value freed after its last reader."""
+"""Running one stage: its graphs over the registers of each microbatch, each value freed after its
+last reader."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,10 +22,10 @@ Frame = list[torch.Tensor | None]
 
 @dataclass
 class StageRun:
-    """The mutable part of a stage during one step: `frames[microbatch]` holds what waits for B and W, `outputs[leaf]`
-    the parts of the model's output that this stage makes, by microbatch, `fits` whether tokens fitted where they went.
-    `stages[i]` is the stage as microbatch i runs it. Of the parameters of a vocabulary shard it has these `rows` of
-    their sums, None: all.
+    """The mutable part of a stage during one step: `frames[microbatch]` holds what waits for B and
+    W, `outputs[leaf]` the parts of the model's output that this stage makes, by microbatch, `fits`
+    whether tokens fitted where they went. `stages[i]` is the stage as microbatch i runs it. Of the
+    parameters of a vocabulary shard it has these `rows` of their sums, None: all.
 
     Its methods are called without gradient recording (`torch.no_grad`).
     """
@@ -46,9 +47,11 @@ class StageRun:
         return self.stages[0].index
 
     def run(self, name: str, microbatch: int, arrived: Tensors) -> Tensors:
-        """A pass: `arrived` and the result are the boundary tensors, of F in the order of the stage's `receives` and
-        `sends`. B makes the gradients of the stage's inputs from those of its outputs, and leaves in the frame what W
-        needs; no message arrives for W. BW makes the weight gradients in the same graph, and leaves nothing."""
+        """A pass: `arrived` and the result are the boundary tensors, of F in the order of the
+        stage's `receives` and `sends`. B makes the gradients of the stage's inputs from those of
+        its outputs, and leaves in the frame what W needs; no message arrives for W. BW makes the
+        weight gradients in the same graph, and leaves nothing.
+        """
         call = self.call(name, microbatch)
         return self.end(call, microbatch, call.run(self.begin(call, microbatch, arrived)))
 
@@ -112,10 +115,14 @@ class StageRun:
 
     def _violation(self, at: int, microbatch: int) -> str:
         check = output_values(self.stages[microbatch].program.pieces["F"].module.graph)[at]
-        return f"microbatch {microbatch} violates what forward requires on stage {self.index}: {source_line(check)}"
+        return (
+            f"microbatch {microbatch} violates what forward requires on stage {self.index}:"
+            f" {source_line(check)}"
+        )
 
     def _take(self, call: Call, frame: Frame) -> Tensors:
-        """The inputs of a piece. What no later pass reads leaves the frame: the graph frees it at its last use."""
+        """The inputs of a piece. What no later pass reads leaves the frame: the graph frees it at
+        its last use."""
         if call.accumulators:
             self._add_accumulators(call, frame)
         values = [frame[place] for place in call.takes]
@@ -129,22 +136,35 @@ class StageRun:
         if wanted not in self.accumulators:
             index = self.index
             sums = [(at, self.gradients[name].buffer(index)) for at, name in call.accumulators]
-            self.accumulators[wanted] = sums if self.rows is None else [(at, each[self.rows]) for at, each in sums]
+            self.accumulators[wanted] = (
+                sums if self.rows is None else [(at, each[self.rows]) for at, each in sums]
+            )
         for place, buffer in self.accumulators[wanted]:
             frame[place] = buffer
 
     def live_bytes(self) -> int:
-        """Bytes of the distinct storages that the frames hold, without parameters, inputs and the loss factor."""
-        held = (frame[place] for i, frame in self.frames.items() for place in self.stages[i].passing)
-        resident = [t for stage in {id(each): each for each in self.stages}.values() for t in stage.resident.values()]
+        """Bytes of the distinct storages that the frames hold, without parameters, inputs and the
+        loss factor."""
+        held = (
+            frame[place] for i, frame in self.frames.items() for place in self.stages[i].passing
+        )
+        resident = [
+            t
+            for stage in {id(each): each for each in self.stages}.values()
+            for t in stage.resident.values()
+        ]
         not_counted = [*resident, self.loss_factor, *(t for mb in self.inputs for t in mb.values())]
-        return storage_bytes((value for value in held if value is not None), set(map(storage_key, not_counted)))
+        return storage_bytes(
+            (value for value in held if value is not None), set(map(storage_key, not_counted))
+        )
 
     def check_empty(self) -> None:
-        """Require that no value waits after a step; one that does is a bug of the schedule or of this runtime."""
+        """Require that no value waits after a step; one that does is a bug of the schedule or of
+        this runtime."""
         if self.frames:
             what = f"stage {self.index}" if self.index >= 0 else "a vocabulary shard"
             raise PipelineError(
-                f"{what} ended the step with microbatches {sorted(self.frames)} still waiting for their weight "
-                "gradients; the schedule must give every F its B and W, and every S its T."
+                f"{what} ended the step with microbatches {sorted(self.frames)} still waiting for"
+                " their weight gradients; the schedule must give every F its B and W, and every S"
+                " its T."
             )

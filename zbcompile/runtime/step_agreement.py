@@ -1,5 +1,6 @@
-"""What ranks must have in common in one step: replicas take as many microbatches and compile together, and the ranks of
-a pipeline train on the same batch, or they would compute a wrong gradient in silence."""
+"""What ranks must have in common in one step: replicas take as many microbatches and compile
+together, and the ranks of a pipeline train on the same batch, or they would compute a wrong
+gradient in silence."""
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -14,16 +15,19 @@ from zbcompile.distributed.mesh import BATCHES, Mesh
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.torch_private import pytree
 
-Passed = tuple[int, Sequence[str], str, str]  # microbatches, their shapes, the keyword, what has changed in Python
-PIECES, BITS = 4, 7  # of the checksum of a batch, which travels among the losses: bfloat16 has every integer up to 128
+Passed = tuple[
+    int, Sequence[str], str, str
+]  # microbatches, their shapes, the keyword, what has changed in Python
+# The checksum of a batch, which is sent among the losses: bfloat16 has every integer up to 128.
+PIECES, BITS = 4, 7
 _INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _FACTOR = 0x9E3779B97F4A7C1
 SEED = "Seed what is random in the data set and the collator alike on all ranks of a pipeline."
 
 
 class StepAgreement:
-    """One reduction per step of replicas, of digests, begun before its first action and read when a rank needs to
-    know."""
+    """One reduction per step of replicas, of digests, begun before its first action and read when a
+    rank needs to know."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
@@ -31,12 +35,14 @@ class StepAgreement:
         self._digests: Digests | None = None
 
     def begin(self, passed: Passed, compiles: bool, apart: Sequence[str]) -> None:
-        """Begin to compare what replicas have `passed`: shapes, and what has changed in Python, only if this rank may
-        have to compile. Along `apart` ranks may have batches of other shapes: along other dimensions they exchange
-        tensors within a microbatch."""
+        """Begin to compare what replicas have `passed`: shapes, and what has changed in Python,
+        only if this rank may have to compile. Along `apart` ranks may have batches of other shapes:
+        along other dimensions they exchange tensors within a microbatch."""
         self._passed = passed
         alike = (passed if compiles else passed[::2]), ()
-        self._digests = Digests(self._ranks, alike, (None if apart == BATCHES else passed[1], apart))
+        self._digests = Digests(
+            self._ranks, alike, (None if apart == BATCHES else passed[1], apart)
+        )
 
     def differs(self) -> bool:
         """Whether replicas are not about to take the same step."""
@@ -50,42 +56,59 @@ class StepAgreement:
         found = gathered(ranks, self._passed)
         for rank, other in zip(ranks.members, found, strict=True):
             if other[:3] != found[0][:3]:
-                first, here = (f"{count} microbatches of {of[0]}, {to}" for count, of, to, _ in (found[0], other))
+                first, here = (
+                    f"{count} microbatches of {of[0]}, {to}"
+                    for count, of, to, _ in (found[0], other)
+                )
                 raise ranks.refusal(
-                    f"rank {leader} passes {first}, rank {rank} {here}. Replicas take as many microbatches in every "
-                    "step, and compile together: pass batches of one size, and equal keywords."
+                    f"rank {leader} passes {first}, rank {rank} {here}. Replicas take as many"
+                    " microbatches in every step, and compile together: pass batches of one size,"
+                    " and equal keywords."
                 )
             if other != found[0]:
                 first, here = (each[3] or "nothing has changed" for each in (found[0], other))
                 raise ranks.refusal(
-                    f"what forward reads in Python differs between ranks: on rank {leader} {first}, on rank {rank} "
-                    f"{here}. Change it on every rank."
+                    f"what forward reads in Python differs between ranks: on rank {leader} {first},"
+                    f" on rank {rank} {here}. Change it on every rank."
                 )
         raise ranks.refusal(
-            "some ranks have to compile for this step and others have not, although they pass equal shapes. Change "
-            "what a capture depends on (train, eval, requires_grad, autocast) on every rank alike."
+            "some ranks have to compile for this step and others have not, although they pass equal"
+            " shapes. Change what a capture depends on (train, eval, requires_grad, autocast) on"
+            " every rank alike."
         )
 
 
 def require_same_batch(ranks: Ranks, inputs: Mapping[str, Any]) -> None:
-    """Raise PipelineError, on every rank, if another rank of this pipeline got another batch: before a compilation, and
-    for callers of evaluations. Later steps compare integer inputs, with the losses. The caller is in a region: one that
-    a rank enters alone, as it compiles alone, would hide from the watch that the others are in another call."""
+    """Raise PipelineError, on every rank, if another rank of this pipeline got another batch:
+    before a compilation, and for callers of evaluations. Later steps compare integer inputs, with
+    the losses. The caller is in a region: one that a rank enters alone, as it compiles alone, would
+    hide from the watch that the others are in another call.
+    """
     if ranks.group is None:
         return
     own = {name: _checksums(pytree.tree_leaves(inputs[name])) for name in sorted(inputs)}
     if any(Digests(ranks, (own, ranks.mesh.beside("pp"))).differ):
         for text in _what_differs(ranks, own).values():
             raise ranks.refusal(f"{text}, and every rank must get the same batch. {SEED}")
-        raise ranks.refusal(f"the ranks of another replica's pipeline got batches that differ. {SEED}")
+        raise ranks.refusal(
+            f"the ranks of another replica's pipeline got batches that differ. {SEED}"
+        )
 
 
-def integer_marks(microbatches: Sequence[Mapping[str, torch.Tensor]], mesh: Mesh, like: torch.Tensor) -> torch.Tensor:
-    """Returns a checksum of the integer inputs of a step in the place of this rank, among zeros: a sum over all ranks
-    has those of all, [place in the mesh, rank of the pipeline, piece]. Nothing waits for a device."""
+def integer_marks(
+    microbatches: Sequence[Mapping[str, torch.Tensor]], mesh: Mesh, like: torch.Tensor
+) -> torch.Tensor:
+    """Returns a checksum of the integer inputs of a step in the place of this rank, among zeros: a
+    sum over all ranks has those of all, [place in the mesh, rank of the pipeline, piece]. Nothing
+    waits for a device.
+    """
     found = like.new_zeros((mesh.size(*mesh.beside("pp")), mesh.size("pp"), PIECES))
     tensors = [each for inputs in microbatches for _, each in sorted(inputs.items())]
-    parts = [each.reshape(-1).to(like.device) for each in tensors if _is_plain(each) and each.dtype in _INTEGERS]
+    parts = [
+        each.reshape(-1).to(like.device)
+        for each in tensors
+        if _is_plain(each) and each.dtype in _INTEGERS
+    ]
     if parts:
         values = torch.cat(parts).to(torch.int64)
         weights, bits = _weights(len(values), like.device)
@@ -96,8 +119,8 @@ def integer_marks(microbatches: Sequence[Mapping[str, torch.Tensor]], mesh: Mesh
 
 @lru_cache(maxsize=4)
 def _weights(count: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns factors for as many integers, and the places of the pieces in their sum: its upper bits, as the lower
-    ones see but the lower bits of each integer."""
+    """Returns factors for as many integers, and the places of the pieces in their sum: its upper
+    bits, as the lower ones see but the lower bits of each integer."""
     weights = torch.arange(1, count + 1, device=device) * _FACTOR
     return weights, 63 - BITS * torch.arange(1, PIECES + 1, device=device)
 
@@ -106,13 +129,14 @@ def require_same_integers(ranks: Ranks, marks: torch.Tensor) -> None:
     """Raise PipelineError if ranks of one pipeline have other marks. Waits for the device."""
     for _, rank in (marks != marks[:, :1]).any(-1).nonzero().tolist():
         raise ranks.refusal(
-            f"the integer inputs of this batch differ between rank 0 and rank {rank} of the pipeline: each stage reads "
-            f"its own rank's, so the loss belongs to no batch. {SEED}"
+            f"the integer inputs of this batch differ between rank 0 and rank {rank} of the"
+            f" pipeline: each stage reads its own rank's, so the loss belongs to no batch. {SEED}"
         )
 
 
 def _what_differs(ranks: Ranks, sums: Mapping[str, Any]) -> dict[str, str]:
-    """What differs between the first rank and another one, in words, by its name; on all ranks in one order."""
+    """What differs between the first rank and another one, in words, by its name; on all ranks in
+    one order."""
     with ranks.watch.position.waiting("the batch of the others"):
         found = ranks.gather_here(sums)
     names = sorted({name for each in found for name in each})
@@ -126,8 +150,13 @@ def _what_differs(ranks: Ranks, sums: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _described(sums: Sequence[Any]) -> str:
-    """Returns the number of microbatches of an input, and the dtype and shape of the first one's tensor."""
-    form = f" of {sums[0][0].removeprefix('torch.')} {list(sums[0][1])}" if sums and isinstance(sums[0], tuple) else ""
+    """Returns the number of microbatches of an input, and the dtype and shape of the first one's
+    tensor."""
+    form = (
+        f" of {sums[0][0].removeprefix('torch.')} {list(sums[0][1])}"
+        if sums and isinstance(sums[0], tuple)
+        else ""
+    )
     return f"{len(sums)} microbatch{'es' if len(sums) != 1 else ''}{form}"
 
 

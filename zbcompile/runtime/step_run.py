@@ -1,10 +1,10 @@
-"""One function runs an executable, a training step or a forward alone, on the ranks of this process: all of them in a
-deterministic interleaving, or the one that this process is of a group.
+"""One function runs an executable, a training step or a forward alone, on the ranks of this
+process: all of them in a deterministic interleaving, or the one that this process is of a group.
 
-A `StepRun` is what their runs share, and the actions that a step has once, one method for each kind: those of the
-optimizer for every stage, and the exchanges, which all ranks do together before or behind all other actions. An
-exchange happens once all ranks have come to it; it is done once for all ranks of this process, which need no message
-among each other.
+A `StepRun` is what their runs share, and the actions that a step has once, one method for each
+kind: those of the optimizer for every stage, and the exchanges, which all ranks do together before
+or behind all other actions. An exchange happens once all ranks have come to it; it is done once for
+all ranks of this process, which need no message among each other.
 """
 
 from collections import defaultdict
@@ -61,8 +61,9 @@ class Engine:
         parameters: Mapping[str, nn.Parameter],
         channels: Schedule | None = None,
     ) -> StepResult:
-        """Carry out the actions of this process's ranks; gradients accumulate into `parameters`. `channels` is the
-        schedule whose channels are opened if there are none yet: the training step's, which a forward opens, too.
+        """Carry out the actions of this process's ranks; gradients accumulate into `parameters`.
+        `channels` is the schedule whose channels are opened if there are none yet: the training
+        step's, which a forward opens, too.
 
         Does not advance the caller's random state.
         """
@@ -71,14 +72,19 @@ class Engine:
             each.begin(program)
         if self.check is not None and program.trains:
             self.check.begin(executable)
-        reductions = {plan.rank: self._reduction(plan, executable, given, parameters) for plan in executable.plans}
+        reductions = {
+            plan.rank: self._reduction(plan, executable, given, parameters)
+            for plan in executable.plans
+        }
         buffers, count = executable.first.buffers, program.schedule.microbatches
         opened, number = channels or program.schedule, executable.first.number
         traffic = Traffic(opened, count, number)
         transport = ranks.transport(traffic, buffers)
         step = StepRun(executable, given, ranks, self.check, reductions)
         schedule, plans = executable.plans_for(step.kinds)
-        step.begin(plans, transport, given.recorder.begin(program, schedule) if given.recorder else None)
+        step.begin(
+            plans, transport, given.recorder.begin(program, schedule) if given.recorder else None
+        )
         with undisturbed(ranks.device), torch.no_grad():
             interleave(step.runs)
         step.runs.clear()  # they know the step, and would live until the collector comes
@@ -88,13 +94,19 @@ class Engine:
         return StepResult(step.losses, step.made)
 
     def _reduction(
-        self, plan: RankPlan, executable: Executable, given: StepInput, parameters: Mapping[str, nn.Parameter]
+        self,
+        plan: RankPlan,
+        executable: Executable,
+        given: StepInput,
+        parameters: Mapping[str, nn.Parameter],
     ) -> Reduction:
         program = executable.program
         if plan.rank not in executable.gradients:
             executable.gradients[plan.rank] = Gradients(parameters, program.shared, program.choices)
         observe = unobserved if self.check is None else self.check.note
-        return Reduction(self.ranks.replicas, plan.sums, executable.gradients[plan.rank], given.slices, observe)
+        return Reduction(
+            self.ranks.replicas, plan.sums, executable.gradients[plan.rank], given.slices, observe
+        )
 
 
 def interleave(ranks: Sequence[RankRun]) -> None:
@@ -117,20 +129,22 @@ def interleave(ranks: Sequence[RankRun]) -> None:
 
 
 OVERFLOW = (
-    "more tokens chose the experts of one rank than an exchange has room for, so that the step would leave some out. "
-    "Pass a larger factor= to ExpertExchange: the number of its ranks is enough for any routing."
+    "more tokens chose the experts of one rank than an exchange has room for, so that the step"
+    " would leave some out. Pass a larger factor= to ExpertExchange: the number of its ranks is"
+    " enough for any routing."
 )
 
 
 @dataclass
 class StepRun:
-    """`runs` are those of this process's ranks, `reductions` the sums of their gradients, by rank. `check` compares
-    what other ranks compute as well, None if none does; `collectives` are those of a sharded output layer. `come` are
-    the ranks that have come to each exchange, `done` the exchanges that have begun. `losses` are there after LOSS,
-    `made`, the leaves of the model's output by microbatch, after
-    OUTPUT, on ranks that were to have them.
+    """`runs` are those of this process's ranks, `reductions` the sums of their gradients, by rank.
+    `check` compares what other ranks compute as well, None if none does; `collectives` are those of
+    a sharded output layer. `come` are the ranks that have come to each exchange, `done` the
+    exchanges that have begun. `losses` are there after LOSS, `made`, the leaves of the model's
+    output by microbatch, after OUTPUT, on ranks that were to have them.
 
-    Microbatches are numbered over all replicas: together they train as one pipeline on the concatenated batch.
+    Microbatches are numbered over all replicas: together they train as one pipeline on the
+    concatenated batch.
     """
 
     executable: Executable
@@ -160,52 +174,75 @@ class StepRun:
         """Whether a stage looks up an embedding whose rows other processes train."""
         return self.ranks.group is not None and self.trains and bool(self.program.tied)
 
-    def begin(self, plans: Sequence[RankPlan], transport: Transport, observer: Observer | None) -> None:
+    def begin(
+        self, plans: Sequence[RankPlan], transport: Transport, observer: Observer | None
+    ) -> None:
         """Make the runs of the ranks that have these plans."""
         observe = ActionLabels(observer or Observer()) if profiler_is_on() else observer
         vocabulary = self.executable.first.vocabulary
-        self.collectives = collectives = None if vocabulary is None else vocabulary.collectives(transport)
+        self.collectives = collectives = (
+            None if vocabulary is None else vocabulary.collectives(transport)
+        )
         graphs, position = self.executable.graphs, self.ranks.watch.position
         for plan in plans:
             gradients = self.reductions[plan.rank].gradients
-            runs = {i: self._run_of([each.stages[i] for each in graphs], gradients) for i in plan.stages}
+            runs = {
+                i: self._run_of([each.stages[i] for each in graphs], gradients) for i in plan.stages
+            }
             if vocabulary is not None and collectives is not None:
                 runs |= self._shards(vocabulary, plan.rank, gradients)
-                collectives.shards[plan.rank] = ShardStep(plan.stages[0], runs[SHARD], runs.get(LOOKUPS))
+                collectives.shards[plan.rank] = ShardStep(
+                    plan.stages[0], runs[SHARD], runs.get(LOOKUPS)
+                )
             self.runs.append(RankRun(plan, runs, transport, position, observe, shared=self))
 
-    def _shards(self, vocabulary: VocabularyExecutable, rank: int, gradients: Gradients) -> dict[int, StageRun]:
+    def _shards(
+        self, vocabulary: VocabularyExecutable, rank: int, gradients: Gradients
+    ) -> dict[int, StageRun]:
         shards, count = vocabulary.shards[rank], len(self.executable.graphs)
         rows = vocabulary.rows.within_sums(rank)
-        return {number: self._run_of([shard] * count, gradients, rows) for number, shard in shards.items()}
+        return {
+            number: self._run_of([shard] * count, gradients, rows)
+            for number, shard in shards.items()
+        }
 
-    def _run_of(self, stages: Sequence[CompiledStage], gradients: Gradients, rows: slice | None = None) -> StageRun:
-        return StageRun(stages, gradients, self.given.microbatches, self._loss_factor, self._seeds, rows)
+    def _run_of(
+        self, stages: Sequence[CompiledStage], gradients: Gradients, rows: slice | None = None
+    ) -> StageRun:
+        return StageRun(
+            stages, gradients, self.given.microbatches, self._loss_factor, self._seeds, rows
+        )
 
     @cached_property
     def _seeds(self) -> list[int]:
         count = self.program.schedule.microbatches
         first = self.ranks.mesh.index(*BATCHES) * count
-        return [microbatch_seed(self.given.index, i, self.given.seed) for i in range(first, first + count)]
+        return [
+            microbatch_seed(self.given.index, i, self.given.seed)
+            for i in range(first, first + count)
+        ]
 
     @cached_property
     def _loss_factor(self) -> torch.Tensor:
-        """The gradient of the step's loss by a microbatch's: 1/m enters the backward here, as in eager's (loss / m)."""
+        """The gradient of the step's loss by a microbatch's: 1/m enters the backward here, as in
+        eager's (loss / m)."""
         program, given = self.program, self.given
-        one = torch.ones((), dtype=self.executable.loss_dtype, device=self.executable.first.buffers.device)
+        one = torch.ones(
+            (), dtype=self.executable.loss_dtype, device=self.executable.first.buffers.device
+        )
         count = program.schedule.microbatches * self.ranks.replicas.count
         return one / count if given.reduction == "mean" else one
 
     def ready(self, op: str, rank: int) -> bool:
-        """A rank has come to an exchange: whether all of this process have; processes wait for each other inside of
-        it."""
+        """A rank has come to an exchange: whether all of this process have; processes wait for each
+        other inside of it."""
         come = self.come[op]
         come.add(rank)
         return len(come) == len(self.runs)
 
     def carry_out(self, action: Action, rank: int) -> None:
-        """Do it: an exchange once, for all ranks of this process. If replicas take different steps, nothing is
-        exchanged between them, and all ranks raise once their passes have run."""
+        """Do it: an exchange once, for all ranks of this process. If replicas take different steps,
+        nothing is exchanged between them, and all ranks raise once their passes have run."""
         op, agreement = action.op, self.given.agreement
         if op in self.done:
             return
@@ -229,7 +266,9 @@ class StepRun:
         reduction.start(stage)
         for run in self.runs:
             if stage in run.runs:
-                run.runs[stage].accumulators.clear()  # the sum may be freed as soon as it is divided
+                run.runs[
+                    stage
+                ].accumulators.clear()  # the sum may be freed as soon as it is divided
 
     def _update_stage(self, reduction: Reduction, stage: int) -> None:
         reduction.finish_stage(stage)
@@ -275,17 +314,23 @@ class StepRun:
                 broadcast([buffer], self.executable.first.sums[name].group)
 
     def _share_losses(self) -> None:
-        """Exchange the losses. A rank that waits for them ends its step only once all ranks have run their passes, so
-        that none updates its parameters although another rank has failed."""
+        """Exchange the losses. A rank that waits for them ends its step only once all ranks have
+        run their passes, so that none updates its parameters although another rank has failed."""
         own = sum_losses(run.losses() for run in self.runs)
         missing = self._missing()
         if self.ranks.group is None:
-            self.losses = Losses([own[i].detach() for i in range(self.program.schedule.microbatches)])
+            self.losses = Losses(
+                [own[i].detach() for i in range(self.program.schedule.microbatches)]
+            )
             return
         check = self.check if self.check is not None and self.check.names else None
         inputs = self.given.microbatches
-        shared, left_out, marks, work = share_losses(self.executable, own, self.ranks, missing, inputs)
-        require = partial(require_same_integers, self.ranks, marks) if self.ranks.count > 1 else None
+        shared, left_out, marks, work = share_losses(
+            self.executable, own, self.ranks, missing, inputs
+        )
+        require = (
+            partial(require_same_integers, self.ranks, marks) if self.ranks.count > 1 else None
+        )
         self.losses = Losses(shared[:, 0].unbind(), partial(_wait, self.ranks.watch, work), require)
         if check is not None or not self.given.ahead or self.executable.may_overflow:
             self.losses.read()
@@ -315,7 +360,9 @@ class StepRun:
                 source = program.rank_of(stage, i)
                 if everywhere or source != last:
                     own = self.made.setdefault(name, {})
-                    own[i] = own[i].contiguous() if ranks.rank == source else empty(spec, ranks.device)
+                    own[i] = (
+                        own[i].contiguous() if ranks.rank == source else empty(spec, ranks.device)
+                    )
                     ranks.broadcast(own[i], source)
 
 
@@ -324,7 +371,8 @@ def _has(op: str) -> Callable[[StepRun], object]:
 
 
 class OnceAction(NamedTuple):
-    """Whether a step has actions of this kind, and what they do: for a stage, or for all ranks of this process."""
+    """Whether a step has actions of this kind, and what they do: for a stage, or for all ranks of
+    this process."""
 
     is_needed: Callable[[StepRun], object]
     run: Callable[..., None]
@@ -338,9 +386,13 @@ ONCE_ACTIONS = {
     "OPT": OnceAction(_has("OPT"), StepRun._update_stage),
     "ROWS": OnceAction(lambda step: step.looks_up_rows, StepRun._gather_rows),
     "DRAIN": OnceAction(lambda step: True, StepRun._drain),
-    "TIE": OnceAction(lambda step: step.trains and (step.program.shared or step.looks_up_rows), StepRun._sum_tied),
+    "TIE": OnceAction(
+        lambda step: step.trains and (step.program.shared or step.looks_up_rows), StepRun._sum_tied
+    ),
     "SYNC": OnceAction(lambda step: step.trains, StepRun._end_sums),
-    "BUFFERS": OnceAction(lambda step: step.trains and step.executable.first.sums, StepRun._share_buffers),
+    "BUFFERS": OnceAction(
+        lambda step: step.trains and step.executable.first.sums, StepRun._share_buffers
+    ),
     "FINAL": OnceAction(_has("OPT"), lambda step: step._act("OPT", LATE)),
     "LOSS": OnceAction(lambda step: step.trains, StepRun._share_losses),
     "OUTPUT": OnceAction(lambda step: step.given.outputs, StepRun._collect_outputs),
@@ -359,15 +411,17 @@ def share_losses(
     further: torch.Tensor | int = 0,
     inputs: Sequence[Mapping[str, torch.Tensor]] = (),
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dist.Work]:
-    """Begin to give every rank the loss of every microbatch of all replicas, as every rank along "tp" computed it: a
-    tensor [replicas x microbatches, tp]. With it, the sum over all ranks of a `further` number, on the device, and the
-    checksums of all ranks' integer `inputs`.
+    """Begin to give every rank the loss of every microbatch of all replicas, as every rank along
+    "tp" computed it: a tensor [replicas x microbatches, tp]. With it, the sum over all ranks of a
+    `further` number, on the device, and the checksums of all ranks' integer `inputs`.
 
     Each loss has one owner and the other ranks add zeros, which changes no bit.
     """
     count, mesh = len(executable.graphs), ranks.mesh
     losses = torch.zeros(
-        (ranks.replicas.count * count, mesh.size("tp")), dtype=executable.loss_dtype, device=ranks.device
+        (ranks.replicas.count * count, mesh.size("tp")),
+        dtype=executable.loss_dtype,
+        device=ranks.device,
     )
     for microbatch, loss in own.items():
         losses[ranks.replicas.rank * count + microbatch, mesh.index("tp")].copy_(loss)

@@ -1,10 +1,11 @@
 """The collectives of the vocabulary passes: messages among all shards, between passes of theirs.
 
-CAST carries the last stage's output to all shards, STATS gathers what S made and, with one barrier, sums the parts of
-the input gradient on the rank of the last stage; with two barriers SUM does that after T. LOOKUP sums the looked up
-rows of a sharded embedding on the rank of the first stage, SPREAD carries their gradient to all shards. Every rank
-posts all of them in one order (`zbcompile.schedules.lowering.collectives`) and posting never waits. What a collective
-takes and brings are messages in the boxes of the transport.
+CAST carries the last stage's output to all shards, STATS gathers what S made and, with one barrier,
+sums the parts of the input gradient on the rank of the last stage; with two barriers SUM does that
+after T. LOOKUP sums the looked up rows of a sharded embedding on the rank of the first stage,
+SPREAD carries their gradient to all shards. Every rank posts all of them in one order
+(`zbcompile.schedules.lowering.collectives`) and posting never waits. What a collective takes and
+brings are messages in the boxes of the transport.
 """
 
 from collections import Counter
@@ -25,7 +26,12 @@ from zbcompile.passes.graph.roles import TensorSpec
 from zbcompile.passes.torch_names import dtype_named
 from zbcompile.runtime.stage_run import StageRun
 from zbcompile.schedules.ir.actions import CAST, LOOKUP, SPREAD, STATS, SUM, B, F, S, T
-from zbcompile.schedules.lowering.edges import GRADIENT_MESSAGE, HIDDEN_MESSAGE, ROWS_MESSAGE, Message
+from zbcompile.schedules.lowering.edges import (
+    GRADIENT_MESSAGE,
+    HIDDEN_MESSAGE,
+    ROWS_MESSAGE,
+    Message,
+)
 
 Job = Callable[[], None]
 Held = Callable[[], list[torch.Tensor]]
@@ -41,8 +47,8 @@ class EndRanks(NamedTuple):
 
 @dataclass
 class InProcess:
-    """All shards are in one process: a collective happens when the last of them has posted it. Sums are in rank
-    order."""
+    """All shards are in one process: a collective happens when the last of them has posted it. Sums
+    are in rank order."""
 
     count: int
     posted: Counter[tuple[str, int]] = field(default_factory=Counter)
@@ -53,7 +59,9 @@ class InProcess:
             job()
         return lambda: None
 
-    def broadcast(self, value: torch.Tensor | None, like: TensorSpec, root: int) -> dict[int, torch.Tensor]:
+    def broadcast(
+        self, value: torch.Tensor | None, like: TensorSpec, root: int
+    ) -> dict[int, torch.Tensor]:
         assert value is not None
         return dict.fromkeys(range(self.count), value)
 
@@ -69,8 +77,8 @@ class InProcess:
 
 @dataclass
 class OverGroup:
-    """This process is one rank of `group`. Collectives run in the order of their posts alongside the passes: on a
-    separate thread if the host carries them out (gloo), on `stream` on CUDA."""
+    """This process is one rank of `group`. Collectives run in the order of their posts alongside
+    the passes: on a separate thread if the host carries them out (gloo), on `stream` on CUDA."""
 
     group: dist.ProcessGroup
     device: torch.device
@@ -78,7 +86,9 @@ class OverGroup:
     started: "list[Future[None]]" = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, "zbcompile-collectives") if self.stream is None else None
+        self._thread = (
+            ThreadPoolExecutor(1, "zbcompile-collectives") if self.stream is None else None
+        )
 
     def start(self, op: str, microbatch: int, job: Job, held: Held) -> Job:
         if self._thread is None:
@@ -87,8 +97,10 @@ class OverGroup:
         return self.started[-1].result
 
     def _on_stream(self, job: Job, held: Held) -> Job:
-        """Run after everything that the compute stream has been given so far; a wait makes the compute stream wait.
-        The allocator is told which of what is `held` the other stream uses, so that it is not reused too early."""
+        """Run after everything that the compute stream has been given so far; a wait makes the
+        compute stream wait. The allocator is told which of what is `held` the other stream uses, so
+        that it is not reused too early.
+        """
         assert self.stream is not None
         for value in held():
             value.record_stream(self.stream)
@@ -106,7 +118,9 @@ class OverGroup:
 
         return wait
 
-    def broadcast(self, value: torch.Tensor | None, like: TensorSpec, root: int) -> dict[int, torch.Tensor]:
+    def broadcast(
+        self, value: torch.Tensor | None, like: TensorSpec, root: int
+    ) -> dict[int, torch.Tensor]:
         value = empty(like, self.device) if value is None else value
         dist.broadcast(value, group=self.group, group_src=root)
         return {dist.get_rank(self.group): value}
@@ -124,7 +138,8 @@ class OverGroup:
         return part if rank == root else None
 
     def finish(self) -> None:
-        """Every collective has ended (on CUDA, for what the compute stream is given next); raises what failed."""
+        """Every collective has ended (on CUDA, for what the compute stream is given next); raises
+        what failed."""
         for each in self.started:
             each.result()
         if self.stream is not None:
@@ -135,11 +150,13 @@ class OverGroup:
 
 @dataclass
 class ShardStep:
-    """A rank's shard during one step: its passes, and those of its rows of the embedding. `stage` names it.
+    """A rank's shard during one step: its passes, and those of its rows of the embedding. `stage`
+    names it.
 
-    Gradients of looked up rows arrive with SPREAD and wait in `spread` until a collective that was posted after it is
-    awaited: then they have certainly arrived, and are always added at the same place of the step. `posted` are the
-    microbatches in the order of their SPREAD, of which `added` have been added.
+    Gradients of looked up rows arrive with SPREAD and wait in `spread` until a collective that was
+    posted after it is awaited: then they have certainly arrived, and are always added at the same
+    place of the step. `posted` are the microbatches in the order of their SPREAD, of which `added`
+    have been added.
     """
 
     stage: int
@@ -150,7 +167,8 @@ class ShardStep:
     added: int = 0
 
     def add_rows(self, count: int) -> None:
-        """Add the gradients of the first `count` posted microbatches that have not been added yet."""
+        """Add the gradients of the first `count` posted microbatches that have not been
+        added yet."""
         for microbatch in self.posted[self.added : count]:
             assert self.lookups is not None
             self.lookups.run(SPREAD, microbatch, [self.spread.pop(microbatch)])
@@ -192,7 +210,10 @@ class Collectives:
         if op == SPREAD:
             shard.posted.append(microbatch)
         complete = self.carrier.start(
-            op, microbatch, partial(_JOBS[op], self, microbatch), partial(self._held, shard, microbatch)
+            op,
+            microbatch,
+            partial(_JOBS[op], self, microbatch),
+            partial(self._held, shard, microbatch),
         )
         arrived = CollectiveWait(complete, shard, len(shard.posted))
         for message in self._brought(op, rank, microbatch):
@@ -218,7 +239,9 @@ class Collectives:
 
     def _held(self, shard: ShardStep, microbatch: int) -> list[torch.Tensor]:
         boxes = [each for each in self.transport.boxes.items() if each[0].kind not in (F, B)]
-        messages = [value for message, found in boxes if message.microbatch == microbatch for value in found]
+        messages = [
+            value for message, found in boxes if message.microbatch == microbatch for value in found
+        ]
         return [*shard.held(microbatch), *messages]
 
     def _take(self, kind: str, stage: int, microbatch: int) -> torch.Tensor:
@@ -231,12 +254,16 @@ class Collectives:
     def _cast(self, microbatch: int) -> None:
         own = self.ends.last in self.shards
         hidden = self._take(HIDDEN_MESSAGE, self.ends.last_stage, microbatch) if own else None
-        for rank, value in self.carrier.broadcast(hidden, self.program.hidden, self.ends.last).items():
+        for rank, value in self.carrier.broadcast(
+            hidden, self.program.hidden, self.ends.last
+        ).items():
             self._bring(CAST, self.shards[rank].stage, microbatch, [value])
 
     def _stats(self, microbatch: int) -> None:
         shards = self.shards.items()
-        gathered = self.carrier.gather({rank: self._take(S, each.stage, microbatch) for rank, each in shards})
+        gathered = self.carrier.gather(
+            {rank: self._take(S, each.stage, microbatch) for rank, each in shards}
+        )
         parts = {rank: each.output.run(STATS, microbatch, [gathered]) for rank, each in shards}
         for each in self.shards.values() if self._trains else ():
             self._bring(STATS, each.stage, microbatch, [])
@@ -254,8 +281,11 @@ class Collectives:
             self._bring(GRADIENT_MESSAGE, self.ends.last_stage, microbatch, [total])
 
     def _lookup(self, microbatch: int) -> None:
-        """Sum the looked up rows: one shard has a token's row, the others have zeros, so the sum is exact."""
-        runs = {rank: each.lookups for rank, each in self.shards.items() if each.lookups is not None}
+        """Sum the looked up rows: one shard has a token's row, the others have zeros, so the sum is
+        exact."""
+        runs = {
+            rank: each.lookups for rank, each in self.shards.items() if each.lookups is not None
+        }
         rows = {rank: run.run(LOOKUP, microbatch, [])[0] for rank, run in runs.items()}
         total = self.carrier.total(rows, self.ends.first)
         if total is not None:
@@ -265,7 +295,9 @@ class Collectives:
         assert self.program.lookup is not None
         own = self.ends.first in self.shards
         gradient = self._take(ROWS_MESSAGE, 0, microbatch) if own else None
-        for rank, value in self.carrier.broadcast(gradient, self.program.lookup.rows, self.ends.first).items():
+        for rank, value in self.carrier.broadcast(
+            gradient, self.program.lookup.rows, self.ends.first
+        ).items():
             self.shards[rank].spread[microbatch] = value
 
 

@@ -1,7 +1,8 @@
-"""The parameters of the output layer, sharded by rows: what each rank trains, and what a step needs of it.
+"""The parameters of the output layer, sharded by rows: what each rank trains, and what a step needs
+of it.
 
-In one process all shards exist, as views of the model's own parameter, and an optimizer sees that parameter. As one
-rank of a group it sees a separate parameter that holds this rank's rows.
+In one process all shards exist, as views of the model's own parameter, and an optimizer sees that
+parameter. As one rank of a group it sees a separate parameter that holds this rank's rows.
 """
 
 from collections.abc import Mapping
@@ -27,9 +28,11 @@ from zbcompile.torch_private import with_offset, without_overrides
 
 @dataclass
 class VocabularyShards:
-    """The shards that live in this process. `rank` is None if all do; `own` are the parameters of its rows.
+    """The shards that live in this process. `rank` is None if all do; `own` are the parameters of
+    its rows.
 
-    `whole` are the model's own parameters. One that is on the meta device stays there, and only the rows get memory.
+    `whole` are the model's own parameters. One that is on the meta device stays there, and only the
+    rows get memory.
     """
 
     bounds: tuple[tuple[int, int], ...]
@@ -41,12 +44,19 @@ class VocabularyShards:
     def __post_init__(self) -> None:
         if self.rank is not None:
             own = {name: self._memory(self.rank, name) for name in self.whole}
-            self.own = {name: nn.Parameter(rows, self.whole[name].requires_grad) for name, rows in own.items()}
+            self.own = {
+                name: nn.Parameter(rows, self.whole[name].requires_grad)
+                for name, rows in own.items()
+            }
 
     def _memory(self, rank: int, name: str) -> torch.Tensor:
         low, high = self.bounds[rank]
         whole = self.whole[name].detach()
-        return torch.empty_like(whole[low:high], device=self.device) if whole.is_meta else whole[low:high]
+        return (
+            torch.empty_like(whole[low:high], device=self.device)
+            if whole.is_meta
+            else whole[low:high]
+        )
 
     def rows(self, rank: int, name: str) -> torch.Tensor:
         """The rows of a rank; in one process a view of the whole parameter."""
@@ -57,7 +67,9 @@ class VocabularyShards:
         """Give rows without values those of the whole parameter."""
         for name, own in self.own.items():
             if self.whole[name].is_meta:
-                share.fill_rows(name, self.whole[name], own.detach(), self.bounds[self.rank or 0][0])
+                share.fill_rows(
+                    name, self.whole[name], own.detach(), self.bounds[self.rank or 0][0]
+                )
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Take this rank's rows out of the whole parameters in `state`, by name."""
@@ -82,14 +94,20 @@ class VocabularyShards:
                 dist.broadcast(whole[low:high], group=group, group_src=rank)
         return whole
 
-    def gather_lookups(self, gradients: Gradients, tied: Mapping[str, int], group: dist.ProcessGroup) -> None:
-        """Gather all rows, as the optimizers have left them, on a rank that looks up a tied embedding."""
+    def gather_lookups(
+        self, gradients: Gradients, tied: Mapping[str, int], group: dist.ProcessGroup
+    ) -> None:
+        """Gather all rows, as the optimizers have left them, on a rank that looks up a tied
+        embedding."""
         gradients.whole = {name: self.whole[name] for name in tied}
         for name in self.own:
             self.gathered(name, group)
 
-    def share_lookups(self, gradients: Gradients, tied: Mapping[str, int], group: dist.ProcessGroup) -> None:
-        """Add the gradient of a tied embedding, which the rank of its stage has, to the rows of every rank."""
+    def share_lookups(
+        self, gradients: Gradients, tied: Mapping[str, int], group: dist.ProcessGroup
+    ) -> None:
+        """Add the gradient of a tied embedding, which the rank of its stage has, to the rows of
+        every rank."""
         for name, source in sorted(tied.items()):
             own = gradients[name].buffer(WHOLE)
             if self.rank == source:
@@ -107,10 +125,12 @@ class VocabularyShards:
     def sharded_state(
         self, state: dict[str, Any], names: Mapping[str, str], group: dist.ProcessGroup
     ) -> dict[str, Any]:
-        """`state` with this rank's rows as DTensors under the original names, as torch.distributed.checkpoint reads
-        them; `names` are the first names of tied parameters."""
+        """`state` with this rank's rows as DTensors under the original names, as
+        torch.distributed.checkpoint reads them; `names` are the first names of tied parameters."""
         firsts = {key: names.get(key, key) for key in state}
-        shown = {name: self.distributed(name, own.detach(), group) for name, own in self.own.items()}
+        shown = {
+            name: self.distributed(name, own.detach(), group) for name, own in self.own.items()
+        }
         return {key: shown.get(firsts[key], value) for key, value in state.items()}
 
     def chunk(self, name: str) -> Chunk:
@@ -119,9 +139,11 @@ class VocabularyShards:
         return shape, (self.bounds[self.rank or 0][0], *(0 for _ in shape[1:]))
 
     def distributed(self, name: str, rows: torch.Tensor, group: dist.ProcessGroup) -> Any:
-        """This rank's `rows` of a parameter, or of something of its shape (a moment of Adam), as a DTensor.
+        """This rank's `rows` of a parameter, or of something of its shape (a moment of Adam), as a
+        DTensor.
 
-        DTensor's own sharding rule supports only equal parts; for unequal parts the offsets are given explicitly.
+        DTensor's own sharding rule supports only equal parts; for unequal parts the offsets are
+        given explicitly.
         """
         from torch.distributed.device_mesh import DeviceMesh
         from torch.distributed.tensor import DTensor, Shard
@@ -131,13 +153,15 @@ class VocabularyShards:
         local = rows
         if self.bounds != even_bounds(whole.shape[0], len(self.bounds)):
             local = with_offset(rows, self.chunk(name)[1])
-        return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride())
+        return DTensor.from_local(
+            local, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride()
+        )
 
 
 @dataclass(frozen=True)
 class VocabularyExecutable:
-    """A program's shards here, those of a rank by SHARD and LOOKUPS. `group` is the collectives' own, None in one
-    process, and `stream` theirs on CUDA."""
+    """A program's shards here, those of a rank by SHARD and LOOKUPS. `group` is the collectives'
+    own, None in one process, and `stream` theirs on CUDA."""
 
     program: VocabularyProgram
     shards: Mapping[int, Mapping[int, CompiledStage]]
@@ -148,7 +172,11 @@ class VocabularyExecutable:
 
     def collectives(self, transport: Transport) -> Collectives:
         """The collectives of one step, which knows no shards yet."""
-        carrier = OverGroup(self.group, self.rows.device, self.stream) if self.group else InProcess(len(self.shards))
+        carrier = (
+            OverGroup(self.group, self.rows.device, self.stream)
+            if self.group
+            else InProcess(len(self.shards))
+        )
         return Collectives(self.program, self.ends, carrier, transport)
 
 
@@ -163,12 +191,19 @@ def make_executable_shards(
     """Bind the graphs of this process's shards, as `passes` has them, to their rows."""
     compiled, device = {}, shards.device
     for rank in range(len(shards.bounds)) if shards.rank is None else [shards.rank]:
-        own = {**resident, **{Slot("parameter", name): shards.rows(rank, name) for name in program.parameters}}
+        own = {
+            **resident,
+            **{Slot("parameter", name): shards.rows(rank, name) for name in program.parameters},
+        }
         stages = zip((SHARD, LOOKUPS), program.stages_of(rank), strict=False)
         runs = passes.of("shard", rank)
-        compiled[rank] = {number: prepare_stage(stage, own, device, SHARD, runs) for number, stage in stages}
+        compiled[rank] = {
+            number: prepare_stage(stage, own, device, SHARD, runs) for number, stage in stages
+        }
         if rank != ends.last:  # every shard knows the loss, which has one owner
             shard = compiled[rank][SHARD]
-            compiled[rank][SHARD] = replace(shard, calls={n: replace(c, loss=None) for n, c in shard.calls.items()})
+            compiled[rank][SHARD] = replace(
+                shard, calls={n: replace(c, loss=None) for n, c in shard.calls.items()}
+            )
     stream = gpu.new_stream(device) if group is not None and gpu.is_gpu(device) else None
     return VocabularyExecutable(program, compiled, ends, group, shards, stream)

@@ -1,1 +1,2 @@
-"""Bridges to torch.distributed.pipelining: our stages under torch's schedules, torch's calls on our step."""
+"""Bridges to torch.distributed.pipelining: our stages under torch's schedules, torch's calls on our
+step."""

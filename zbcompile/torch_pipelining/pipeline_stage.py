@@ -1,8 +1,8 @@
 """The generated torch.distributed pipeline stage: torch's own schedules drive our graphs.
 
-torch's zero-bubble schedules refuse compiled modules; they accept this stage, because its chunks run compiled graphs
-without autograd. It keeps its own message buffers: the metadata interface of torch's stage changes with every version,
-the methods overridden here do not.
+torch's zero-bubble schedules refuse compiled modules; they accept this stage, because its chunks
+run compiled graphs without autograd. It keeps its own message buffers: the metadata interface of
+torch's stage changes with every version, the methods overridden here do not.
 """
 
 from collections.abc import Callable, Mapping
@@ -32,56 +32,73 @@ Tensors = list[torch.Tensor]
 
 
 def generated_stages(
-    program: Program, stages: Mapping[int, CompiledStage], ranks: Ranks, parameters: Mapping[str, nn.Parameter]
+    program: Program,
+    stages: Mapping[int, CompiledStage],
+    ranks: Ranks,
+    parameters: Mapping[str, nn.Parameter],
 ) -> "list[CompiledPipelineStage]":
-    """The stages of this rank for torch's schedules. Raises PipelineError for what these cannot run."""
+    """The stages of this rank for torch's schedules. Raises PipelineError for what these cannot
+    run."""
     beside = ranks.mesh.beside("pp", "dp")
     if ranks.group is None:
         raise PipelineError("stages() needs a process group: start the script with torchrun.")
     if program.vocabulary is not None:
-        raise PipelineError('torch\'s schedules have no vocabulary passes. Use pipe.step, or vocab="off".')
+        raise PipelineError(
+            'torch\'s schedules have no vocabulary passes. Use pipe.step, or vocab="off".'
+        )
     if program.shared:
         raise PipelineError(
-            f"{sorted(program.shared)[0]} trains on several stages; torch's schedules cannot sum its gradients over "
-            "them. Use pipe.step, or untie the parameter."
+            f"{sorted(program.shared)[0]} trains on several stages; torch's schedules cannot sum"
+            " its gradients over them. Use pipe.step, or untie the parameter."
         )
     if beside:
         raise PipelineError(
-            f'the mesh has several ranks along "{beside[0]}", and torch\'s schedules do not sum gradients over '
-            "them. Use pipe.step."
+            f'the mesh has several ranks along "{beside[0]}", and torch\'s schedules do not sum'
+            " gradients over them. Use pipe.step."
         )
     early = [stage for stage, _ in program.output.made.values()] if program.output else []
     if any(stage < program.schedule.stages - 1 for stage in early):
         raise PipelineError(
-            f"return_outputs=True, but stage {min(early)} makes a part of the output, and torch's schedules return "
-            "what the last stage makes. Return that part from the last layers, or use pipe.step."
+            f"return_outputs=True, but stage {min(early)} makes a part of the output, and torch's"
+            " schedules return what the last stage makes. Return that part from the last layers,"
+            " or use pipe.step."
         )
-    return [CompiledPipelineStage(stage, program, ranks.group, parameters) for stage in stages.values()]
+    return [
+        CompiledPipelineStage(stage, program, ranks.group, parameters) for stage in stages.values()
+    ]
 
 
 class CompiledPipelineStage(PipelineStage):
     """One compiled stage behind torch's PipelineStage interface.
 
-    Run it with the schedule's `loss_fn` set to `stage.loss`, since the loss is part of the graphs; so is 1/m, whatever
-    `scale_grads` says. Inputs that later stages read must be keywords: torch hands positional arguments to the first
-    stage only. `step` and `eval` of the schedule return an empty tuple on the last rank, because a compiled step keeps
-    no outputs (`pipe.eval` gives them); `eval` computes the losses alone, with the training step's own forward.
+    Run it with the schedule's `loss_fn` set to `stage.loss`, since the loss is part of the graphs;
+    so is 1/m, whatever `scale_grads` says. Inputs that later stages read must be keywords: torch
+    hands positional arguments to the first stage only. `step` and `eval` of the schedule return an
+    empty tuple on the last rank, because a compiled step keeps no outputs (`pipe.eval` gives them);
+    `eval` computes the losses alone, with the training step's own forward.
 
-    >>> Schedule1F1B(stage, n_microbatches=8, loss_fn=stage.loss).step(x, target=y)  # doctest: +SKIP
+    >>> Schedule1F1B(stage, 8, loss_fn=stage.loss).step(x, target=y)  # doctest: +SKIP
     """
 
     def __init__(
-        self, stage: CompiledStage, program: Program, group: dist.ProcessGroup, parameters: Mapping[str, nn.Parameter]
+        self,
+        stage: CompiledStage,
+        program: Program,
+        group: dist.ProcessGroup,
+        parameters: Mapping[str, nn.Parameter],
     ) -> None:
         count = program.schedule.stages
         module = module_with({name: parameters[name] for name in stage.program.parameters}, "Stage")
-        super().__init__(module, stage.index, count, stage.device, input_args=(), output_args=(), group=group)
+        super().__init__(
+            module, stage.index, count, stage.device, input_args=(), output_args=(), group=group
+        )
         self.stage_index_to_group_rank = {i: program.rank_of(i) for i in range(count)}
         self._compiled, self._program, self._parameters = stage, program, parameters
         self._arrivals = arrivals_at(stage)
         self._steps = 0
         self._keeps = True  # whether torch asked for the output of the present microbatch
-        self._trains = False  # whether the present run has a backward: an evaluation counts as no step
+        # whether the present run has a backward: an evaluation counts as no step
+        self._trains = False
         self._run: StageRun | None = None
         self._finished = 0
         self._arrived: dict[tuple[str, int], Tensors] = {}
@@ -103,7 +120,9 @@ class CompiledPipelineStage(PipelineStage):
         factor = one / count if program.step.loss_reduction == "mean" else one
         seeds = [microbatch_seed(self._steps, i, program.step.seed) for i in range(count)]
         gradients = Gradients(self._parameters, frozenset(), program.choices)
-        return StageRun([self._compiled] * count, gradients, [{} for _ in range(count)], factor, seeds)
+        return StageRun(
+            [self._compiled] * count, gradients, [{} for _ in range(count)], factor, seeds
+        )
 
     def forward_one_chunk(
         self,
@@ -125,11 +144,14 @@ class CompiledPipelineStage(PipelineStage):
         return tuple(self._made["F", fwd_chunk_id])
 
     def loss(self, output: Any, target: Any) -> torch.Tensor:
-        """The `loss_fn` for torch's schedules: runs the last stage's F of the microbatch that `output` stands for."""
+        """The `loss_fn` for torch's schedules: runs the last stage's F of the microbatch that
+        `output` stands for."""
         if self._run is None:
             raise PipelineError("loss was called outside a step of a torch schedule.")
         microbatch = output.microbatch
-        wants_target = any(s.kind == "input" and s.name.startswith("target") for s in self._forward_inputs)
+        wants_target = any(
+            s.kind == "input" and s.name.startswith("target") for s in self._forward_inputs
+        )
         if wants_target:
             self._accept(self._run, microbatch, (), {}, target)
         self._forward(microbatch)
@@ -137,22 +159,26 @@ class CompiledPipelineStage(PipelineStage):
         return self._run.losses[microbatch]
 
     def _keep_output(self, run: StageRun, microbatch: int) -> None:
-        """Put the outputs into the place that this microbatch's forward has just made: torch asks for the loss next."""
+        """Put the outputs into the place that this microbatch's forward has just made: torch asks
+        for the loss next."""
         made = {name: parts.pop(microbatch) for name, parts in run.outputs.items()}
         output = self._program.output
         if output is not None and self._keeps:
             self.output_chunks[-1] = output.rebuild(made)
 
-    def _accept(self, run: StageRun, microbatch: int, args: tuple[Any, ...], kwargs: Any, target: Any) -> None:
+    def _accept(
+        self, run: StageRun, microbatch: int, args: tuple[Any, ...], kwargs: Any, target: Any
+    ) -> None:
         """Inputs of a microbatch: torch looks at no shape of a stage that says what it takes."""
         given = whole_batch(args, kwargs, target).whole.tensors
         for path, tensor in given.items():
             found = tuple(tensor.shape), str(tensor.dtype)
             if found != (wanted := self._program.inputs.get(path, found)):
                 raise PipelineError(
-                    f"{path} of microbatch {microbatch} has shape {list(found[0])} and is {found[1]}, and the stages "
-                    f"were compiled for {list(wanted[0])}, {wanted[1]}. Use pipe.step, or compile with such a batch "
-                    "and make the schedule again, of the stages that pipe.stages() returns after that."
+                    f"{path} of microbatch {microbatch} has shape {list(found[0])} and is"
+                    f" {found[1]}, and the stages were compiled for {list(wanted[0])}, {wanted[1]}."
+                    " Use pipe.step, or compile with such a batch and make the schedule again, of"
+                    " the stages that pipe.stages() returns after that."
                 )
         run.inputs[microbatch] |= given
 
@@ -163,25 +189,39 @@ class CompiledPipelineStage(PipelineStage):
     def _forward(self, microbatch: int) -> None:
         run = self._run
         assert run is not None
-        missing = [s.name for s in self._forward_inputs if s.kind == "input" and s.name not in run.inputs[microbatch]]
+        missing = [
+            s.name
+            for s in self._forward_inputs
+            if s.kind == "input" and s.name not in run.inputs[microbatch]
+        ]
         if missing:
             raise PipelineError(
-                f"stage {self.stage_index} reads the input {missing[0]}, which did not reach it: torch's schedules "
-                "pass positional arguments only to the first stage. Pass it to schedule.step as a keyword on every "
-                "rank."
+                f"stage {self.stage_index} reads the input {missing[0]}, which did not reach it:"
+                " torch's schedules pass positional arguments only to the first stage. Pass it to"
+                " schedule.step as a keyword on every rank."
             )
         with undisturbed(self._compiled.device), torch.no_grad():
-            self._made["F", microbatch] = run.run("F", microbatch, self._arrived.pop(("F", microbatch), []))
+            self._made["F", microbatch] = run.run(
+                "F", microbatch, self._arrived.pop(("F", microbatch), [])
+            )
         if not self.has_backward:
             del run.frames[microbatch]
 
     def backward_one_chunk(
-        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, *more: Any, **options: Any
+        self,
+        bwd_chunk_id: int,
+        loss: Any = None,
+        full_backward: bool = True,
+        *more: Any,
+        **options: Any,
     ) -> None:
-        """B, or with `full_backward` BW, of one microbatch; nothing in an evaluation, where torch calls it as well."""
+        """B, or with `full_backward` BW, of one microbatch; nothing in an evaluation, where torch
+        calls it as well."""
         if self.has_backward:
             arrived = self._arrived.pop(("B", bwd_chunk_id), [])
-            self._made["B", bwd_chunk_id] = self._compute("BW" if full_backward else "B", bwd_chunk_id, arrived)
+            self._made["B", bwd_chunk_id] = self._compute(
+                "BW" if full_backward else "B", bwd_chunk_id, arrived
+            )
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *more: Any, **options: Any) -> None:
         """W of one microbatch."""
@@ -189,7 +229,8 @@ class CompiledPipelineStage(PipelineStage):
             self._compute("W", bwd_chunk_id, [])
 
     def _compute(self, op: str, microbatch: int, arrived: Tensors) -> Tensors:
-        """torch's schedules do not say when a step ends: it does with the last microbatch's weight gradients."""
+        """torch's schedules do not say when a step ends: it does with the last microbatch's weight
+        gradients."""
         assert self._run is not None
         with torch.no_grad():
             made = self._run.run(op, microbatch, arrived)
@@ -199,7 +240,8 @@ class CompiledPipelineStage(PipelineStage):
         return made
 
     def scale_grads(self, grad_scale_factor: int) -> None:
-        """torch's division by the number of microbatches, which a loss that is a mean has in its graphs."""
+        """torch's division by the number of microbatches, which a loss that is a mean has in its
+        graphs."""
         if self._program.step.loss_reduction != "mean":
             super().scale_grads(grad_scale_factor)
 
@@ -225,16 +267,21 @@ class CompiledPipelineStage(PipelineStage):
         return self._sends("B", bwd_chunk_id, self.stage_index - 1) if self.has_backward else []
 
     def _sends(self, op: str, microbatch: int, to: int) -> list[dist.P2POp]:
-        return [self._operation(dist.isend, value, to) for value in self._made.pop((op, microbatch))]
+        return [
+            self._operation(dist.isend, value, to) for value in self._made.pop((op, microbatch))
+        ]
 
-    def _operation(self, operation: Callable[..., Any], tensor: torch.Tensor, stage: int) -> dist.P2POp:
+    def _operation(
+        self, operation: Callable[..., Any], tensor: torch.Tensor, stage: int
+    ) -> dist.P2POp:
         way = (self.stage_index, stage) if operation is dist.isend else (stage, self.stage_index)
         assert self.group is not None, "generated_stages refuses a pipeline without a process group"
         peer = dist.get_global_rank(self.group, self.stage_index_to_group_rank[stage])
         return dist.P2POp(operation, as_contiguous(packed(tensor)), peer, group_between(self, *way))
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        """Nothing to warm up: torch 2.11 would make a V's turning rank send to itself, which gloo cannot."""
+        """Nothing to warm up: torch 2.11 would make a V's turning rank send to itself, which gloo
+        cannot."""
         return []
 
     def get_local_bwd_output(self, mb_index: int) -> Any:
@@ -246,12 +293,14 @@ class CompiledPipelineStage(PipelineStage):
         self._arrived["B", mb_index] = list(next_stage_bwd_outputs)
 
     def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
-        """Activations from a stage on the same rank; torch hands over what `forward_one_chunk` returned."""
+        """Activations from a stage on the same rank; torch hands over what `forward_one_chunk`
+        returned."""
         self._arrived["F", mb_index] = list(prev_stage_outputs)
 
 
 class OutputToCome(torch.Tensor):
-    """What the last stage's forward returns of a microbatch before its target is known. Only `loss` can read it."""
+    """What the last stage's forward returns of a microbatch before its target is known. Only `loss`
+    can read it."""
 
     microbatch: int
 
@@ -264,6 +313,7 @@ class OutputToCome(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise PipelineError(
-            "torch's schedule called a loss function of its own, and the loss is part of the last stage's graphs. "
-            "Build it with loss_fn=stage.loss, stage the last one of pipe.stages()."
+            "torch's schedule called a loss function of its own, and the loss is part of the last"
+            " stage's graphs. Build it with loss_fn=stage.loss, stage the last one of"
+            " pipe.stages()."
         )

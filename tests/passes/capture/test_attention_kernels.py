@@ -1,4 +1,5 @@
-"""`sdpa_kernel` inside a model, and around its steps: eager's kernel, or a refusal that names the line."""
+"""`sdpa_kernel` inside a model, and around its steps: eager's kernel, or a refusal that names the
+line."""
 
 import copy
 from typing import Any
@@ -36,11 +37,17 @@ class Attention(nn.Module):
 
     def _options(self, x: Tensor) -> dict[str, Any]:
         mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool, device=x.device).tril()
-        given = {"bool": {"attn_mask": mask}, "float": {"attn_mask": mask.float()}, "causal": {"is_causal": True}}
+        given = {
+            "bool": {"attn_mask": mask},
+            "float": {"attn_mask": mask.float()},
+            "causal": {"is_causal": True},
+        }
         return given.get(self.mask, {"dropout_p": 0.2} if self.mask == "dropout" else {})
 
     def _heads(self, i: int, x: Tensor) -> tuple[Tensor, ...]:
-        return tuple(t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in self.into[i](x).chunk(3, -1))
+        return tuple(
+            t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in self.into[i](x).chunk(3, -1)
+        )
 
     def _joined(self, i: int, x: Tensor) -> Tensor:
         return self.out[i](x.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
@@ -57,7 +64,9 @@ def batch() -> Batch:
 
 
 def pipeline(model: nn.Module) -> zbcompile.Pipeline:
-    return zbcompile.pipeline(model, schedule="zb-h1", ranks=2, microbatches=2, loss=F.mse_loss, exact=True)  # type: ignore[no-any-return]
+    return zbcompile.pipeline(
+        model, schedule="zb-h1", ranks=2, microbatches=2, loss=F.mse_loss, exact=True
+    )  # type: ignore[no-any-return]
 
 
 def kernels_of(pipe: zbcompile.Pipeline) -> set[bool]:
@@ -72,7 +81,9 @@ def kernels_of(pipe: zbcompile.Pipeline) -> set[bool]:
 def test_the_formula_where_the_model_asks_for_it(mask: str) -> None:
     model, eager, given = made(SDPBackend.MATH, mask), made(SDPBackend.MATH, mask), batch()
     pipe = pipeline(model)
-    assert torch.equal(pipe.step(*given.args, target=given.target), eager_step(eager, F.mse_loss, given, 2, 0))
+    assert torch.equal(
+        pipe.step(*given.args, target=given.target), eager_step(eager, F.mse_loss, given, 2, 0)
+    )
     assert_same_tensors(gradients_of(pipe), gradients_of(eager), "gradient of")
     assert kernels_of(pipe) == {False, True}
     if mask != "dropout":
@@ -80,7 +91,8 @@ def test_the_formula_where_the_model_asks_for_it(mask: str) -> None:
 
 
 class Biased(nn.Module):
-    """Two attentions whose scores a trained table is added to, by the distance of query and key; an odd length."""
+    """Two attentions whose scores a trained table is added to, by the distance of query and key; an
+    odd length."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,23 +106,29 @@ class Biased(nn.Module):
             q, k, v = (t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in into(x).chunk(3, -1))
             bias = table[:, places[:, None] - places + ODD - 1]
             bias = bias - F.softplus(slope(x).transpose(1, 2).mul(2))[:, :, None]
-            x = x + F.scaled_dot_product_attention(q, k, v, attn_mask=bias).transpose(1, 2).reshape(x.shape)
+            x = x + F.scaled_dot_product_attention(q, k, v, attn_mask=bias).transpose(1, 2).reshape(
+                x.shape
+            )
         return x
 
 
 @pytest.mark.slow
 def test_a_mask_that_is_trained() -> None:
-    """Eager computes it by the formula, whose result and gradients have other strides than the kernel's."""
+    """Eager computes it by the formula, whose result and gradients have other strides than the
+    kernel's."""
     torch.manual_seed(0)
     model, given = Biased(), Batch((torch.randn(4, ODD, WIDTH),), {}, torch.randn(4, ODD, WIDTH))
     eager = copy.deepcopy(model)
     pipe = pipeline(model)
-    assert torch.equal(pipe.step(*given.args, target=given.target), eager_step(eager, F.mse_loss, given, 2, 0))
+    assert torch.equal(
+        pipe.step(*given.args, target=given.target), eager_step(eager, F.mse_loss, given, 2, 0)
+    )
     assert_same_tensors(gradients_of(pipe), gradients_of(eager), "gradient of")
 
 
 def test_a_mask_that_is_frozen() -> None:
-    """Without gradients eager's attention runs a kernel, whose result has another layout than its formula's."""
+    """Without gradients eager's attention runs a kernel, whose result has another layout than its
+    formula's."""
     model = Biased().requires_grad_(False).eval()
     x = torch.randn(4, ODD, WIDTH)
     pipe = zbcompile.pipeline(copy.deepcopy(model), schedule="1f1b", ranks=1)
@@ -143,7 +161,9 @@ class Whole(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.MultiheadAttention(WIDTH, HEADS, batch_first=True) for _ in range(2))
+        self.layers = nn.ModuleList(
+            nn.MultiheadAttention(WIDTH, HEADS, batch_first=True) for _ in range(2)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -157,12 +177,16 @@ def test_a_region_around_torchs_own_layer() -> None:
     model, given = Whole(), batch()
     eager = copy.deepcopy(model)
     pipe = pipeline(model)
-    assert torch.equal(pipe.step(*given.args, target=given.target), eager_step(eager, F.mse_loss, given, 2, 0))
+    assert torch.equal(
+        pipe.step(*given.args, target=given.target), eager_step(eager, F.mse_loss, given, 2, 0)
+    )
     assert_same_tensors(gradients_of(pipe), gradients_of(eager), "gradient of")
 
 
 def test_a_kernel_that_is_not_there_is_said_by_line() -> None:
     """As in eager mode, which has no such kernel on a CPU."""
     given = batch()
-    with pytest.raises(CaptureError, match=r"fails \(.*test_attention_kernels\.py:\d+\) .*No viable backend"):
+    with pytest.raises(
+        CaptureError, match=r"fails \(.*test_attention_kernels\.py:\d+\) .*No viable backend"
+    ):
         pipeline(made(SDPBackend.EFFICIENT_ATTENTION)).compile(*given.args, target=given.target)

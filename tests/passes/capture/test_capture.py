@@ -1,5 +1,5 @@
-"""What models may do in forward: each through the front door, loss, gradients and buffers bitwise eager's after every
-step; and what they may not, which is refused by name."""
+"""What models may do in forward: each through the front door, loss, gradients and buffers bitwise
+eager's after every step; and what they may not, which is refused by name."""
 
 import copy
 import dataclasses
@@ -49,7 +49,10 @@ class Layers(nn.Module):
 def parts(inputs: Inputs) -> list[Inputs]:
     """The microbatches, every tensor cut along dimension 0."""
     leaves, structure = pytree.tree_flatten(inputs)
-    cut = [[x.chunk(MICROBATCHES)[i] if isinstance(x, Tensor) else x for x in leaves] for i in range(MICROBATCHES)]
+    cut = [
+        [x.chunk(MICROBATCHES)[i] if isinstance(x, Tensor) else x for x in leaves]
+        for i in range(MICROBATCHES)
+    ]
     return [pytree.tree_unflatten(some, structure) for some in cut]
 
 
@@ -66,13 +69,18 @@ def eager_step(model: nn.Module, loss: Any, inputs: Inputs, step: int) -> Tensor
 
 
 def assert_equals_eager(
-    make: Callable[[], nn.Module], schedule: str, inputs: Callable[[], Inputs] = rows, loss: Any = F.mse_loss
+    make: Callable[[], nn.Module],
+    schedule: str,
+    inputs: Callable[[], Inputs] = rows,
+    loss: Any = F.mse_loss,
 ) -> zbcompile.Pipeline:
     """Two steps of a pipeline of two ranks against eager accumulation."""
     torch.manual_seed(0)
     model = make()
     eager = copy.deepcopy(model)
-    pipe = zbcompile.pipeline(model, schedule=schedule, ranks=2, microbatches=MICROBATCHES, loss=loss, exact=True)
+    pipe = zbcompile.pipeline(
+        model, schedule=schedule, ranks=2, microbatches=MICROBATCHES, loss=loss, exact=True
+    )
     for step in range(2):
         args, kwargs, target = batch = inputs()
         ours = pipe.step(*args, **kwargs, **({} if target is None else {"target": target}))
@@ -107,7 +115,16 @@ class Returning(Layers):
         super().__init__()
         self.kind = kind
 
-    def forward(self, x: Tensor, pair: Any, *, mask: Tensor, positions: Tensor, nothing: None, labels: Tensor) -> Any:  # type: ignore[override]
+    def forward(
+        self,
+        x: Tensor,
+        pair: Any,
+        *,
+        mask: Tensor,
+        positions: Tensor,
+        nothing: None,
+        labels: Tensor,
+    ) -> Any:  # type: ignore[override]
         x = super().forward(x + pair[0] * pair[1]["by"]).masked_fill(mask, 0.0)
         x = x + F.one_hot(positions, WIDTH)
         return self.kind(F.mse_loss(x, labels), x)
@@ -132,10 +149,13 @@ def model_output(loss: Tensor, logits: Tensor) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "schedule"), [(Outcome, "zb-v"), (Outputs, "zb-h1"), (model_output, "1f1b")], ids=["tuple", "class", "hf"]
+    ("kind", "schedule"),
+    [(Outcome, "zb-v"), (Outputs, "zb-h1"), (model_output, "1f1b")],
+    ids=["tuple", "class", "hf"],
 )
 def test_outputs_of_every_kind(kind: Callable[..., Any], schedule: str) -> None:
-    """The loss is found in them, and evaluation returns them as they are: dataclasses are made known to torch."""
+    """The loss is found in them, and evaluation returns them as they are: dataclasses are made
+    known to torch."""
     pipe = assert_equals_eager(lambda: Returning(kind), schedule, nested, loss=None)
     args, kwargs, _ = nested()
     found = pipe.eval(*args, **kwargs)
@@ -152,10 +172,15 @@ def test_one_tensor_passed_twice_is_two_inputs() -> None:
     torch.manual_seed(0)
     model, same = Sum(), torch.randn(8, WIDTH)
     eager = copy.deepcopy(model)
-    pipe = zbcompile.pipeline(model, schedule="1f1b", ranks=2, microbatches=4, loss=F.mse_loss, exact=True)
+    pipe = zbcompile.pipeline(
+        model, schedule="1f1b", ranks=2, microbatches=4, loss=F.mse_loss, exact=True
+    )
     pipe.compile(same, same, target=same)
     other = torch.randn(8, WIDTH)
-    assert torch.equal(pipe.step(same, other, target=same), eager_step(eager, F.mse_loss, ((same, other), {}, same), 0))
+    assert torch.equal(
+        pipe.step(same, other, target=same),
+        eager_step(eager, F.mse_loss, ((same, other), {}, same), 0),
+    )
 
 
 @pytest.mark.slow
@@ -169,7 +194,9 @@ def test_inputs_with_gaps_keep_their_strides() -> None:
     torch.manual_seed(0)
     wide, square = torch.randn(8, 2 * WIDTH), torch.randn(WIDTH, 8).t()
     for given in (wide[:, ::2], square):
-        assert_equals_eager(Viewing, "1f1b", lambda given=given: ((given,), {}, torch.randn(8, WIDTH)))  # type: ignore[misc]
+        assert_equals_eager(
+            Viewing, "1f1b", lambda given=given: ((given,), {}, torch.randn(8, WIDTH))
+        )  # type: ignore[misc]
 
 
 # What forward may do
@@ -191,7 +218,8 @@ class Normed(nn.Module):
 
 
 class Buffers(Layers):
-    """Buffers changed in every way: in place, a row of one, by assignment, by an input; views that live on."""
+    """Buffers changed in every way: in place, a row of one, by assignment, by an input; views that
+    live on."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -235,7 +263,9 @@ class Flexible(Layers):
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
             rows = self.layers[0](x)[:, None, :, None].expand(-1, 1, -1, 8).contiguous()
-            blocks = create_block_mask(lambda b, h, q, k: q >= k, None, None, WIDTH, WIDTH, device="cpu")
+            blocks = create_block_mask(
+                lambda b, h, q, k: q >= k, None, None, WIDTH, WIDTH, device="cpu"
+            )
             seen = flex_attention(rows, rows, rows, block_mask=blocks)
         return super().forward(x + seen[:, 0, :, 0])  # type: ignore[index,union-attr]
 
@@ -271,7 +301,8 @@ class Branching(Layers):
 
 
 class CastTwice(Layers):
-    """A layer used twice in one autocast region, where eager casts its weight once, and a second region."""
+    """A layer used twice in one autocast region, where eager casts its weight once, and a second
+    region."""
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -283,7 +314,8 @@ class CastTwice(Layers):
 
 
 class Silent(Layers):
-    """Regions without gradients: no_grad, inference_mode, detach, .data, and one with gradients inside them."""
+    """Regions without gradients: no_grad, inference_mode, detach, .data, and one with gradients
+    inside them."""
 
     @torch.no_grad()
     def gate(self, x: Tensor) -> Tensor:
@@ -333,7 +365,9 @@ class Recomputing(Layers):
             return F.dropout(torch.tanh(self.layers[1](x)), 0.2)
 
         def outer(x: Tensor) -> Tensor:
-            return torch.tanh(self.layers[2](checkpoint(inner, self.layers[0](x), use_reentrant=False)))
+            return torch.tanh(
+                self.layers[2](checkpoint(inner, self.layers[0](x), use_reentrant=False))
+            )
 
         return self.layers[3](checkpoint(outer, x, use_reentrant=False))
 
@@ -351,7 +385,9 @@ def _keep(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.save_for_backward(x)
 
 
-scaled_square.register_autograd(lambda ctx, g: (2 * g * ctx.saved_tensors[0] * ctx.by, None), setup_context=_keep)
+scaled_square.register_autograd(
+    lambda ctx, g: (2 * g * ctx.saved_tensors[0] * ctx.by, None), setup_context=_keep
+)
 
 
 class Custom(Layers):
@@ -378,7 +414,9 @@ class Complex(Layers):
         for layer in self.layers:
             frequencies = torch.fft.fft(layer(x))
             x = torch.fft.ifft(frequencies * frequencies.conj()).real + x
-        turned = torch.view_as_complex(x.view(-1, WIDTH // 2, 2)) * torch.polar(torch.ones(3), torch.arange(3.0))
+        turned = torch.view_as_complex(x.view(-1, WIDTH // 2, 2)) * torch.polar(
+            torch.ones(3), torch.arange(3.0)
+        )
         return torch.view_as_real(turned).flatten(1)
 
 
@@ -489,9 +527,17 @@ def test_a_weight_that_autocast_casts_on_two_stages() -> None:
     torch.manual_seed(0)
     model = CastOnTwoStages()
     eager, ((x,), kwargs, target) = copy.deepcopy(model), rows()
-    options = {"schedule": "1f1b", "ranks": 2, "microbatches": MICROBATCHES, "loss": F.mse_loss, "exact": True}
+    options = {
+        "schedule": "1f1b",
+        "ranks": 2,
+        "microbatches": MICROBATCHES,
+        "loss": F.mse_loss,
+        "exact": True,
+    }
     pipe = zbcompile.pipeline(model, **options)
-    assert torch.equal(pipe.step(x, target=target), eager_step(eager, F.mse_loss, ((x,), kwargs, target), 0))
+    assert torch.equal(
+        pipe.step(x, target=target), eager_step(eager, F.mse_loss, ((x,), kwargs, target), 0)
+    )
     assert "layers.0.weight" in pipe.program.shared
     for (name, ours), theirs in zip(model.named_parameters(), eager.parameters(), strict=True):
         assert ours.grad is not None
@@ -501,7 +547,8 @@ def test_a_weight_that_autocast_casts_on_two_stages() -> None:
 
 
 def test_a_model_that_only_a_trace_can_follow_is_warned_of() -> None:
-    """It looks at activations otherwise. Its bits are those of the path that it has for compilers."""
+    """It looks at activations otherwise. Its bits are those of the path that it has for
+    compilers."""
 
     class Looking(Layers):
         looks = True
@@ -513,10 +560,14 @@ def test_a_model_that_only_a_trace_can_follow_is_warned_of() -> None:
     model = Looking()
     eager, ((x,), kwargs, target) = copy.deepcopy(model), rows()
     eager.looks = False
-    pipe = zbcompile.pipeline(model, schedule="1f1b", ranks=2, microbatches=MICROBATCHES, loss=F.mse_loss, exact=True)
+    pipe = zbcompile.pipeline(
+        model, schedule="1f1b", ranks=2, microbatches=MICROBATCHES, loss=F.mse_loss, exact=True
+    )
     with pytest.warns(UserWarning, match="path that it has for compilers"):
         pipe.compile(x, target=target)
-    assert torch.equal(pipe.step(x, target=target), eager_step(eager, F.mse_loss, ((x,), kwargs, target), 0))
+    assert torch.equal(
+        pipe.step(x, target=target), eager_step(eager, F.mse_loss, ((x,), kwargs, target), 0)
+    )
     for ours, theirs in zip(model.parameters(), eager.parameters(), strict=True):
         assert torch.equal(ours.grad, theirs.grad)  # type: ignore[arg-type]
 
@@ -537,18 +588,23 @@ def test_parts_of_one_flat_buffer_are_separate_parameters() -> None:
 
 def test_weights_changed_in_place_are_seen() -> None:
     model = Layers()
-    pipe = zbcompile.pipeline(model, schedule="1f1b", ranks=2, microbatches=MICROBATCHES, loss=F.mse_loss, exact=True)
+    pipe = zbcompile.pipeline(
+        model, schedule="1f1b", ranks=2, microbatches=MICROBATCHES, loss=F.mse_loss, exact=True
+    )
     (x,), _, target = rows()
     pipe.compile(x, target=target)
     with torch.no_grad():
         model.layers[2].weight.mul_(2)  # type: ignore[operator, union-attr]
     model.layers[1].weight.data = torch.eye(WIDTH)  # type: ignore[union-attr]
     eager = copy.deepcopy(model)
-    assert torch.equal(pipe.step(x, target=target), eager_step(eager, F.mse_loss, ((x,), {}, target), 0))
+    assert torch.equal(
+        pipe.step(x, target=target), eager_step(eager, F.mse_loss, ((x,), {}, target), 0)
+    )
 
 
 class Copying(Layers):
-    """Dropout of 0 is a copy. A copy beside its original decides in which order gradients are added."""
+    """Dropout of 0 is a copy. A copy beside its original decides in which order gradients are
+    added."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = torch.tanh(F.dropout(self.layers[0](x), 0.0))
@@ -563,10 +619,17 @@ def test_copies() -> None:
 def test_a_transform_that_export_cannot_follow_is_named() -> None:
     class Differentiating(Layers):
         def forward(self, x: Tensor) -> Tensor:
-            _, slope = torch.func.jvp(lambda y: torch.sin(self.layers[1](y)), (x,), (torch.ones_like(x),))
+            _, slope = torch.func.jvp(
+                lambda y: torch.sin(self.layers[1](y)), (x,), (torch.ones_like(x),)
+            )
             return super().forward(x + slope)
 
-    pipe = zbcompile.pipeline(Differentiating(), schedule="1f1b", ranks=2, microbatches=2, loss=F.mse_loss)
+    pipe = zbcompile.pipeline(
+        Differentiating(), schedule="1f1b", ranks=2, microbatches=2, loss=F.mse_loss
+    )
     (x,), _, target = rows()
-    with pytest.raises(zbcompile.CaptureError, match=r"Differentiating fails.*Write the transform of torch\.func out"):
+    with pytest.raises(
+        zbcompile.CaptureError,
+        match=r"Differentiating fails.*Write the transform of torch\.func out",
+    ):
         pipe.step(x, target=target)

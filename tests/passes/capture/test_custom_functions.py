@@ -1,4 +1,5 @@
-"""torch.autograd.Function in a model: loss and gradients are eager's, bit by bit, wherever the model is cut."""
+"""torch.autograd.Function in a model: loss and gradients are eager's, bit by bit, wherever the
+model is cut."""
 
 import copy
 import random
@@ -23,7 +24,9 @@ from zbcompile.compiler.compile_model import ExportedModel, export_step
 from zbcompile.passes.errors import CaptureError
 
 ROWS, MICROBATCHES = 16, 8
-NAMES = tuple(name for name in WAYS if name not in ("module", "adds_to_grad"))  # these write `.grad` themselves
+NAMES = tuple(
+    name for name in WAYS if name not in ("module", "adds_to_grad")
+)  # these write `.grad` themselves
 
 
 def as_eager(model: nn.Module, batch: Tensor, **options: Any) -> zbcompile.Pipeline:
@@ -33,7 +36,9 @@ def as_eager(model: nn.Module, batch: Tensor, **options: Any) -> zbcompile.Pipel
     loss = pipe.step(batch, target=target)
     wanted = eager_step(eager, F.mse_loss, Batch((batch,), {}, target), options["microbatches"], 0)
     assert torch.equal(loss, wanted)
-    assert_same_tensors(gradients_of(pipe), {n: p.grad for n, p in eager.named_parameters()}, "gradient")
+    assert_same_tensors(
+        gradients_of(pipe), {n: p.grad for n, p in eager.named_parameters()}, "gradient"
+    )
     assert not any("zbcompile" in str(node.target) for node in nodes_of(pipe))
     return pipe
 
@@ -46,13 +51,22 @@ def nodes_of(pipe: zbcompile.Pipeline) -> Iterator[torch.fx.Node]:
 
 @pytest.fixture(scope="module")
 def all_ways() -> tuple[Ways, ExportedModel]:
-    """A model of all ways, captured once: what is cut and scheduled differently is the same graph."""
+    """A model of all ways, captured once: what is cut and scheduled differently is the same
+    graph."""
     torch.manual_seed(0)
     model, rows = Ways(*NAMES), torch.ones(ROWS, WIDTH)
-    return model, export_step(model, flatten_batch((rows,), {}, rows, None).microbatch(0, MICROBATCHES), F.mse_loss)
+    return model, export_step(
+        model, flatten_batch((rows,), {}, rows, None).microbatch(0, MICROBATCHES), F.mse_loss
+    )
 
 
-SCHEDULES = {"1f1b": (10, 4), "zb-h1": (11, 4), "interleaved-1f1b": (1, 8), "zb-v": (2, 8), "dualpipe-v": (3, 8)}
+SCHEDULES = {
+    "1f1b": (10, 4),
+    "zb-h1": (11, 4),
+    "interleaved-1f1b": (1, 8),
+    "zb-v": (2, 8),
+    "dualpipe-v": (3, 8),
+}
 
 
 @pytest.mark.mostly_slow(every=5)
@@ -62,9 +76,14 @@ def test_all_ways_cut_at_each(schedule: str, all_ways: tuple[Ways, ExportedModel
     """Every way is the first of a stage or the last of one, under one schedule at least."""
     model, exported = all_ways
     first, stages = SCHEDULES[schedule]
-    cuts = [f"{'steps' if i % 2 else 'norms'}.{first + i * len(NAMES) // stages}" for i in range(stages - 1)]
+    cuts = [
+        f"{'steps' if i % 2 else 'norms'}.{first + i * len(NAMES) // stages}"
+        for i in range(stages - 1)
+    ]
     with mock.patch("zbcompile.program_cache.programs.export_step", return_value=exported):
-        as_eager(copy.deepcopy(model), torch.randn(ROWS, WIDTH), schedule=schedule, ranks=4, balance=cuts)
+        as_eager(
+            copy.deepcopy(model), torch.randn(ROWS, WIDTH), schedule=schedule, ranks=4, balance=cuts
+        )
 
 
 @pytest.mark.slow
@@ -81,7 +100,13 @@ def test_frozen_and_tied_weights() -> None:
     for i in (0, 1, 3):
         model.steps[i].layer.weight.requires_grad_(False)
     model.steps[5].layer = model.steps[2].layer
-    as_eager(model, torch.randn(ROWS, WIDTH), schedule="zb-v", ranks=2, balance=["steps.1", "steps.3", "norms.3"])
+    as_eager(
+        model,
+        torch.randn(ROWS, WIDTH),
+        schedule="zb-v",
+        ranks=2,
+        balance=["steps.1", "steps.3", "norms.3"],
+    )
 
 
 def test_a_weight_that_a_function_and_a_layer_read_under_autocast() -> None:
@@ -131,7 +156,9 @@ def test_a_region_with_re_entry_is_recomputed() -> None:
     kept = {}
     for recompute in ("off", "hints"):
         torch.manual_seed(0)
-        pipe = as_eager(Ways(*names), torch.ones(ROWS, WIDTH), schedule="zb-h1", ranks=2, recompute=recompute)
+        pipe = as_eager(
+            Ways(*names), torch.ones(ROWS, WIDTH), schedule="zb-h1", ranks=2, recompute=recompute
+        )
         kept[recompute] = sum(stage.crossing.kept for stage in pipe.program.stages)
     assert kept["hints"] < kept["off"]
 
@@ -217,20 +244,40 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
         lambda ctx, g: torch.from_numpy(g.numpy()),
         r"backward of .*test_custom_functions\.py:\d+.*numpy",
     ),
-    "numpy in forward": (lambda ctx, x: torch.from_numpy(x.numpy()), half, r"forward of .*\.py:\d+.*numpy.*custom_op"),
+    "numpy in forward": (
+        lambda ctx, x: torch.from_numpy(x.numpy()),
+        half,
+        r"forward of .*\.py:\d+.*numpy.*custom_op",
+    ),
     "item": (double, lambda ctx, g: g * g.sum().item(), QUESTION),
     "a value decides": (double, branching, rf"{QUESTION} \(.*test_custom_functions\.py:\d+\)"),
-    "address": (double, lambda ctx, g: g * g.data_ptr(), r"backward of .*test_custom_functions\.py:\d+"),
-    "random backward": (double, lambda ctx, g: g * torch.rand_like(g), r"the backward draws random numbers"),
+    "address": (
+        double,
+        lambda ctx, g: g * g.data_ptr(),
+        r"backward of .*test_custom_functions\.py:\d+",
+    ),
+    "random backward": (
+        double,
+        lambda ctx, g: g * torch.rand_like(g),
+        r"the backward draws random numbers",
+    ),
     "dirty": (marked, half, VERSION),
     "number of gradients": (double, lambda ctx, g: (g, g), r"incorrect number of gradients"),
     "writes around": (counting, half, WRITTEN),
     "gives away memory": (assigning, half, rf"{DATA} \(.*test_custom_functions\.py:\d+\)"),
-    "gives away memory in backward": (double, assigning, rf"{DATA} \(.*test_custom_functions\.py:\d+\)"),
+    "gives away memory in backward": (
+        double,
+        assigning,
+        rf"{DATA} \(.*test_custom_functions\.py:\d+\)",
+    ),
     "running statistics": (normalising, half, WRITTEN),
     "writes around in backward": (double, counting, WRITTEN),
     "writes an input in backward": (keeping, lambda ctx, g: g * ctx.x.mul_(2), VERSION),
-    "random module": (lambda ctx, x: x * random.random(), half, r"Python's random module .*pass it as an input"),
+    "random module": (
+        lambda ctx, x: x * random.random(),
+        half,
+        r"Python's random module .*pass it as an input",
+    ),
 }
 
 
@@ -238,17 +285,23 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
 def test_refused(case: str) -> None:
     """In eager mode too, or where a graph would lose something."""
     forward, backward, expected = REFUSED[case]
-    odd = type("Odd", (Function,), {"forward": staticmethod(forward), "backward": staticmethod(backward)})
+    odd = type(
+        "Odd", (Function,), {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    )
     with pytest.raises(CaptureError, match=f"(?s){expected}"):
         as_eager(Changing(odd), torch.randn(ROWS, WIDTH))
 
 
 def test_gradients_that_a_function_writes_itself_are_refused() -> None:
-    with pytest.raises(CaptureError, match=r"support/functions\.py:\d+\).*pass them as arguments, and return"):
+    with pytest.raises(
+        CaptureError, match=r"support/functions\.py:\d+\).*pass them as arguments, and return"
+    ):
         as_eager(Ways("saving", "module"), torch.randn(ROWS, WIDTH))
 
 
-CHANGING: dict[str, tuple[Any, Any]] = {  # what forward changes around the Function before the next call
+CHANGING: dict[
+    str, tuple[Any, Any]
+] = {  # what forward changes around the Function before the next call
     "number": (lambda ctx, x: x * AROUND.scale, half),
     "number kept for backward": (scaling, lambda ctx, g: g * ctx.scale),
     "number read by backward": (double, lambda ctx, g: g * AROUND.scale),
@@ -274,12 +327,15 @@ class Changing(nn.Module):
 @pytest.mark.parametrize("case", CHANGING)
 def test_what_has_changed_since_the_call_is_as_in_eager(case: str) -> None:
     forward, backward = CHANGING[case]
-    odd = type("Odd", (Function,), {"forward": staticmethod(forward), "backward": staticmethod(backward)})
+    odd = type(
+        "Odd", (Function,), {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    )
     as_eager(Changing(odd), torch.randn(ROWS, WIDTH))
 
 
 def test_a_transposed_gradient_meets_code_that_copies_it() -> None:
-    """The backward is traced with the strides that arrive: what a view can do for one form, a copy does for another."""
+    """The backward is traced with the strides that arrive: what a view can do for one form, a copy
+    does for another."""
 
     def flat(ctx: Any, gradient: Tensor) -> Tensor:
         return gradient.reshape(-1).view(gradient.shape) * 2
@@ -288,5 +344,7 @@ def test_a_transposed_gradient_meets_code_that_copies_it() -> None:
         def forward(self, x: Tensor) -> Any:
             return self.layers[1](self.function.apply(torch.tanh(self.layers[0](x)).t()).t())
 
-    odd = type("Odd", (Function,), {"forward": staticmethod(double), "backward": staticmethod(flat)})
+    odd = type(
+        "Odd", (Function,), {"forward": staticmethod(double), "backward": staticmethod(flat)}
+    )
     as_eager(Transposing(odd), torch.randn(ROWS, WIDTH))

@@ -1,4 +1,5 @@
-"""What has as many rows as the values of inputs say: the same bits as in eager if the input is static, else refused."""
+"""What has as many rows as the values of inputs say: the same bits as in eager if the input is
+static, else refused."""
 
 from collections.abc import Callable
 from typing import Any
@@ -82,14 +83,20 @@ class Total(All):
 
 
 def _export(call: Call, *static_inputs: str) -> None:
-    export_training_step(Total(call), batch(0), {}, options=ExportOptions(static_inputs=static_inputs))
+    export_training_step(
+        Total(call), batch(0), {}, options=ExportOptions(static_inputs=static_inputs)
+    )
 
 
 DEPENDENT = {
     "activation": lambda x, mask: x[x > 0],
     "dimension": lambda x, mask: mask.sum(1).unique_consecutive(dim=0) * x.sum(),
     "repetitions": lambda x, mask: x.repeat_interleave(x.argmax(1), dim=0),
-    "place": lambda x, mask: 2 * x.unsqueeze(2).repeat(1, 1, 5).tensor_split(x.flatten()[:2].argsort(), 1)[1],
+    "place": (
+        lambda x, mask: (
+            2 * x.unsqueeze(2).repeat(1, 1, 5).tensor_split(x.flatten()[:2].argsort(), 1)[1]
+        )
+    ),
 }
 
 
@@ -109,7 +116,9 @@ def test_an_input_that_decides_is_refused_by_line_unless_it_is_static(call: Call
     pipe = zbcompile.pipeline(model, ranks=1, microbatches=1, exact=True, static_inputs=["args[1]"])
     model.zero_grad()
     pipe.step(x, mask)
-    assert all(torch.equal(p.grad, other) for p, other in zip(model.parameters(), expected, strict=True))
+    assert all(
+        torch.equal(p.grad, other) for p, other in zip(model.parameters(), expected, strict=True)
+    )
 
 
 def test_a_list_of_tensors_that_becomes_a_tensor() -> None:

@@ -1,4 +1,5 @@
-"""Forward hooks and pre-hooks are Python that runs in forward: captured as eager runs them, bit for bit."""
+"""Forward hooks and pre-hooks are Python that runs in forward: captured as eager runs them, bit for
+bit."""
 
 from collections.abc import Callable
 from typing import Any
@@ -34,15 +35,19 @@ HOOKS: dict[str, Callable[[nn.Module], Any]] = {
     "output": lambda model: model.layers[2].register_forward_hook(scale_output),
     "input": lambda model: model.layers[3].register_forward_pre_hook(shift_input),
     "looks": lambda model: model.layers[1].register_forward_hook(look),
-    "keywords": lambda model: model.layers[2].register_forward_hook(with_keywords, with_kwargs=True),
+    "keywords": (
+        lambda model: model.layers[2].register_forward_hook(with_keywords, with_kwargs=True)
+    ),
     "always": lambda model: model.layers[2].register_forward_hook(scale_output, always_call=True),
     "the model itself": lambda model: model.register_forward_hook(scale_output),
     "two in order": lambda model: [
         model.layers[2].register_forward_hook(scale_output),
         model.layers[2].register_forward_hook(with_keywords, with_kwargs=True, prepend=True),
     ],
-    "trains activations": lambda model: model.layers[0].register_forward_hook(
-        lambda module, args, output: output.requires_grad_(True)
+    "trains activations": (
+        lambda model: model.layers[0].register_forward_hook(
+            lambda module, args, output: output.requires_grad_(True)
+        )
     ),
 }
 
@@ -53,7 +58,12 @@ def made(kind: type[MLP] = MLP) -> MLP:
 
 
 def pipeline_of(model: nn.Module, schedule: str) -> zbcompile.Pipeline:
-    options: dict[str, Any] = {"microbatches": 4, "ranks": 2, "loss": nn.functional.mse_loss, "exact": True}
+    options: dict[str, Any] = {
+        "microbatches": 4,
+        "ranks": 2,
+        "loss": nn.functional.mse_loss,
+        "exact": True,
+    }
     return zbcompile.pipeline(model, schedule=schedule, **options)  # type: ignore[no-any-return]
 
 
@@ -93,7 +103,9 @@ def test_a_hook_in_the_memory_of_another_is_another() -> None:
     """Python reuses the address of a hook that is gone; the step must not reuse its graph."""
     model, seen = made(), set()
     for factor in range(20):
-        handle = model.layers[2].register_forward_hook(lambda module, args, output, factor=factor: output * factor)
+        handle = model.layers[2].register_forward_hook(
+            lambda module, args, output, factor=factor: output * factor
+        )
         seen.add(hooks_of(model.layers[2]))
         handle.remove()
     assert len(seen) == 20
@@ -125,18 +137,23 @@ class Accumulating(MLP):
 
 
 def test_a_forward_that_installs_a_hook_each_time_is_refused() -> None:
-    with pytest.raises(zbcompile.CaptureError, match=r"forward changes the hooks of model\.layers\.2"):
+    with pytest.raises(
+        zbcompile.CaptureError, match=r"forward changes the hooks of model\.layers\.2"
+    ):
         pipeline_of(made(Accumulating), "zb-h1").step(ROWS, target=ROWS)
 
 
 def llama(reentrant: bool) -> nn.Module:
-    """With every hook that transformers installs by itself, at a call or when forward first runs."""
+    """With every hook that transformers installs by itself, at a call or when forward first
+    runs."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 4}
-    model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, use_cache=False, output_hidden_states=True)).train()
+    model = LlamaForCausalLM(
+        LlamaConfig(**sizes, **heads, use_cache=False, output_hidden_states=True)
+    ).train()
     model.enable_input_require_grads()
     model.activation_checkpointing_enable({"use_reentrant": reentrant})
     return model  # type: ignore[no-any-return]

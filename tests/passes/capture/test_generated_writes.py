@@ -1,5 +1,5 @@
-"""Generated forwards that write into views, detached tensors and buffers, inside and outside no_grad: what eager runs
-has eager's loss, gradients and buffers, bit for bit, or is refused."""
+"""Generated forwards that write into views, detached tensors and buffers, inside and outside
+no_grad: what eager runs has eager's loss, gradients and buffers, bit for bit, or is refused."""
 
 import copy
 import random
@@ -16,19 +16,57 @@ from zbcompile.passes.errors import CaptureError
 from zbcompile.passes.exported.capture.export import export_training_step
 
 COMPARED, LINES, MICROBATCHES = 4, 7, 2
-VIEWS = ("[:, :2]", "[1:3]", ".T", ".view(-1)", "[0]", "[None]", ".diagonal()", ".detach()", ".data", ".clone()")
-VALUES = ("torch.tanh({a})", "{a} + fit({b}, {a})", "{a} * fit({b}, {a})", "torch.where({a} > 0, {a}, fit({b}, {a}))")
+VIEWS = (
+    "[:, :2]",
+    "[1:3]",
+    ".T",
+    ".view(-1)",
+    "[0]",
+    "[None]",
+    ".diagonal()",
+    ".detach()",
+    ".data",
+    ".clone()",
+)
+VALUES = (
+    "torch.tanh({a})",
+    "{a} + fit({b}, {a})",
+    "{a} * fit({b}, {a})",
+    "torch.where({a} > 0, {a}, fit({b}, {a}))",
+)
 WRITES = (
-    *("{a}.mul_(2)", "{a}.add_(fit({b}, {a}))", "{a}.copy_(fit({b}, {a}))", "{a}.clamp_(-1, 1)", "{a}.zero_()"),
-    *("{a}.masked_fill_({a} > 0, 0.5)", "{a}[0] = 0.3", "{a}[..., :1] = fit({b}, {a})[..., :1]", "{a}.sigmoid_()"),
-    *("{a}.lerp_(fit({b}, {a}), 0.5)", "{a}.index_add_(0, torch.tensor([0]), fit({b}, {a})[:1])", "{a}.fill_(0.5)"),
-    *("torch._foreach_add_([{a}], [fit({b}, {a})])", "{a}.index_put_((torch.tensor([0]),), torch.ones(()))"),
-    *("self.buffer = fit({a}, self.buffer).detach()", "self.buffer.add_(fit({a}, self.buffer).detach())"),
+    *(
+        "{a}.mul_(2)",
+        "{a}.add_(fit({b}, {a}))",
+        "{a}.copy_(fit({b}, {a}))",
+        "{a}.clamp_(-1, 1)",
+        "{a}.zero_()",
+    ),
+    *(
+        "{a}.masked_fill_({a} > 0, 0.5)",
+        "{a}[0] = 0.3",
+        "{a}[..., :1] = fit({b}, {a})[..., :1]",
+        "{a}.sigmoid_()",
+    ),
+    *(
+        "{a}.lerp_(fit({b}, {a}), 0.5)",
+        "{a}.index_add_(0, torch.tensor([0]), fit({b}, {a})[:1])",
+        "{a}.fill_(0.5)",
+    ),
+    *(
+        "torch._foreach_add_([{a}], [fit({b}, {a})])",
+        "{a}.index_put_((torch.tensor([0]),), torch.ones(()))",
+    ),
+    *(
+        "self.buffer = fit({a}, self.buffer).detach()",
+        "self.buffer.add_(fit({a}, self.buffer).detach())",
+    ),
 )
 
 
 def fit(source: Tensor, into: Tensor) -> Tensor:
-    """`source` in the shape of `into`, and in memory of its own: a write into what it reads is undefined."""
+    """`source` in the shape of `into`, and in memory of its own: a write into what it reads is
+    undefined."""
     flat = source.reshape(-1)
     return flat.repeat(-(-into.numel() // flat.numel()))[: into.numel()].view(into.shape)
 
@@ -49,7 +87,9 @@ class Generator:
         if kind < 0.4:
             self.write(indent, self.random.choice(WRITES).format(a=a, b=b))
         elif kind < 0.55 and depth < 2:
-            self.write(indent, f"with torch.{self.random.choice(('no_grad', 'no_grad', 'enable_grad'))}():")
+            self.write(
+                indent, f"with torch.{self.random.choice(('no_grad', 'no_grad', 'enable_grad'))}():"
+            )
             for _ in range(self.random.randint(1, 3)):
                 self.line(f"    {indent}", depth + 1)
         else:
@@ -64,8 +104,13 @@ class Generator:
         for _ in range(LINES):
             self.line("    ")
         read = {self.names[-1], *self.random.sample(self.names, 3)}
-        terms = [f"({name} * torch.cos({name}.detach() + {i})).sum()" for i, name in enumerate(sorted(read))]
-        first = "    x = x.clone()\n    h, z, zeros = self.layer(x), x @ self.weight, torch.zeros(4, 4)"
+        terms = [
+            f"({name} * torch.cos({name}.detach() + {i})).sum()"
+            for i, name in enumerate(sorted(read))
+        ]
+        first = (
+            "    x = x.clone()\n    h, z, zeros = self.layer(x), x @ self.weight, torch.zeros(4, 4)"
+        )
         returned = f"    return (self.layer.bias * x).sum() + {' + '.join(terms)}"
         return "\n".join(["def forward(self, x):", first, *self.lines, returned])
 
@@ -97,7 +142,7 @@ def in_eager(model: nn.Module, inputs: list[Tensor]) -> Results | None:
 
 def exported(model: nn.Module, inputs: list[Tensor]) -> Results:
     step = export_training_step(model, (inputs[0],), {})
-    losses, sums = [], dict.fromkeys((name for name, _ in model.named_parameters()))
+    losses, sums = [], dict.fromkeys(name for name, _ in model.named_parameters())
     for x in inputs:
         result = run_uncut(step, model, ((x,), {}, None))
         losses += result.losses

@@ -1,4 +1,5 @@
-"""What forward does in Python: numbers drawn outside of torch, seeds and tensors that it carries are refused."""
+"""What forward does in Python: numbers drawn outside of torch, seeds and tensors that it carries
+are refused."""
 
 import random
 import warnings
@@ -40,9 +41,15 @@ def drawing(own: random.Random) -> Callable[[Net], float]:
 
 
 DRAWS = {
-    "random": (lambda net: random.random(), r"Python's random module \(.*test_python_effects\.py:\d+\)"),
+    "random": (
+        lambda net: random.random(),
+        r"Python's random module \(.*test_python_effects\.py:\d+\)",
+    ),
     "by another name": (lambda net: uniform(0, 1), r"Python's random module\."),
-    "numpy": (lambda net: float(np.random.rand()), r"numpy\.random \(.*test_python_effects\.py:\d+\)"),
+    "numpy": (
+        lambda net: float(np.random.rand()),
+        r"numpy\.random \(.*test_python_effects\.py:\d+\)",
+    ),
     "an instance": (lambda net: net.own.random(), r"model\.own\."),
     "a generator of numpy": (lambda net: float(net.noise.random()), r"model\.noise\."),
     "a global": (lambda net: GLOBAL.random(), r"\S*GLOBAL\."),
@@ -106,7 +113,9 @@ SEEDS: dict[str, Callable[[Net], object]] = {
 def test_seeds_in_forward_are_refused(how: str) -> None:
     """Eager would draw the same numbers in every step; the compiled steps drew others."""
     STATE[0] = torch.get_rng_state()
-    with pytest.raises(zbcompile.CaptureError, match="forward seeds torch's generator or restores its state"):
+    with pytest.raises(
+        zbcompile.CaptureError, match="forward seeds torch's generator or restores its state"
+    ):
         train(Net(lambda net: float(SEEDS[how](net) is None)))
 
 
@@ -145,7 +154,8 @@ def test_a_backward_hook_that_forward_puts_on_a_module_is_refused() -> None:
 
 
 class Remembering(Net):
-    """Leaves what its first layer makes of a batch, and `reads` what the forward before has left."""
+    """Leaves what its first layer makes of a batch, and `reads` what the forward before has
+    left."""
 
     def __init__(self, reads: Callable[[Tensor | None, Tensor], Any]) -> None:
         super().__init__(lambda net: 0.0)
@@ -158,8 +168,12 @@ class Remembering(Net):
         return y * factor
 
 
-@pytest.mark.parametrize("reads", [lambda left, y: 1.0 if left is None else left, lambda left, y: 1.0])
-def test_a_tensor_that_each_forward_sets_is_mentioned(reads: Callable[[Tensor | None, Tensor], Any]) -> None:
+@pytest.mark.parametrize(
+    "reads", [lambda left, y: 1.0 if left is None else left, lambda left, y: 1.0]
+)
+def test_a_tensor_that_each_forward_sets_is_mentioned(
+    reads: Callable[[Tensor | None, Tensor], Any],
+) -> None:
     """As vision models of transformers do with what the next token needs."""
     net = Remembering(reads)
     with pytest.warns(UserWarning, match=r"forward changes model\.left\. .*never does"):
@@ -190,7 +204,8 @@ def _converts(net: Net) -> float:
 
 
 def test_a_conversion_that_changes_nothing_is_none() -> None:
-    """Routers of transformers' mixtures make sure of their dtype; torch asks for `.grad` on the way."""
+    """Routers of transformers' mixtures make sure of their dtype; torch asks for `.grad` on the
+    way."""
     gradients = []
     for effect in (_converts, lambda net: 1.0):
         torch.manual_seed(0)
@@ -202,7 +217,8 @@ def test_a_conversion_that_changes_nothing_is_none() -> None:
 
 def test_a_conversion_in_forward_is_refused() -> None:
     with pytest.raises(
-        zbcompile.CaptureError, match=r"assigns to the `\.data` of a tensor \(.*test_python_effects\.py:\d+"
+        zbcompile.CaptureError,
+        match=r"assigns to the `\.data` of a tensor \(.*test_python_effects\.py:\d+",
     ):
         train(Net(lambda net: float(net.last.double().weight.ndim)))
 
@@ -213,7 +229,8 @@ def _marked(x: Tensor) -> Tensor:
 
 
 def test_a_function_that_fx_wraps_is_read_as_what_it_is() -> None:
-    """A trace of torch puts another one in its place, and its closure; timm's attention has such functions."""
+    """A trace of torch puts another one in its place, and its closure; timm's attention has such
+    functions."""
 
     class Marked(Net):
         def forward(self, x: Tensor) -> Tensor:
@@ -232,7 +249,9 @@ def test_a_number_that_is_read_for_logging_is_mentioned() -> None:
             return y
 
     net = Logging(lambda net: 0.0)
-    with pytest.warns(UserWarning, match=r"forward changes model\.last_mean\. A compiled step runs no Python"):
+    with pytest.warns(
+        UserWarning, match=r"forward changes model\.last_mean\. A compiled step runs no Python"
+    ):
         train(net)
     assert not hasattr(net, "last_mean")
 

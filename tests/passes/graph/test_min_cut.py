@@ -10,7 +10,9 @@ from zbcompile.passes.graph.min_cut import SINK, SOURCE, Network
 
 INNER = range(5)
 EDGES = st.tuples(
-    st.sampled_from([SOURCE, *INNER]), st.sampled_from([*INNER, SINK]), st.one_of(st.none(), st.integers(0, 9))
+    st.sampled_from([SOURCE, *INNER]),
+    st.sampled_from([*INNER, SINK]),
+    st.one_of(st.none(), st.integers(0, 9)),
 )
 
 
@@ -21,7 +23,9 @@ def test_the_smallest_of_the_cheapest_cuts(edges: list[tuple[object, object, int
     network = Network()
     for edge in edges:
         network.connect(*edge)
-    sides = [{SOURCE, *inner} for size in range(len(INNER) + 1) for inner in combinations(INNER, size)]
+    sides = [
+        {SOURCE, *inner} for size in range(len(INNER) + 1) for inner in combinations(INNER, size)
+    ]
     prices = [_price(edges, side) for side in sides]
     if min(prices) == float("inf"):
         with pytest.raises(ValueError, match="cannot be cut"):

@@ -18,7 +18,11 @@ aten = torch.ops.aten
     [
         (lambda buffer, left, right: left @ right, LEFT + RIGHT + BUFFER, False),
         (lambda buffer, left, right: buffer + 1, 2 * BUFFER, False),
-        (lambda buffer, left, right: aten.addmm_(buffer, left, right), LEFT + RIGHT + 2 * BUFFER, False),
+        (
+            lambda buffer, left, right: aten.addmm_(buffer, left, right),
+            LEFT + RIGHT + 2 * BUFFER,
+            False,
+        ),
         (lambda buffer, left, right: aten.add_(buffer, 1), 2 * BUFFER, False),
         (lambda buffer, left, right: buffer.t(), 0, True),
         (lambda buffer, left, right: buffer.split(4), 0, True),

@@ -62,7 +62,9 @@ def counted_by_run(module: GraphModule, mode: FakeTensorMode) -> dict[Node, int]
     values = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
     with mode, torch.no_grad(), flops._counter() as counter:
         run = Run(module, counter)
-        run.run(*(like(v) if isinstance(v, Tensor) else v for v in values), enable_io_processing=False)
+        run.run(
+            *(like(v) if isinstance(v, Tensor) else v for v in values), enable_io_processing=False
+        )
     return run.counts
 
 
@@ -70,7 +72,9 @@ def pieces_of(model: str) -> list[Piece]:
     case = Case(model, "zb-h1", 2, 2)
     batch = problem_of(model).batches(1, case.microbatches * ROWS)[0]
     pipe = pipeline_of(case)
-    pipe.compile(*batch.args, **batch.kwargs, **({} if batch.target is None else {"target": batch.target}))
+    pipe.compile(
+        *batch.args, **batch.kwargs, **({} if batch.target is None else {"target": batch.target})
+    )
     return [piece for stage in pipe.program.stages for piece in stage.pieces.values()]
 
 
@@ -106,7 +110,9 @@ PRODUCTS: list[tuple[Callable[..., Tensor], tuple[Tensor, ...], int]] = [
 
 
 @pytest.mark.parametrize(
-    ("function", "arguments", "expected"), PRODUCTS, ids=lambda given: getattr(given, "__name__", "")
+    ("function", "arguments", "expected"),
+    PRODUCTS,
+    ids=lambda given: getattr(given, "__name__", ""),
 )
 def test_products_that_torch_does_not_count(
     function: Callable[..., Tensor], arguments: tuple[Tensor, ...], expected: int

@@ -13,19 +13,36 @@ from zbcompile.passes.machine.hardware import FIGURES, Connection, Hardware, har
 GOOD = {"name": "mine", "peak": {"float32": 1e12}, "bandwidth": 1e11}
 WRONG: list[tuple[str, Any, str]] = [
     ("name", 3, "name=3; expected a string"),
-    *(("memory", value, "memory=.*; expected a number above 0") for value in (-5.0, "80GB", float("nan"), True)),
+    *(
+        ("memory", value, "memory=.*; expected a number above 0")
+        for value in (-5.0, "80GB", float("nan"), True)
+    ),
     *(("random", value, "random=.*; expected a number above 0") for value in (0.0, -1.0)),
     *(("units", value, "units=.*; expected a whole number above 0") for value in (0, -4, 1.5)),
-    *(("node_ranks", value, "node_ranks=.*; expected a whole number above 0") for value in (0, -1, 1.5)),
+    *(
+        ("node_ranks", value, "node_ranks=.*; expected a whole number above 0")
+        for value in (0, -1, 1.5)
+    ),
     *(("launch", value, "launch=.*; expected a number, 0 or more") for value in ("fast", -1.0)),
     ("product_efficiency", 1.5, "product_efficiency=1.5; expected a share"),
     ("overlaps", "no", "overlaps='no'; expected true or false"),
-    *(("tiles", value, "tiles=.*; expected pairs") for value in ("big", [[0, 128]], [128, 128], [[64, 64], [128, 64]])),
-    *(("peak", value, "peak=.*; expected a table from dtypes") for value in (3.0, {}, {"bf16": 1e12})),
+    *(
+        ("tiles", value, "tiles=.*; expected pairs")
+        for value in ("big", [[0, 128]], [128, 128], [[64, 64], [128, 64]])
+    ),
+    *(
+        ("peak", value, "peak=.*; expected a table from dtypes")
+        for value in (3.0, {}, {"bf16": 1e12})
+    ),
     ("peak", {"float32": "fast"}, "peak.float32='fast'; expected a number above 0"),
     *(
         ("within", value, "within=.*; expected latency .* and bandwidth")
-        for value in (3.0, {"latency": 0.0}, {"latency": 0.0, "bandwidth": 0.0}, {"latency": -1.0, "bandwidth": 1.0})
+        for value in (
+            3.0,
+            {"latency": 0.0},
+            {"latency": 0.0, "bandwidth": 0.0},
+            {"latency": -1.0, "bandwidth": 1.0},
+        )
     ),
     ("sources", {"peak": 3}, "sources.peak=3; expected a string"),
     ("colour", "red", "unknown colour"),
@@ -42,7 +59,10 @@ def test_a_file_is_named(tmp_path: Path) -> None:
     """Through the option too, and however the file is wrong."""
     file = tmp_path / "mine.toml"
     for text, says in (
-        ('name="m"\nbandwidth=-1.0\n[peak]\nfloat32=1e12', "bandwidth=-1.0; expected a number above 0"),
+        (
+            'name="m"\nbandwidth=-1.0\n[peak]\nfloat32=1e12',
+            "bandwidth=-1.0; expected a number above 0",
+        ),
         ('name="m"', "missing bandwidth, peak"),
         ("name=", ""),
     ):
@@ -60,11 +80,15 @@ def test_whatever_is_wrong_is_one_kind_of_error(given: Any) -> None:
 
 
 def test_every_field_is_checked_and_comes_back_from_plain_data(tmp_path: Path) -> None:
-    assert list(Hardware.__dataclass_fields__) == sorted(FIGURES, key=list(Hardware.__dataclass_fields__).index)
+    assert list(Hardware.__dataclass_fields__) == sorted(
+        FIGURES, key=list(Hardware.__dataclass_fields__).index
+    )
     linked = Hardware(**GOOD, within=Connection(1e-5, 1e9))
     assert Hardware.from_dict(linked.to_dict()) == linked
     file = tmp_path / "mine.toml"
-    file.write_text('name="mine"\nbandwidth=1e11\n[peak]\nfloat32=1e12\n[within]\nlatency=1e-5\nbandwidth=1e9\n')
+    file.write_text(
+        'name="mine"\nbandwidth=1e11\n[peak]\nfloat32=1e12\n[within]\nlatency=1e-5\nbandwidth=1e9\n'
+    )
     assert Hardware.read(file) == linked
     assert all(
         Hardware.find(name).to_dict() == Hardware.from_dict(Hardware.find(name).to_dict()).to_dict()

@@ -7,7 +7,13 @@ import pytest
 from hypothesis import given, strategies as st
 
 from tests.support.generated import examples
-from zbcompile.passes.partition.balance import CHUNK_SHARE, PIECE_SLACK, LoadRow, best_cuts, heaviest_piece
+from zbcompile.passes.partition.balance import (
+    CHUNK_SHARE,
+    PIECE_SLACK,
+    LoadRow,
+    best_cuts,
+    heaviest_piece,
+)
 from zbcompile.schedules.ir.placement import Placement
 
 LOADS = st.lists(st.one_of(st.integers(0, 9), st.integers(0, 60)), min_size=1, max_size=13)
@@ -27,8 +33,11 @@ def row_of(loads: Sequence[float], placement: Placement, edges: Sequence[int]) -
     return LoadRow(totals, ranks_of, heaviest_piece(totals, edges))
 
 
-def heaviest(loads: Sequence[float], cuts: Sequence[int], placement: Placement, edges: Sequence[int]) -> float:
-    """The objective, written down once more: the heaviest stage, or rank of a V with its rule for chunks."""
+def heaviest(
+    loads: Sequence[float], cuts: Sequence[int], placement: Placement, edges: Sequence[int]
+) -> float:
+    """The objective, written down once more: the heaviest stage, or rank of a V with its rule for
+    chunks."""
     stages = [sum(loads[a:b]) for a, b in pairwise([0, *cuts, len(loads)])]
     if placement.kind != "v":
         return max(stages)

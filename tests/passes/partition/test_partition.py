@@ -34,7 +34,9 @@ class HeavyHead(nn.Module):
 
     def __init__(self, blocks: int, outputs: int) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.ReLU()) for _ in range(blocks))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 16), nn.ReLU()) for _ in range(blocks)
+        )
         self.head = nn.Linear(16, outputs)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -54,12 +56,15 @@ def _gpt() -> zbcompile.Example:
 
 
 def _head() -> zbcompile.Example:
-    return zbcompile.Example(HeavyHead(12, 512), (torch.randn(64, 16),), loss=F.mse_loss, target=torch.randn(64, 512))
+    return zbcompile.Example(
+        HeavyHead(12, 512), (torch.randn(64, 16),), loss=F.mse_loss, target=torch.randn(64, 512)
+    )
 
 
 @dataclass(frozen=True)
 class Problem:
-    """An exported model and every choice of cuts for a schedule, with what each weighs and the widest boundary."""
+    """An exported model and every choice of cuts for a schedule, with what each weighs and the
+    widest boundary."""
 
     step: StepGraph
     schedule: Schedule
@@ -75,24 +80,36 @@ class Problem:
     def row(self) -> LoadRow:
         line = self.line
         totals = [0.0, *accumulate(node_loads(self.step, line))]
-        return LoadRow(totals, self.ranks_of, heaviest_piece(totals, [0, *line.cuts, len(line.nodes)]))
+        return LoadRow(
+            totals, self.ranks_of, heaviest_piece(totals, [0, *line.cuts, len(line.nodes)])
+        )
 
     def plan(self, **choices: Any) -> list[int]:
         return list(choose_cuts(self.step, self.line, Choices(**choices), self.ranks_of))
 
     def overweight(self) -> str:
-        return explain_overweight(self.line, node_loads(self.step, self.line), self.row(), self.plan())
+        return explain_overweight(
+            self.line, node_loads(self.step, self.line), self.row(), self.plan()
+        )
 
 
 @pytest.fixture(scope="module")
 def exported() -> dict[str, StepGraph]:
-    made = {"gpt": _gpt(), "head": _head(), "llama": zbcompile.Example(*llama()), "unet": zbcompile.Example(*unet())}
+    made = {
+        "gpt": _gpt(),
+        "head": _head(),
+        "llama": zbcompile.Example(*llama()),
+        "unet": zbcompile.Example(*unet()),
+    }
     return {
-        name: export_step(example.model, one_microbatch(example), example.loss).step for name, example in made.items()
+        name: export_step(example.model, one_microbatch(example), example.loss).step
+        for name, example in made.items()
     }
 
 
-def _problem(exported: Mapping[str, StepGraph], model: str, schedule: tuple[str, int, int | None]) -> Problem:
+def _problem(
+    exported: Mapping[str, StepGraph], model: str, schedule: tuple[str, int, int | None]
+) -> Problem:
     name, ranks, chunks = schedule
     return Problem(exported[model], build(name, ranks, 2 * ranks, chunks=chunks))
 
@@ -107,7 +124,9 @@ def test_balanced_within_the_tolerance_and_as_thin_as_that_allows(
     problem = _problem(exported, model, schedule)
     row, line = problem.row(), problem.line
     choices = combinations(line.cuts, problem.schedule.stages - 1)
-    weighed = [(row.heaviest(cuts), max(line.crossing_bytes[cut] for cut in cuts)) for cuts in choices]
+    weighed = [
+        (row.heaviest(cuts), max(line.crossing_bytes[cut] for cut in cuts)) for cuts in choices
+    ]
     best = min(heaviest for heaviest, _ in weighed)
     thinnest = min(widest for heaviest, widest in weighed if heaviest <= best * THINNER)
     found = problem.plan()
@@ -116,7 +135,9 @@ def test_balanced_within_the_tolerance_and_as_thin_as_that_allows(
 
 
 @pytest.mark.parametrize("model", ["gpt", "llama"])
-def test_what_every_stage_can_make_for_itself_is_not_on_the_line(model: str, exported: dict[str, StepGraph]) -> None:
+def test_what_every_stage_can_make_for_itself_is_not_on_the_line(
+    model: str, exported: dict[str, StepGraph]
+) -> None:
     """Position ids, masks and rotary tables are computed where they are read."""
     line = _problem(exported, model, ("zb-v", 2, None)).line
     assert not any(node.target is torch.ops.aten.arange.default for node in line.nodes)
@@ -138,8 +159,12 @@ def test_logits_cross_no_cut_that_can_be_avoided() -> None:
     tokens = torch.randint(256, (2, 33))
     model = GPT(layers=4, width=32, heads=4, length=32)
     model.head = nn.Linear(32, 20_000, bias=False)
-    example = zbcompile.Example(model, (tokens[:, :-1],), loss=next_byte_loss, target=tokens[:, 1:].clone())
-    problem = Problem(export_step(model, one_microbatch(example), next_byte_loss).step, build("zb-h1", 4, 8))
+    example = zbcompile.Example(
+        model, (tokens[:, :-1],), loss=next_byte_loss, target=tokens[:, 1:].clone()
+    )
+    problem = Problem(
+        export_step(model, one_microbatch(example), next_byte_loss).step, build("zb-h1", 4, 8)
+    )
     crossing = problem.line.crossing_bytes
     assert max(crossing[cut] for cut in problem.plan()) < 2 * 32 * 20_000
 
@@ -158,8 +183,14 @@ def test_cuts_by_name(exported: dict[str, StepGraph]) -> None:
     ("names", "says"),
     [
         (("blocks.1",), "names 1 cut; the schedule has 3 stages, which need 2"),
-        (("blocks.1", "blocks.7"), r"names 'blocks.7', which is neither a module.*near it are blocks"),
-        (("blocks.1", "blocks.1.attention_norm"), "the same cut twice: 'blocks.1' and 'blocks.1.attention_norm'"),
+        (
+            ("blocks.1", "blocks.7"),
+            r"names 'blocks.7', which is neither a module.*near it are blocks",
+        ),
+        (
+            ("blocks.1", "blocks.1.attention_norm"),
+            "the same cut twice: 'blocks.1' and 'blocks.1.attention_norm'",
+        ),
         (("blocks.1", "token"), "asks for a cut at 'token'.*The nearest place is after"),
     ],
 )
@@ -170,7 +201,9 @@ def test_wrong_names(names: tuple[str, ...], says: str, exported: dict[str, Step
 
 def test_a_heavy_head_is_said(exported: dict[str, StepGraph]) -> None:
     said = _problem(exported, "head", ("zb-h1", 4, None)).overweight()
-    assert re.match(r"rank 3 carries 2\.\d\d times the mean load, .* mse_loss in the loss alone is \d+%", said)
+    assert re.match(
+        r"rank 3 carries 2\.\d\d times the mean load, .* mse_loss in the loss alone is \d+%", said
+    )
     assert "a V schedule such as zb-v" in said
     assert "vocab=1, which shards an output layer" in said
     assert _problem(exported, "gpt", ("zb-h1", 2, None)).overweight() == ""
@@ -178,7 +211,9 @@ def test_a_heavy_head_is_said(exported: dict[str, StepGraph]) -> None:
 
 @pytest.mark.slow
 def test_a_heavy_head_is_said_once_when_compiling(capsys: pytest.CaptureFixture[str]) -> None:
-    pipe = zbcompile.pipeline(HeavyHead(2, 512), schedule="1f1b", ranks=2, microbatches=2, loss=F.mse_loss)
+    pipe = zbcompile.pipeline(
+        HeavyHead(2, 512), schedule="1f1b", ranks=2, microbatches=2, loss=F.mse_loss
+    )
     for rows in (8, 16):
         pipe.compile(torch.randn(rows, 16), target=torch.randn(rows, 512))
     assert capsys.readouterr().out.count("times the mean load") == 1
@@ -191,11 +226,19 @@ def test_gradients_do_not_depend_on_the_cuts(balance: Any) -> None:
     torch.manual_seed(0)
     model, eager = (nn.Sequential() for _ in range(2))
     for one in (model, eager):
-        one.add_module("layers", nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(8))))
+        one.add_module(
+            "layers", nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(8)))
+        )
     eager.load_state_dict(model.state_dict())
     x, y = torch.randn(8, 8), torch.randn(8, 8)
     pipe = zbcompile.pipeline(
-        model, schedule="zb-v", ranks=2, microbatches=4, loss=F.mse_loss, exact=True, balance=balance
+        model,
+        schedule="zb-v",
+        ranks=2,
+        microbatches=4,
+        loss=F.mse_loss,
+        exact=True,
+        balance=balance,
     )
     pipe.step(x, target=y)
     for part, target in zip(x.chunk(4), y.chunk(4), strict=True):

@@ -1,5 +1,7 @@
-"""Every kind of operation that a weight reaches, as the middle of three stages, has gradients of eager autograd: with
-B then W at once, W after all other microbatches, and both in one. W has the contractions that belong there."""
+"""Every kind of operation that a weight reaches, as the middle of three stages, has gradients of
+eager autograd: with B then W at once, W after all other microbatches, and both in one. W has the
+contractions that belong there.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,16 +21,22 @@ D = 6
 class Function(nn.Module):
     """A function of the input and parameters of the given shapes."""
 
-    def __init__(self, function: Callable[..., Tensor], *shapes: tuple[int, ...], **options: Any) -> None:
+    def __init__(
+        self, function: Callable[..., Tensor], *shapes: tuple[int, ...], **options: Any
+    ) -> None:
         super().__init__()
         self.function = function
-        self.p = nn.ParameterList(nn.Parameter(torch.randn(shape, **options) * 0.5) for shape in shapes)
+        self.p = nn.ParameterList(
+            nn.Parameter(torch.randn(shape, **options) * 0.5) for shape in shapes
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.function(x, *self.p)
 
 
-def f(function: Callable[..., Tensor], *shapes: tuple[int, ...], **options: Any) -> Callable[[], nn.Module]:
+def f(
+    function: Callable[..., Tensor], *shapes: tuple[int, ...], **options: Any
+) -> Callable[[], nn.Module]:
     return lambda: Function(function, *shapes, **options)
 
 
@@ -169,7 +177,9 @@ def _bagged(x: Tensor, w: Tensor) -> Tensor:
     return x + F.embedding_bag(torch.tensor([1, 0, 3, 1, 2, 2]), w, torch.tensor([0, 1, 3, 4]))
 
 
-def _conv(dims: int, transposed: bool = False, groups: int = 1, bias: bool = True) -> Callable[[], nn.Module]:
+def _conv(
+    dims: int, transposed: bool = False, groups: int = 1, bias: bool = True
+) -> Callable[[], nn.Module]:
     name = f"Conv{'Transpose' * transposed}{dims}d"
     return lambda: getattr(nn, name)(4, 8, 3, stride=2, padding=1, groups=groups, bias=bias)
 
@@ -177,11 +187,16 @@ def _conv(dims: int, transposed: bool = False, groups: int = 1, bias: bool = Tru
 ROWS, SEQUENCE, HEADS = (4, D), (2, 5, D), (2, 5, 8)
 IMAGE = {1: (2, 4, 9), 2: (2, 4, 7, 7), 3: (2, 4, 5, 5, 5)}
 
-# name: (module, shape of its input, whether W has contractions: those that only a sum or a view follows)
+# name: (module, shape of its input, whether W has contractions: those that only a sum or a view
+# follows)
 OPERATIONS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], bool]] = {
     "linear": (lambda: nn.Linear(D, D), ROWS, True),
     "linear-3d": (lambda: nn.Linear(D, D, bias=False), SEQUENCE, True),
-    "bilinear": (f(lambda x, w: F.bilinear(x, x, w), (D, D, D)), ROWS, False),  # torch counts no FLOPs of it
+    "bilinear": (
+        f(lambda x, w: F.bilinear(x, x, w), (D, D, D)),
+        ROWS,
+        False,
+    ),  # torch counts no FLOPs of it
     "matmul": (f(torch.matmul, (D, D)), SEQUENCE, True),
     "matmul-transposed": (f(lambda x, w: x @ w.t(), (D, D)), ROWS, True),
     "matmul-of-transposed": (f(lambda x, w: x.t() @ w, (4, D)), ROWS, True),
@@ -200,7 +215,11 @@ OPERATIONS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], bool]] = {
     "conv2d": (_conv(2), IMAGE[2], True),
     "conv2d-no-bias": (_conv(2, bias=False), IMAGE[2], True),
     "conv2d-grouped": (_conv(2, groups=4), IMAGE[2], True),
-    "conv2d-channels-last": (lambda: _conv(2)().to(memory_format=torch.channels_last), IMAGE[2], True),
+    "conv2d-channels-last": (
+        lambda: _conv(2)().to(memory_format=torch.channels_last),
+        IMAGE[2],
+        True,
+    ),
     "conv3d": (_conv(3), IMAGE[3], True),
     "conv1d-transposed": (_conv(1, transposed=True), IMAGE[1], True),
     "conv2d-transposed": (_conv(2, transposed=True), IMAGE[2], True),
@@ -226,14 +245,22 @@ OPERATIONS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], bool]] = {
     "twice": (f(lambda x, w: x @ w @ w, (D, D)), ROWS, True),
     "twice-nonlinear": (f(_twice, (D, D)), ROWS, True),
     "square-of-weight": (f(lambda x, w: x @ (w @ w), (D, D)), ROWS, True),
-    "weight-norm": (lambda: torch.nn.utils.parametrizations.weight_norm(nn.Linear(D, D)), ROWS, True),
+    "weight-norm": (
+        lambda: torch.nn.utils.parametrizations.weight_norm(nn.Linear(D, D)),
+        ROWS,
+        True,
+    ),
     "spectral-norm": (Spectral, ROWS, True),
     "adapter": (Adapter, ROWS, True),
     "frozen": (lambda: nn.Linear(D, D).requires_grad_(False), ROWS, False),
     "bias-alone": (f(lambda x, b: torch.tanh(x * 2) + b, (D,)), SEQUENCE, False),
     "orthogonal": (lambda: torch.nn.utils.parametrizations.orthogonal(nn.Linear(D, D)), ROWS, True),
     "complex": (Complex, ROWS, True),
-    "complex-double": (f(lambda x, w: x.to(w.dtype) @ w, (D, D), dtype=torch.complex128), ROWS, True),
+    "complex-double": (
+        f(lambda x, w: x.to(w.dtype) @ w, (D, D), dtype=torch.complex128),
+        ROWS,
+        True,
+    ),
     "double": (f(lambda x, w: x.double() @ w, (D, D), dtype=torch.float64), ROWS, True),
     "custom-operator": (f(lambda x, w: scaled(x, w), (D,)), ROWS, False),
     "prelu": (lambda: nn.PReLU(), ROWS, False),

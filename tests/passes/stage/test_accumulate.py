@@ -15,7 +15,8 @@ MICROBATCHES, ROWS, LENGTH, WIDTH, WORDS = 4, 2, 6, 16, 64
 
 
 class ManyLayouts(nn.Module):
-    """Weights that reach their products through einsum, bmm and views, used twice, tied, and an embedding."""
+    """Weights that reach their products through einsum, bmm and views, used twice, tied, and an
+    embedding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,14 +49,18 @@ def make(dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Tensor, Tensor]
 
 
 def pipeline(model: nn.Module, **options: Any) -> zbcompile.Pipeline:
-    return zbcompile.pipeline(model, schedule="1f1b", ranks=1, microbatches=MICROBATCHES, loss=loss, **options)
+    return zbcompile.pipeline(
+        model, schedule="1f1b", ranks=1, microbatches=MICROBATCHES, loss=loss, **options
+    )
 
 
 def microbatch_gradients(model: nn.Module, x: Tensor, y: Tensor) -> list[dict[str, Tensor]]:
     """Eager's gradient of every parameter for every microbatch alone."""
     found = []
     for part, target in zip(x.chunk(MICROBATCHES), y.chunk(MICROBATCHES), strict=True):
-        gradients = torch.autograd.grad(loss(model(part), target) / MICROBATCHES, list(model.parameters()))
+        gradients = torch.autograd.grad(
+            loss(model(part), target) / MICROBATCHES, list(model.parameters())
+        )
         found.append(dict(zip(dict(model.named_parameters()), gradients, strict=True)))
     return found
 
@@ -68,12 +73,16 @@ def test_gemms_and_embeddings_add_into_their_buffers() -> None:
     pipe.step(x, target=y)
     for gradients in microbatch_gradients(eager, x, y):
         for name, parameter in eager.named_parameters():
-            parameter.grad = gradients[name] if parameter.grad is None else parameter.grad + gradients[name]
+            parameter.grad = (
+                gradients[name] if parameter.grad is None else parameter.grad + gradients[name]
+            )
     for ours, theirs in zip(model.parameters(), eager.parameters(), strict=True):
         assert ours.grad is not None
         assert theirs.grad is not None
         assert (ours.grad - theirs.grad).abs().max() <= 1e-6 * theirs.grad.abs().max()
-    targets = Counter(str(node.target) for node in pipe.program.stages[0].pieces["W"].module.graph.nodes)
+    targets = Counter(
+        str(node.target) for node in pipe.program.stages[0].pieces["W"].module.graph.nodes
+    )
     assert targets["aten.addmm_.default"] == 4  # linear, square twice, head
     assert targets["aten.baddbmm_.default"] == 3  # query, out, experts
     assert targets["aten.index_add_.default"] == 1
@@ -83,12 +92,17 @@ def test_gemms_and_embeddings_add_into_their_buffers() -> None:
 
 @pytest.mark.parametrize("exact", [False, True])
 def test_half_precision_is_summed_in_float32(exact: bool) -> None:
-    """Per microbatch eager's bfloat16 gradients, their sum in float32, rounded into `.grad` once per step."""
+    """Per microbatch eager's bfloat16 gradients, their sum in float32, rounded into `.grad` once
+    per step."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)).bfloat16()
+    model = nn.Sequential(
+        nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+    ).bfloat16()
     eager, x = copy.deepcopy(model), torch.randn(16 * ROWS, WIDTH).bfloat16()
     options = {"exact": True, "accumulate_dtype": torch.float32} if exact else {}
-    pipe = zbcompile.pipeline(model, schedule="zb-h1", ranks=2, microbatches=16, loss=F.mse_loss, **options)
+    pipe = zbcompile.pipeline(
+        model, schedule="zb-h1", ranks=2, microbatches=16, loss=F.mse_loss, **options
+    )
     expected: dict[str, Tensor] = {}
     for step in range(2):
         pipe.step(x, target=-x)
@@ -132,5 +146,7 @@ def test_an_odd_gradient_that_was_there_before() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.int32, "int32", "float33"])
 def test_a_wrong_dtype_is_refused(dtype: Any) -> None:
-    with pytest.raises(zbcompile.PipelineError, match=r"accumulate_dtype=.*expected a floating-point dtype"):
+    with pytest.raises(
+        zbcompile.PipelineError, match=r"accumulate_dtype=.*expected a floating-point dtype"
+    ):
         pipeline(nn.Linear(2, 2), accumulate_dtype=dtype)

@@ -36,7 +36,9 @@ def test_equal_stages_have_equal_texts() -> None:
     """Eight stages of one layer: those in the middle differ from each other in names alone."""
     model = Layers(8)
     cuts = Choices(balance=tuple(f"layers.{i}" for i in range(1, 8)))
-    program = compile_example(Example(model, (torch.zeros(2, WIDTH),)), build("zb-v", 4, 8), cuts).program
+    program = compile_example(
+        Example(model, (torch.zeros(2, WIDTH),)), build("zb-v", 4, 8), cuts
+    ).program
     for name in ("F", "B", "W", "BW"):
         texts = [bare(stage.pieces[name].module).text for stage in program.stages]
         assert len(set(texts[1:-1])) == 1
@@ -77,6 +79,7 @@ def test_branches_count_by_what_they_do() -> None:
     inputs = torch.tensor(True), torch.zeros(2)
     texts = []
     for factor in (2.0, 2.0, 3.0):
-        torch.compiler.reset()  # or torch 2.15 makes the second number an input, which its own cond refuses
+        # or torch 2.15 makes the second number an input, which its own cond refuses
+        torch.compiler.reset()
         texts.append(bare(traced(choose(factor), *inputs)).text)
     assert texts[0] == texts[1] != texts[2]

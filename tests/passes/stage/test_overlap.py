@@ -1,4 +1,5 @@
-"""Merged graphs: both halves' values, each half in its own order, collectives of one behind the other's computation."""
+"""Merged graphs: both halves' values, each half in its own order, collectives of one behind the
+other's computation."""
 
 import pytest
 import torch
@@ -16,7 +17,8 @@ aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 
 
 def chain(name: str, exchanges: int, work: int, operation: OpOverload = aten.sin.default) -> Piece:
-    """`work` operations, then a collective and its wait, again and again; as many operations at the end."""
+    """`work` operations, then a collective and its wait, again and again; as many operations at the
+    end."""
     return chain_of(name, [work] * (exchanges + 1), operation)
 
 
@@ -32,7 +34,9 @@ def chain_of(name: str, works: list[int], operation: OpOverload = aten.sin.defau
             value = graph.call_function(c10d.wait_tensor.default, (sent,))
     graph.output([value])
     for node in graph.nodes:
-        node.meta["val"] = node.args[0].meta["val"] if is_in_place(node.target) else torch.empty(4, device="meta")
+        node.meta["val"] = (
+            node.args[0].meta["val"] if is_in_place(node.target) else torch.empty(4, device="meta")
+        )
     first.meta["slot"] = Slot("input", name)
     return Piece(name, GraphModule({}, graph), (Slot("input", name),), (Slot("output", name),))
 
@@ -75,7 +79,8 @@ def test_work_is_kept_for_the_waits_to_come(operation: OpOverload) -> None:
 
 
 def test_the_half_that_can_start_a_collective_sooner_begins() -> None:
-    """Its exchange is then under way while the other half computes; otherwise both would wait at once."""
+    """Its exchange is then under way while the other half computes; otherwise both would wait at
+    once."""
     first, second = operations(chain("F", 1, 9)), operations(chain("BW", 1, 1))
     order = interleave(first, second)
     assert order[0] is second[0]
@@ -84,14 +89,18 @@ def test_the_half_that_can_start_a_collective_sooner_begins() -> None:
 
 
 def test_exchanges_on_both_sides_of_the_experts_hide_behind_the_other_half() -> None:
-    """Tokens go to the experts of a layer at its begin and come back at its end, and so do gradients. If both halves
-    begin with an exchange, one of these two has nothing to hide behind, and no other one."""
+    """Tokens go to the experts of a layer at its begin and come back at its end, and so do
+    gradients. If both halves begin with an exchange, one of these two has nothing to hide behind,
+    and no other one."""
     layers = [0, 1, 0, 1, 0]
     forward, backward = operations(chain_of("F", layers)), operations(chain_of("BW", layers))
     products = [weight_product(node) for node in backward if node.target is aten.sin.default]
     order = interleave(forward, backward, products)
     begun = {wait: order.index(wait.all_input_nodes[0]) for wait in order if is_wait(wait)}
-    behind = [sum(not is_collective(node) for node in order[at : order.index(w)]) for w, at in begun.items()]
+    behind = [
+        sum(not is_collective(node) for node in order[at : order.index(w)])
+        for w, at in begun.items()
+    ]
     assert behind[0] == 0
     assert min(behind[1:]) == 1
 
@@ -117,7 +126,8 @@ def test_waits_move_behind_what_does_not_need_them() -> None:
 
 
 def test_a_merged_graph_hands_over_in_its_middle() -> None:
-    """The forward's results leave before the backward's inputs are asked for, and both are what they are alone."""
+    """The forward's results leave before the backward's inputs are asked for, and both are what
+    they are alone."""
     forward, backward = chain("F", 0, 2), chain("BW", 0, 3)
     merged = merge(forward, backward)
     x, y, seen = torch.rand(4), torch.rand(4), []

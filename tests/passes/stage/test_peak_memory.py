@@ -1,4 +1,5 @@
-"""The memory of a pass while it runs, predicted from its graph, against the storages that a real run keeps alive."""
+"""The memory of a pass while it runs, predicted from its graph, against the storages that a real
+run keeps alive."""
 
 from pathlib import Path
 
@@ -21,7 +22,8 @@ TARGETS = Path(__file__).parents[3] / "examples" / "targets.py"
 
 
 def whole(value: torch.Tensor) -> torch.Tensor:
-    """Returns random numbers in a storage as large as that of a fake value: a stage on this rank passes views on."""
+    """Returns random numbers in a storage as large as that of a fake value: a stage on this rank
+    passes views on."""
     found = synthetic(value)
     found.untyped_storage().resize_(int(value.untyped_storage().nbytes()))
     return found
@@ -30,7 +32,9 @@ def whole(value: torch.Tensor) -> torch.Tensor:
 def measured(stage: StageProgram, name: str, frame: dict[Slot, torch.Tensor]) -> int:
     """Run a pass as a step does, on the values in `frame`: the most bytes that it keeps alive."""
     piece = stage.pieces[name]
-    for slot, node in zip(piece.inputs, piece.module.graph.find_nodes(op="placeholder"), strict=True):
+    for slot, node in zip(
+        piece.inputs, piece.module.graph.find_nodes(op="placeholder"), strict=True
+    ):
         if slot not in frame:
             frame[slot] = whole(node.meta["val"])
     later = {slot for each in LATER[name] for slot in stage.pieces[each].inputs}
@@ -45,9 +49,12 @@ def measured(stage: StageProgram, name: str, frame: dict[Slot, torch.Tensor]) ->
 
 
 @pytest.mark.mostly_slow(every=2)
-@pytest.mark.parametrize(("target", "recompute"), [("unet", "hints"), ("gpt", "full"), ("gpt", "off")])
+@pytest.mark.parametrize(
+    ("target", "recompute"), [("unet", "hints"), ("gpt", "full"), ("gpt", "off")]
+)
 def test_what_is_predicted_is_alive(target: str, recompute: Recompute) -> None:
-    """F, B and W of every stage, but for what an operation allocates for itself: batch norm copies its statistics."""
+    """F, B and W of every stage, but for what an operation allocates for itself: batch norm copies
+    its statistics."""
     example = load_example(f"{TARGETS}:{target}")
     program = compile_example(example, build("zb-v", 1, 2), Choices(recompute=recompute)).program
     for stage in program.stages:

@@ -8,7 +8,16 @@ import pytest
 from zbcompile.schedules import Schedule, ScheduleError, build, check
 from zbcompile.schedules.ir.actions import BW, Action, B, F, W, flatten
 
-NAMES = ("1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v", "v-min", "1f1b-overlap", "dualpipe-v")
+NAMES = (
+    "1f1b",
+    "interleaved-1f1b",
+    "zb-h1",
+    "zb-h2",
+    "zb-v",
+    "v-min",
+    "1f1b-overlap",
+    "dualpipe-v",
+)
 Done = set[tuple[str, int, int]]
 
 
@@ -44,13 +53,19 @@ def run(schedule: Schedule) -> bool:
 
 
 def is_right(schedule: Schedule) -> bool:
-    """Returns whether every pass is there once, on its rank, in an order of microbatches, and all ranks finish."""
+    """Returns whether every pass is there once, on its rank, in an order of microbatches, and all
+    ranks finish."""
     for rank, order in enumerate(schedule.orders):
         passes = [
-            each for a in flatten(order) for each in ((B, W) if a.op == BW else (a.op,)) for each in [(each, *a[1:])]
+            each
+            for a in flatten(order)
+            for each in ((B, W) if a.op == BW else (a.op,))
+            for each in [(each, *a[1:])]
         ]
         stages = schedule.placement.stages_of(rank)
-        expected = [(op, s, m) for op in (F, B, W) for s in stages for m in range(schedule.microbatches)]
+        expected = [
+            (op, s, m) for op in (F, B, W) for s in stages for m in range(schedule.microbatches)
+        ]
         if sorted(passes) != sorted(expected):
             return False
         for stage in stages:

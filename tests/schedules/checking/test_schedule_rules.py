@@ -1,4 +1,5 @@
-"""`check` accepts what is right; every kind of damage to a schedule or to a program is caught, wherever it is done."""
+"""`check` accepts what is right; every kind of damage to a schedule or to a program is caught,
+wherever it is done."""
 
 import random
 from collections.abc import Callable
@@ -7,16 +8,40 @@ from typing import Any
 
 import pytest
 
-from zbcompile.schedules import Action, Costs, Schedule, ScheduleError, build, check, lower, simulate
+from zbcompile.schedules import (
+    Action,
+    Costs,
+    Schedule,
+    ScheduleError,
+    build,
+    check,
+    lower,
+    simulate,
+)
 from zbcompile.schedules.ir.actions import COMMUNICATION, Pair, flatten
 
-NAMES = ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "interleaved-zb", "zb-v", "1f1b-overlap", "dualpipe")
+NAMES = (
+    "gpipe",
+    "1f1b",
+    "interleaved-1f1b",
+    "zb-h1",
+    "zb-h2",
+    "interleaved-zb",
+    "zb-v",
+    "1f1b-overlap",
+    "dualpipe",
+)
 Orders = list[list[Any]]  # of steps; damage makes what no type admits
 
 
 def actions(orders: Orders) -> list[tuple[int, int]]:
     """Where the actions that are no pairs stand."""
-    return [(r, i) for r, order in enumerate(orders) for i, step in enumerate(order) if not isinstance(step, Pair)]
+    return [
+        (r, i)
+        for r, order in enumerate(orders)
+        for i, step in enumerate(order)
+        if not isinstance(step, Pair)
+    ]
 
 
 def pick(orders: Orders, generator: random.Random, ops: tuple[str, ...]) -> tuple[int, int]:
@@ -45,7 +70,9 @@ def other_rank(orders: Orders, schedule: Schedule, generator: random.Random) -> 
 def other_stage(orders: Orders, schedule: Schedule, generator: random.Random) -> None:
     r, i = pick(orders, generator, COMPUTE_OPS)
     op, stage, microbatch = orders[r][i]
-    orders[r][i] = Action(op, (stage + generator.randint(1, schedule.stages - 1)) % schedule.stages, microbatch)
+    orders[r][i] = Action(
+        op, (stage + generator.randint(1, schedule.stages - 1)) % schedule.stages, microbatch
+    )
 
 
 def no_such_stage(orders: Orders, schedule: Schedule, generator: random.Random) -> None:
@@ -57,7 +84,9 @@ def other_microbatch(orders: Orders, schedule: Schedule, generator: random.Rando
     r, i = pick(orders, generator, COMPUTE_OPS)
     op, stage, microbatch = orders[r][i]
     orders[r][i] = Action(
-        op, stage, (microbatch + generator.randint(1, schedule.microbatches - 1)) % schedule.microbatches
+        op,
+        stage,
+        (microbatch + generator.randint(1, schedule.microbatches - 1)) % schedule.microbatches,
     )
 
 
@@ -80,7 +109,9 @@ def message_among_computation(orders: Orders, schedule: Schedule, generator: ran
 def backward_before_forward(orders: Orders, schedule: Schedule, generator: random.Random) -> None:
     r, i = pick(orders, generator, ("F",))
     _, stage, microbatch = orders[r][i]
-    later = [j for j, s in enumerate(orders[r]) if s[0] in ("B", "BW") and s[1:] == (stage, microbatch)]
+    later = [
+        j for j, s in enumerate(orders[r]) if s[0] in ("B", "BW") and s[1:] == (stage, microbatch)
+    ]
     if not later:  # the backward is in a pair: move the forward behind everything
         orders[r].append(orders[r].pop(i))
         return
@@ -95,7 +126,11 @@ def swapped_ranks(orders: Orders, schedule: Schedule, generator: random.Random) 
 def swapped_weight_gradients(orders: Orders, schedule: Schedule, generator: random.Random) -> None:
     """Two W (or BW) of one stage change their places."""
     r, i = pick(orders, generator, ("W", "BW"))
-    same = [j for j, s in enumerate(orders[r]) if s[0] in ("W", "BW") and s[1] == orders[r][i][1] and j != i]
+    same = [
+        j
+        for j, s in enumerate(orders[r])
+        if s[0] in ("W", "BW") and s[1] == orders[r][i][1] and j != i
+    ]
     if not same:  # the others are in pairs: before their backward is too early as well
         orders[r].insert(0, orders[r].pop(i))
         return
@@ -197,9 +232,13 @@ def message_to_other_stage(orders: Orders, schedule: Schedule, generator: random
     orders[r][i] = orders[r][i]._replace(stage=stage)
 
 
-def message_of_other_microbatch(orders: Orders, schedule: Schedule, generator: random.Random) -> None:
+def message_of_other_microbatch(
+    orders: Orders, schedule: Schedule, generator: random.Random
+) -> None:
     r, i = pick(orders, generator, tuple(COMMUNICATION))
-    microbatch = (orders[r][i].microbatch + generator.randint(1, schedule.microbatches)) % (schedule.microbatches + 1)
+    microbatch = (orders[r][i].microbatch + generator.randint(1, schedule.microbatches)) % (
+        schedule.microbatches + 1
+    )
     orders[r][i] = orders[r][i]._replace(microbatch=microbatch)
 
 
@@ -230,7 +269,9 @@ def receive_after_its_use(orders: Orders, schedule: Schedule, generator: random.
 def drop_computation(orders: Orders, schedule: Schedule, generator: random.Random) -> None:
     r = generator.randrange(len(orders))
     del orders[r][
-        generator.choice([i for i, s in enumerate(orders[r]) if isinstance(s, Pair) or s[0] not in COMMUNICATION])
+        generator.choice(
+            [i for i, s in enumerate(orders[r]) if isinstance(s, Pair) or s[0] not in COMMUNICATION]
+        )
     ]
 
 
@@ -265,14 +306,18 @@ def test_a_damaged_program_is_caught(name: str, damage: Damage) -> None:
 
 def test_a_pair_is_a_forward_and_a_backward() -> None:
     schedule = build("1f1b-overlap", ranks=1, microbatches=3)
-    turned = tuple(Pair(step.second, step.first) if isinstance(step, Pair) else step for step in schedule.orders[0])
+    turned = tuple(
+        Pair(step.second, step.first) if isinstance(step, Pair) else step
+        for step in schedule.orders[0]
+    )
     assert turned != schedule.orders[0]
     with pytest.raises(ScheduleError, match="a pair is a forward F and a backward B or BW"):
         check(replace(schedule, orders=(turned,)))
 
 
 def test_receives_right_before_their_use_deadlock_under_rendezvous() -> None:
-    """The naive placement: in 1F1B two neighbours send to each other at the same time, and neither has posted."""
+    """The naive placement: in 1F1B two neighbours send to each other at the same time, and neither
+    has posted."""
     lowered = lower(build("1f1b", ranks=2, microbatches=4))
     programs = []
     for rank, program in enumerate(lowered.orders):
@@ -284,7 +329,10 @@ def test_receives_right_before_their_use_deadlock_under_rendezvous() -> None:
                 late.append(Action("RECV_F" if rank else "RECV_B", rank, step.microbatch))
             late.append(step)
         programs.append(tuple(late))
-    with pytest.raises(ScheduleError, match=r"(?s)deadlock: these ranks wait for each other.*rank 0 stops at SEND_F0"):
+    with pytest.raises(
+        ScheduleError,
+        match=r"(?s)deadlock: these ranks wait for each other.*rank 0 stops at SEND_F0",
+    ):
         check(replace(lowered, orders=tuple(programs)))
 
 
@@ -314,11 +362,14 @@ def test_what_is_no_schedule_is_refused_by_all(judge: Callable[..., object]) -> 
 
 def test_an_error_shows_the_grid_around_the_culprit() -> None:
     schedule = build("1f1b", ranks=2, microbatches=2)
-    orders = (schedule.orders[0], (*schedule.orders[1][:2], Action("F", 0, 1), schedule.orders[1][3]))
+    orders = (
+        schedule.orders[0],
+        (*schedule.orders[1][:2], Action("F", 0, 1), schedule.orders[1][3]),
+    )
     with pytest.raises(ScheduleError) as caught:
         check(replace(schedule, orders=orders))
-    assert str(caught.value) == (
-        "1f1b: rank 1, step 2: F0.1 is on rank 1; its place is rank 0\n"
+    assert (
+        str(caught.value) == "1f1b: rank 1, step 2: F0.1 is on rank 1; its place is rank 0\n"
         "        0     1      2       3\n"
         "rank 0  F0.0  F0.1   BW0.0   BW0.1\n"
         "rank 1  F1.0  BW1.0  [F0.1]  BW1.1"
@@ -337,6 +388,8 @@ def test_the_memory_limit_is_that_of_the_costs() -> None:
 def test_a_declared_order_of_weight_gradients_is_accepted() -> None:
     lazy = build("zb-h1-lazy", ranks=4, microbatches=8)
     check(lazy)
-    with pytest.raises(ScheduleError, match="weight gradients of stage 1 run microbatch 4 before 0"):
+    with pytest.raises(
+        ScheduleError, match="weight gradients of stage 1 run microbatch 4 before 0"
+    ):
         check(lazy, weight_order="microbatch")
     check(replace(build("zb-h1", 4, 8), name="mine"), weight_order="microbatch")

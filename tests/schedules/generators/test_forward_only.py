@@ -21,7 +21,9 @@ def test_every_forward_once(placement: Placement, microbatches: int) -> None:
     check(schedule)
     check(lower(schedule))
     ran = [action for order in schedule.orders for action in order]
-    assert sorted(ran) == [Action("F", s, i) for s in range(placement.stages) for i in range(microbatches)]
+    assert sorted(ran) == [
+        Action("F", s, i) for s in range(placement.stages) for i in range(microbatches)
+    ]
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS, ids=lambda placement: placement.kind)

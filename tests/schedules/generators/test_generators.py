@@ -1,4 +1,5 @@
-"""Every schedule at every small size: right, within its promised memory, and what its source says of it."""
+"""Every schedule at every small size: right, within its promised memory, and what its source says
+of it."""
 
 import inspect
 import random
@@ -13,7 +14,8 @@ from zbcompile.schedules.generators.registry import FAMILIES, Family
 from zbcompile.schedules.ir.actions import BW, B, W, flatten
 from zbcompile.schedules.ir.schedule import parse_order
 
-# What `build` promises to hold at most, in activations of one stage, when every microbatch takes the same everywhere.
+# What `build` promises to hold at most, in activations of one stage, when every microbatch takes
+# the same everywhere.
 PROMISED_PEAK: dict[str, Callable[[int, int], int]] = {
     "gpipe": lambda p, m: m,
     "1f1b": lambda p, m: min(m, p),
@@ -46,8 +48,10 @@ def _group(ranks: int, microbatches: int) -> int:
 @pytest.mark.mostly_slow(every=8)
 @pytest.mark.parametrize("name", names())
 def test_every_size_is_right_and_keeps_its_promise(name: str, random_costs) -> None:
-    """Ranks 1..8, microbatches up to 24, not all of the larger numbers: memory stays within the promise, and `check`
-    passes, for a third under random costs too. A search takes long, and gets a quarter of the sizes."""
+    """Ranks 1..8, microbatches up to 24, not all of the larger numbers: memory stays within the
+    promise, and `check` passes, for a third under random costs too. A search takes long, and gets a
+    quarter of the sizes.
+    """
     generator = random.Random(name)
     built = 0
     for ranks in range(1, 9):
@@ -92,13 +96,18 @@ def test_docstring_picture_is_the_schedule(family: Family) -> None:
     counts = re.search(r"On\s+(\d+)\s+ranks,(?:\s+(\d+)\s+chunks,)?\s+(\d+)\s+microbatches", doc)
     assert counts, "a picture is announced by 'On R ranks, M microbatches'"
     ranks, microbatches = int(counts[1]), int(counts[3])
-    bands = [band.splitlines() for band in doc.split("::\n\n", 1)[1].split("\n\n") if band.startswith("    ")]
+    bands = [
+        band.splitlines()
+        for band in doc.split("::\n\n", 1)[1].split("\n\n")
+        if band.startswith("    ")
+    ]
     orders = tuple(sum((parse_order(band[rank]) for band in bands), ()) for rank in range(ranks))
     assert orders == build(family.name, ranks, microbatches).orders
 
 
 def test_zb_h1_lazy_declares_its_own_weight_order() -> None:
-    """As the sail-sg and DeepSpeed runtimes do: on the last of 4 ranks microbatches 4,5,6,7,1,2,3,8 (1-based) of 8."""
+    """As the sail-sg and DeepSpeed runtimes do: on the last of 4 ranks microbatches 4,5,6,7,1,2,3,8
+    (1-based) of 8."""
     assert build("zb-h1-lazy", ranks=4, microbatches=8).weight_order(3) == (3, 4, 5, 6, 0, 1, 2, 7)
     with pytest.raises(ScheduleError):
         check(build("zb-h1-lazy", ranks=4, microbatches=8), weight_order="microbatch")
@@ -109,15 +118,21 @@ def test_zb_h1_lazy_exact_accumulates_as_1f1b() -> None:
         for microbatches in range(1, 25):
             exact = build("zb-h1-lazy", ranks, microbatches, exact=True)
             check(exact, weight_order="microbatch")
-            assert all(exact.weight_order(stage) == tuple(range(microbatches)) for stage in range(ranks))
+            assert all(
+                exact.weight_order(stage) == tuple(range(microbatches)) for stage in range(ranks)
+            )
 
 
 def test_zb_h1_lazy_exact_is_as_short() -> None:
     """Without communication; both are as short as ZB-H1."""
     for ranks in (1, 2, 4, 8):
         for microbatches in (1, ranks, 3 * ranks):
-            lazy, exact = (build("zb-h1-lazy", ranks, microbatches, exact=exact) for exact in (False, True))
-            timelines = [simulate(each) for each in (build("zb-h1", ranks, microbatches), lazy, exact)]
+            lazy, exact = (
+                build("zb-h1-lazy", ranks, microbatches, exact=exact) for exact in (False, True)
+            )
+            timelines = [
+                simulate(each) for each in (build("zb-h1", ranks, microbatches), lazy, exact)
+            ]
             assert len({timeline.makespan for timeline in timelines}) == 1
 
 
@@ -136,7 +151,11 @@ def test_weight_gradients_accumulate_in_microbatch_order(name: str) -> None:
             for stage in range(schedule.stages if schedule else 0):
                 assert schedule is not None
                 order = schedule.weight_order(stage)
-                halves = (order[: microbatches // 2], order[microbatches // 2 :]) if name == "dualpipe" else (order,)
+                halves = (
+                    (order[: microbatches // 2], order[microbatches // 2 :])
+                    if name == "dualpipe"
+                    else (order,)
+                )
                 assert all(half == tuple(sorted(half)) for half in halves)
 
 
@@ -148,11 +167,14 @@ def test_interleaved_zb_with_one_chunk_is_zb_h1() -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 6, 8])
 def test_few_microbatches_of_zb_v_beat_deletion(ranks: int) -> None:
-    """m < 2p-1: never longer than the published rule in cost or makespan, at m = p 7% shorter or more."""
+    """m < 2p-1: never longer than the published rule in cost or makespan, at m = p 7% shorter or
+    more."""
     for microbatches in range(1, 2 * ranks - 1):
         ours = build("zb-v", ranks, microbatches)
         handcrafted = build("zb-v", ranks, 2 * ranks - 1).orders
-        deleted = tuple(tuple(a for a in flatten(order) if a.microbatch < microbatches) for order in handcrafted)
+        deleted = tuple(
+            tuple(a for a in flatten(order) if a.microbatch < microbatches) for order in handcrafted
+        )
         theirs = Schedule("deleted", ours.placement, microbatches, deleted)
         costs = Costs.uniform(ours.stages)
         ours_timeline, theirs_timeline = simulate(ours, costs), simulate(theirs, costs)
@@ -162,7 +184,9 @@ def test_few_microbatches_of_zb_v_beat_deletion(ranks: int) -> None:
             assert ours_timeline.cost <= 0.93 * theirs_timeline.cost
 
 
-AUTHORS = {  # what the schedulers of sail-sg's runtime take on 4 x 8, 8 x 8 and 8 x 24, with their own profiled passes
+# what the schedulers of sail-sg's runtime take on 4 x 8, 8 x 8 and 8 x 24, with their own profiled
+# passes
+AUTHORS = {
     ("zb-v", (18.522, 18.086, 9.337, 0.601, 0.37)): (404.358, 454.062, 1188.542),
     ("zb-v", (29.718, 29.444, 19.927, 0.527, 0.43)): (685.194, 793.402, 2020.594),
     ("zb-v", (11.347, 11.248, 8.132, 0.377, 0.44)): (268.491, 311.401, 790.357),
@@ -175,8 +199,12 @@ AUTHORS = {  # what the schedulers of sail-sg's runtime take on 4 x 8, 8 x 8 and
 }
 
 
-@pytest.mark.parametrize(("case", "authors"), AUTHORS.items(), ids=[f"{name}-{p[0]}" for name, p in AUTHORS])
-def test_given_costs_no_v_is_much_longer_than_the_authors(case: tuple, authors: tuple[float, ...]) -> None:
+@pytest.mark.parametrize(
+    ("case", "authors"), AUTHORS.items(), ids=[f"{name}-{p[0]}" for name, p in AUTHORS]
+)
+def test_given_costs_no_v_is_much_longer_than_the_authors(
+    case: tuple, authors: tuple[float, ...]
+) -> None:
     """By half a percent at most. Nor does it hold more than at equal times, which is the limit."""
     name, (*passes, hop, residue) = case
     for (ranks, microbatches), takes in zip(((4, 8), (8, 8), (8, 24)), authors, strict=True):
@@ -188,7 +216,9 @@ def test_given_costs_no_v_is_much_longer_than_the_authors(case: tuple, authors: 
         assert timeline.makespan <= 1.005 * takes
 
 
-@pytest.mark.parametrize("name", ["dualpipe", "dualpipe-v", "1f1b-overlap", "interleaved-1f1b-overlap"])
+@pytest.mark.parametrize(
+    "name", ["dualpipe", "dualpipe-v", "1f1b-overlap", "interleaved-1f1b-overlap"]
+)
 def test_paired_schedules_have_pairs(name: str) -> None:
     schedule = build(name, ranks=4, microbatches=16)
     pairs = [step for order in schedule.orders for step in order if isinstance(step, Pair)]
@@ -197,17 +227,21 @@ def test_paired_schedules_have_pairs(name: str) -> None:
 
 
 def test_overlap_pays_only_with_an_overlap() -> None:
-    """Hiding part of a pair's shorter half shortens DualPipe-V, which without that is no better than ZB-H1."""
+    """Hiding part of a pair's shorter half shortens DualPipe-V, which without that is no better
+    than ZB-H1."""
     schedule = build("dualpipe-v", ranks=4, microbatches=16)
     plain = simulate(schedule, Costs.uniform(8))
     hidden = simulate(schedule, replace(Costs.uniform(8), forward_exchange=(0.5,) * 8))
     assert hidden.makespan < plain.makespan
-    h1 = simulate(build("zb-h1", ranks=4, microbatches=16), Costs.uniform(4, forward=2, backward=2, weight=2))
+    h1 = simulate(
+        build("zb-h1", ranks=4, microbatches=16), Costs.uniform(4, forward=2, backward=2, weight=2)
+    )
     assert plain.makespan == h1.makespan
 
 
 def test_automatic_uses_the_costs_of_every_stage() -> None:
-    """p=4, m=8, F and B of the last stage 1.4 times as heavy, a hop 0.1 of F, W keeping half: 680 -> 620, 9% shorter.
+    """p=4, m=8, F and B of the last stage 1.4 times as heavy, a hop 0.1 of F, W keeping half: 680
+    -> 620, 9% shorter.
 
     Fed with median costs, as the published runtime does, the heuristic finds no better than ZB-H1.
     """
@@ -243,5 +277,7 @@ def test_automatic_obeys_a_memory_limit() -> None:
         check(schedule, costs, memory_limit=limit)
         spans.append(simulate(schedule, costs).cost)
     assert spans == sorted(spans, reverse=True)
-    with pytest.raises(ScheduleError, match=r"memory_limit=0.5: stage 0 alone needs 1 for one microbatch"):
+    with pytest.raises(
+        ScheduleError, match=r"memory_limit=0.5: stage 0 alone needs 1 for one microbatch"
+    ):
         build("zb-2p", 4, 12, costs=costs, memory_limit=0.5)

@@ -28,7 +28,9 @@ def test_names_are_the_canonical_ones() -> None:
     assert len(names()) == len(CANONICAL)
 
 
-@pytest.mark.parametrize("spelling", ["zbv", "ZB-V", "zb_v", "Zb V", "ZBVZeroBubble", "ScheduleZBVZeroBubble"])
+@pytest.mark.parametrize(
+    "spelling", ["zbv", "ZB-V", "zb_v", "Zb V", "ZBVZeroBubble", "ScheduleZBVZeroBubble"]
+)
 def test_any_spelling_builds_the_same(spelling: str) -> None:
     assert build(spelling, ranks=4, microbatches=8) == build("zb-v", ranks=4, microbatches=8)
 
@@ -50,7 +52,9 @@ def test_torch_class_names_are_spellings(theirs: str, ours: str) -> None:
 
 
 def test_unknown_name_shows_the_nearest() -> None:
-    with pytest.raises(ScheduleError, match=r"no schedule is called 'zb-h3'; did you mean .*zb-h[12]"):
+    with pytest.raises(
+        ScheduleError, match=r"no schedule is called 'zb-h3'; did you mean .*zb-h[12]"
+    ):
         build("zb-h3", ranks=2, microbatches=4)
     with pytest.raises(ScheduleError, match="known names: gpipe, "):
         build("?", ranks=2, microbatches=4)
@@ -101,7 +105,10 @@ def test_smallest_microbatches() -> None:
         ({"chunks": 2}, "chunks=2; a rank holds exactly 1"),
         ({"exact": True}, "unknown option exact; it has none"),
         ({"costs": Costs.uniform(3)}, "costs of 3 stages for a schedule of 4"),
-        ({"memory_limit": 3}, r"rank 0 holds 4 at its peak, but memory_limit is 3; raise the limit"),
+        (
+            {"memory_limit": 3},
+            r"rank 0 holds 4 at its peak, but memory_limit is 3; raise the limit",
+        ),
     ],
 )
 def test_wrong_arguments(arguments: dict, message: str) -> None:
@@ -115,13 +122,17 @@ def test_unknown_option_lists_the_known_ones() -> None:
 
 
 def test_import_is_light() -> None:
-    """Neither torch nor sympy, and under 0.3 s of CPU time (interpreter start excluded; the best of three)."""
+    """Neither torch nor sympy, and under 0.3 s of CPU time (interpreter start excluded; the best of
+    three)."""
     program = (
-        "import sys, time; start = time.process_time(); import zbcompile.schedules as s; s.build('zb-v', 4, 8); "
-        "print(time.process_time() - start, 'torch' in sys.modules, 'sympy' in sys.modules)"
+        "import sys, time; start = time.process_time(); import zbcompile.schedules as s;"
+        " s.build('zb-v', 4, 8); print(time.process_time() - start, 'torch' in sys.modules, 'sympy'"
+        " in sys.modules)"
     )
     runs = [
-        subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+        subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
+        )
         for _ in range(3)
     ]
     assert {tuple(run.stdout.split()[1:]) for run in runs} == {("False", "False")}
@@ -140,13 +151,19 @@ def test_refuses_a_wrong_import_name(tmp_path) -> None:
     folder = schedules.__path__[0]
     (tmp_path / "schedules").symlink_to(folder)
     command = [sys.executable, "-c", "import schedules"]
-    outcome = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60)
+    outcome = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60
+    )
     assert "import this package as 'zbcompile.schedules', not as 'schedules'" in outcome.stderr
 
 
 def test_counts_of_interleaved_schedules_are_those_that_the_message_says() -> None:
     for ranks, microbatches in itertools.product(range(1, 9), range(1, 49)):
-        said = microbatches < 2 * ranks or microbatches % ranks == 0 or microbatches % (microbatches // ranks) == 0
+        said = (
+            microbatches < 2 * ranks
+            or microbatches % ranks == 0
+            or microbatches % (microbatches // ranks) == 0
+        )
         assert admits("interleaved-zb", ranks, microbatches) == said
 
 
@@ -155,9 +172,12 @@ GROUPED = ("interleaved-1f1b", "interleaved-1f1b-overlap", "interleaved-zb")
 
 @pytest.mark.parametrize("name", GROUPED)
 def test_groups_of_any_size(name: str) -> None:
-    """Every order that is built is right; the others would wait for each other, and the error says so."""
+    """Every order that is built is right; the others would wait for each other, and the error says
+    so."""
     built, refused = 0, 0
-    for ranks, chunks, count, group in itertools.product((2, 3, 4), (2, 3), (2, 5, 7, 9), (1, 2, 3, 4, 5)):
+    for ranks, chunks, count, group in itertools.product(
+        (2, 3, 4), (2, 3), (2, 5, 7, 9), (1, 2, 3, 4, 5)
+    ):
         try:
             schedule = build(name, ranks, count, chunks=chunks, group=group)
         except ScheduleError:
@@ -175,5 +195,20 @@ def test_groups_of_any_size(name: str) -> None:
 
 def test_a_short_last_group() -> None:
     """Two ranks, two chunks, five microbatches in groups of three."""
-    forwards = [str(step) for step in build("interleaved-1f1b", 2, 5, group=3).orders[0] if str(step).startswith("F")]
-    assert forwards == ["F0.0", "F0.1", "F0.2", "F2.0", "F2.1", "F2.2", "F0.3", "F0.4", "F2.3", "F2.4"]
+    forwards = [
+        str(step)
+        for step in build("interleaved-1f1b", 2, 5, group=3).orders[0]
+        if str(step).startswith("F")
+    ]
+    assert forwards == [
+        "F0.0",
+        "F0.1",
+        "F0.2",
+        "F2.0",
+        "F2.1",
+        "F2.2",
+        "F0.3",
+        "F0.4",
+        "F2.3",
+        "F2.4",
+    ]

@@ -1,4 +1,5 @@
-"""Vocabulary passes in schedules: memory, bubbles and the published measurements, all by simulation."""
+"""Vocabulary passes in schedules: memory, bubbles and the published measurements, all by
+simulation."""
 
 import json
 from dataclasses import replace
@@ -37,7 +38,10 @@ def in_flight(schedule: Schedule) -> float:
 def test_microbatches_in_flight(p: int) -> None:
     """p, one more per barrier, and 1.5p interlaced (arXiv 2411.05288, section 5.2)."""
     base = build("1f1b", p, 2 * p)
-    counts = [in_flight(s) for s in (base, with_vocabulary(base, 1), with_vocabulary(base, 2), interlaced(p, 2 * p))]
+    counts = [
+        in_flight(s)
+        for s in (base, with_vocabulary(base, 1), with_vocabulary(base, 2), interlaced(p, 2 * p))
+    ]
     assert counts == [p, p + 1, p + 2, 3 * p // 2]
 
 
@@ -51,13 +55,17 @@ def test_v_half_holds_one_microbatch_more_per_barrier_on_every_rank(barriers: in
 @pytest.mark.parametrize("p", [4, 8, 16])
 @pytest.mark.parametrize("vocabulary", [0.25, 1.0])
 def test_1f1b_has_no_steady_bubble(p: int, vocabulary: float) -> None:
-    """Every further microbatch costs its work; the collectives are hidden as long as C0 + C1 <= F."""
+    """Every further microbatch costs its work; the collectives are hidden as long as C0 +
+    C1 <= F."""
     costs = replace(Costs.uniform(p), vocab_s=(vocabulary / 2,) * p, vocab_t=(vocabulary / 2,) * p)
     # hops are free, collectives take half a pass
-    costs = replace(costs, comm=0.5, links=tuple(Link(a, b, 0) for a in range(p) for b in (a - 1, a + 1)))
+    costs = replace(
+        costs, comm=0.5, links=tuple(Link(a, b, 0) for a in range(p) for b in (a - 1, a + 1))
+    )
     for barriers in (1, 2):
         spans = [
-            simulate(with_vocabulary(build("1f1b", p, m), barriers, costs), costs).makespan for m in (4 * p, 5 * p)
+            simulate(with_vocabulary(build("1f1b", p, m), barriers, costs), costs).makespan
+            for m in (4 * p, 5 * p)
         ]
         assert spans[1] - spans[0] == pytest.approx(p * (3 + vocabulary), rel=0.02)
 
@@ -75,7 +83,8 @@ def test_zb_v_hides_the_barrier_in_its_own_memory(p: int) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("barriers", [1, 2])
 def test_every_family_takes_them(name: str, barriers: int) -> None:
-    """Checked as lowered programs; the passes of the model keep their number, memory grows as announced."""
+    """Checked as lowered programs; the passes of the model keep their number, memory grows as
+    announced."""
     base = build(name, 4, 12)
     schedule = with_vocabulary(base, barriers)
     lowered = lower(schedule)
@@ -85,20 +94,29 @@ def test_every_family_takes_them(name: str, barriers: int) -> None:
     room = 0 if name == "zb-v" else barriers * base.placement.chunks
     assert in_flight(schedule) <= in_flight(base) + room
     costs = textbook_costs(schedule.stages)
-    assert simulate(schedule, costs).makespan <= simulate(base, costs).makespan + 12 + 0.15 * simulate(base).makespan
+    assert (
+        simulate(schedule, costs).makespan
+        <= simulate(base, costs).makespan + 12 + 0.15 * simulate(base).makespan
+    )
 
 
 @pytest.mark.mostly_slow(every=5)
-@pytest.mark.parametrize("row", PUBLISHED, ids=lambda row: f"{row['method']}-{row['V']}-{row['seq']}")
+@pytest.mark.parametrize(
+    "row", PUBLISHED, ids=lambda row: f"{row['method']}-{row['V']}-{row['seq']}"
+)
 def test_published_iteration_times(row: dict) -> None:
-    """The authors' own pass times of 8 A100 predict their 40 iteration times within 2%, with no fitted constant."""
-    share = 2 / 3 if row["method"] == "vocab-2" else 1 / 3  # of the three products S does two, or one
+    """The authors' own pass times of 8 A100 predict their 40 iteration times within 2%, with no
+    fitted constant."""
+    # of the three products S does two, or one
+    share = 2 / 3 if row["method"] == "vocab-2" else 1 / 3
     costs = Costs(
         row["F_us"],
         row["B_us"],
         (0,) * 8,
         vocab_s=[share * t + f for t, f in zip(row["ST_us"], row["input_fwd_us"], strict=True)],
-        vocab_t=[(1 - share) * t + b for t, b in zip(row["ST_us"], row["input_bwd_us"], strict=True)],
+        vocab_t=[
+            (1 - share) * t + b for t, b in zip(row["ST_us"], row["input_bwd_us"], strict=True)
+        ],
     )
     base = build("1f1b", 8, 128)
     schedules = {
@@ -113,8 +131,9 @@ def test_published_iteration_times(row: dict) -> None:
 def test_lowered_program() -> None:
     """Every shard posts CAST before S, STATS after S and before what waits for it, in one order."""
     lowered = lower(with_vocabulary(build("1f1b", 2, 2)))
-    assert " ".join(map(str, lowered.orders[1])) == (
-        "RECV_F1.0 RECV_F1.1 F1.0 CAST1.0 S1.0 STATS1.0 F1.1 CAST1.1 S1.1 STATS1.1 "
+    assert (
+        " ".join(map(str, lowered.orders[1]))
+        == "RECV_F1.0 RECV_F1.1 F1.0 CAST1.0 S1.0 STATS1.0 F1.1 CAST1.1 S1.1 STATS1.1 "
         "BW1.0 SEND_B1.0 BW1.1 SEND_B1.1 T1.0 T1.1"
     )
 
@@ -125,7 +144,8 @@ def with_lookups(name: str, ranks: int, microbatches: int) -> Schedule:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_lookups_come_early_and_gradients_are_spread_after_the_first_backward(name: str) -> None:
-    """Of every microbatch one each, in one order on all ranks; at most two lookups wait to be used."""
+    """Of every microbatch one each, in one order on all ranks; at most two lookups wait to
+    be used."""
     lowered = lower(with_lookups(name, 4, 12))
     check(lowered)
     first = [str(action).replace("BW", "B") for action in flatten(lowered.orders[0])]
@@ -171,7 +191,8 @@ def test_a_post_behind_what_waits_for_it_is_a_deadlock() -> None:
     program.remove(Action(CAST, 3, 7))
     program.insert(program.index(Action("S", 3, 7)) + 1, Action(CAST, 3, 7))
     with pytest.raises(
-        ScheduleError, match=r"rank 3 stops at S3\.7 and waits for rank 3 to post CAST3\.7|stands where"
+        ScheduleError,
+        match=r"rank 3 stops at S3\.7 and waits for rank 3 to post CAST3\.7|stands where",
     ):
         check(changed(lowered, 3, program))
 

@@ -20,7 +20,9 @@ def test_the_fused_backward_costs_both_halves() -> None:
 
 
 def test_a_link_overrides_the_common_hop() -> None:
-    costs = Costs((1, 1), (1, 1), (1, 1), message=(6, 6), comm=1, bandwidth=3, links=(Link(0, 1, latency=5),))
+    costs = Costs(
+        (1, 1), (1, 1), (1, 1), message=(6, 6), comm=1, bandwidth=3, links=(Link(0, 1, latency=5),)
+    )
     assert costs.hop(0, 0, 1) == 5
     assert costs.hop(0, 1, 0) == 1 + 6 / 3
     assert costs.hop(0, 1, 1) == 0
@@ -56,16 +58,28 @@ def test_fractions_stay_exact() -> None:
     ("make", "message"),
     [
         (lambda: Costs((1, 2), (1,), (1, 2)), "`backward` has 1 entries, `forward` has 2"),
-        (lambda: Costs.uniform(2, forward=-1), r"forward\[0\]=-1; expected a finite number, 0 or more"),
+        (
+            lambda: Costs.uniform(2, forward=-1),
+            r"forward\[0\]=-1; expected a finite number, 0 or more",
+        ),
         (lambda: Costs.uniform(2, forward=float("nan")), "finite"),
         (lambda: Costs.uniform(0), "`forward` is empty"),
         (lambda: Costs((1,), (1,), (1,), bandwidth=0), "bandwidth"),
         (lambda: Costs.from_json("{"), "invalid JSON"),
         (lambda: Costs.from_json("[]"), "expected an object"),
         (lambda: Costs.from_json('{"forward": [1]}'), "missing backward, weight"),
-        (lambda: Costs.from_json('{"forward": [1], "backward": [1], "weight": [1], "wait": 1}'), "unknown wait"),
-        (lambda: Costs.from_json('{"forward": 1, "backward": [1], "weight": [1]}'), "`forward` is 1; expected a list"),
-        (lambda: Costs.from_json('{"forward": ["a"], "backward": [1], "weight": [1]}'), "finite number"),
+        (
+            lambda: Costs.from_json('{"forward": [1], "backward": [1], "weight": [1], "wait": 1}'),
+            "unknown wait",
+        ),
+        (
+            lambda: Costs.from_json('{"forward": 1, "backward": [1], "weight": [1]}'),
+            "`forward` is 1; expected a list",
+        ),
+        (
+            lambda: Costs.from_json('{"forward": ["a"], "backward": [1], "weight": [1]}'),
+            "finite number",
+        ),
         (lambda: Costs.uniform(1).time("SEND_F", 0), "'SEND_F' has no time"),
     ],
 )

@@ -1,4 +1,5 @@
-"""Schedules as text and files: what is written is read back, in the papers' letters and in torch's."""
+"""Schedules as text and files: what is written is read back, in the papers' letters and in
+torch's."""
 
 import pytest
 
@@ -51,7 +52,9 @@ def test_vocabulary_passes_have_no_torch_letter() -> None:
         format_step(Action("S", 1, 2), "torch")
 
 
-@pytest.mark.parametrize("text", ["X0.0", "F0", "0F", "F0.0.0", "0BW0", "I0.0", "(F0.0)", "(F0.0|BW0.0", "F-1.0", ""])
+@pytest.mark.parametrize(
+    "text", ["X0.0", "F0", "0F", "F0.0.0", "0BW0", "I0.0", "(F0.0)", "(F0.0|BW0.0", "F-1.0", ""]
+)
 def test_nonsense_is_no_action(text: str) -> None:
     with pytest.raises(ScheduleError, match=r"is not an action such as F0\.3"):
         parse_step(text)
@@ -76,16 +79,22 @@ def test_torch_letters_round_trip(name: str) -> None:
 
 
 def test_torch_csv_has_no_second_copy() -> None:
-    with pytest.raises(ScheduleError, match="dualpipe: torch supports one copy of a stage; use dualpipe-v"):
+    with pytest.raises(
+        ScheduleError, match="dualpipe: torch supports one copy of a stage; use dualpipe-v"
+    ):
         to_csv(build("dualpipe", ranks=2, microbatches=4))
 
 
 def test_bubbles_and_parameter_actions_of_torch_are_left_out() -> None:
-    """What torch's `_dump_csv` writes: empty cells where a rank waits, FSDP's actions between the others."""
+    """What torch's `_dump_csv` writes: empty cells where a rank waits, FSDP's actions between the
+    others."""
     text = "0UNSHARD,0F0,0F1,,,0B0,0B1,0REDUCE_GRAD,0RESHARD\n,1F0,1B0,1F1,1B1\n"
     schedule = from_csv(text)
     assert isinstance(schedule, Schedule)
-    assert list(map(format_order, schedule.orders)) == ["F0.0 F0.1 BW0.0 BW0.1", "F1.0 BW1.0 F1.1 BW1.1"]
+    assert list(map(format_order, schedule.orders)) == [
+        "F0.0 F0.1 BW0.0 BW0.1",
+        "F1.0 BW1.0 F1.1 BW1.1",
+    ]
 
 
 def test_messages_of_a_csv_are_left_out() -> None:
@@ -175,7 +184,10 @@ def test_unknown_ending(tmp_path) -> None:
     ],
 )
 def test_placement_is_read_off_the_rows(placement: Placement) -> None:
-    rows = [" ".join(f"F{stage}.0" for stage in placement.stages_of(rank)) for rank in range(placement.ranks)]
+    rows = [
+        " ".join(f"F{stage}.0" for stage in placement.stages_of(rank))
+        for rank in range(placement.ranks)
+    ]
     program = from_csv("\n".join(row.replace(" ", ",") for row in rows))
     assert isinstance(program, Schedule)
     assert program.placement == placement

@@ -18,12 +18,22 @@ def test_every_program_of_the_family_is_right(small_schedules, random_costs) -> 
 
 
 def test_wide_and_long_programs_are_right() -> None:
-    for name in ("1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "interleaved-zb", "zb-v", "dualpipe", "dualpipe-v"):
+    for name in (
+        "1f1b",
+        "interleaved-1f1b",
+        "zb-h1",
+        "zb-h2",
+        "interleaved-zb",
+        "zb-v",
+        "dualpipe",
+        "dualpipe-v",
+    ):
         check(lower(build(name, ranks=16, microbatches=64)))
 
 
 @pytest.mark.parametrize(
-    ("name", "per_microbatch"), [("1f1b", 2 * 3), ("zb-v", 4 * 3), ("interleaved-1f1b", 2 * 7), ("dualpipe", 2 * 3)]
+    ("name", "per_microbatch"),
+    [("1f1b", 2 * 3), ("zb-v", 4 * 3), ("interleaved-1f1b", 2 * 7), ("dualpipe", 2 * 3)],
 )
 def test_message_counts(name: str, per_microbatch: int) -> None:
     """2(p-1) on one chunk or two copies, 4(p-1) on a V, 2(vp-1) on a loop."""
@@ -50,17 +60,23 @@ def test_receives_do_not_pile_up() -> None:
 
 @pytest.mark.slow
 def test_sends_that_block_cost_nothing_when_costs_are_known(small_schedules, random_costs) -> None:
-    """A receive is posted before its message is made: the program is as fast as with unlimited buffers."""
+    """A receive is posted before its message is made: the program is as fast as with unlimited
+    buffers."""
     generator = random.Random(1)
     for schedule in small_schedules(range(2, 6), range(4, 14, 4)):
         costs = random_costs(generator, schedule.stages)
-        assert simulate(lower(schedule, costs), costs).makespan == simulate(schedule, costs).makespan
+        assert (
+            simulate(lower(schedule, costs), costs).makespan == simulate(schedule, costs).makespan
+        )
 
 
 def test_an_edited_order_is_lowered_safely() -> None:
-    """Any order that can run at all: here rank 0 delays its backwards, rank 1 runs its forwards late."""
+    """Any order that can run at all: here rank 0 delays its backwards, rank 1 runs its forwards
+    late."""
     schedule = build("zb-h1", ranks=2, microbatches=4)
-    eager = [Action("F", 0, m) for m in range(4)] + [Action(op, 0, m) for m in range(4) for op in "BW"]
+    eager = [Action("F", 0, m) for m in range(4)] + [
+        Action(op, 0, m) for m in range(4) for op in "BW"
+    ]
     edited = Schedule("edited", schedule.placement, 4, (tuple(eager), schedule.orders[1]))
     check(lower(edited))
 
@@ -68,5 +84,7 @@ def test_an_edited_order_is_lowered_safely() -> None:
 def test_orders_that_wait_for_each_other_are_refused() -> None:
     schedule = build("1f1b", ranks=2, microbatches=2)
     orders = (schedule.orders[0], tuple(reversed(schedule.orders[1])))
-    with pytest.raises(ScheduleError, match=r"(?s)rank 1 runs BW1.1 before F1.1.*rank 1 stops at BW1.1"):
+    with pytest.raises(
+        ScheduleError, match=r"(?s)rank 1 runs BW1.1 before F1.1.*rank 1 stops at BW1.1"
+    ):
         lower(Schedule("edited", schedule.placement, 2, orders))

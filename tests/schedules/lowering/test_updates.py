@@ -1,4 +1,5 @@
-"""The optimizer's actions in an order: their text, what `check` proves of them, and what they cost."""
+"""The optimizer's actions in an order: their text, what `check` proves of them, and what
+they cost."""
 
 import random
 from collections.abc import Iterator
@@ -35,7 +36,9 @@ def drawn() -> Iterator[tuple[Schedule, tuple[str, ...], Costs]]:
         for _ in range(4):
             schedule = build(name, ranks=generator.randint(1, 4), microbatches=8)
             stages = schedule.stages
-            each = {field: tuple(generator.randint(0, 9) for _ in range(stages)) for field in FIELDS}
+            each = {
+                field: tuple(generator.randint(0, 9) for _ in range(stages)) for field in FIELDS
+            }
             yield schedule, generator.choice(SUBSETS), replace(Costs.uniform(stages), **each)
 
 
@@ -52,12 +55,17 @@ def test_every_program_with_updates_is_right_and_its_times_add_up() -> None:
 
 
 def assert_consistent(t: Timeline, costs: Costs) -> None:
-    """Idle time and passes fill the step, so does its critical path; what waits has what it waits for."""
+    """Idle time and passes fill the step, so does its critical path; what waits has what it waits
+    for."""
     assert sum(i.end - i.start for i in t.idle) + sum(t.busy) == t.finish * t.schedule.ranks
-    assert sum(leg.end - leg.start + leg.travel + leg.overhead for leg in critical_path(t)) == t.finish
+    assert (
+        sum(leg.end - leg.start + leg.travel + leg.overhead for leg in critical_path(t)) == t.finish
+    )
     if OPT in t.schedule.ops:
         assert (t.makespan, t.optimizer) == (t.finish, (0,) * t.schedule.ranks)
-    spans = {(span.step.op, span.step.stage): span for span in t.spans if isinstance(span.step, Action)}
+    spans = {
+        (span.step.op, span.step.stage): span for span in t.spans if isinstance(span.step, Action)
+    }
     for (op, stage), span in spans.items():
         if op == OPT:
             assert span.end - span.start == costs.optimizer[stage]
@@ -88,7 +96,8 @@ def test_exchanges_surround_a_program_and_cost_nothing(name: str) -> None:
         (*order, order[0]),
     ):
         with pytest.raises(
-            ScheduleError, match=r"all ranks run the same exchanges|never runs OUTPUT|appears a second time"
+            ScheduleError,
+            match=r"all ranks run the same exchanges|never runs OUTPUT|appears a second time",
         ):
             check(replace(program, orders=(damaged, *program.orders[1:])))
 
@@ -108,15 +117,29 @@ def test_an_action_too_early_too_late_twice_or_missing_is_found(name: str, kind:
     action = Action(kind, stage, 0)
     rest = [step for step in order if step != action]
     first = next(i for i, step in enumerate(rest) if Action("F", stage, 0) in flatten((step,)))
-    last = max(i for i, s in enumerate(rest) for a in flatten((s,)) if a.stage == stage and a.op in ("W", "BW"))
+    last = max(
+        i
+        for i, s in enumerate(rest)
+        for a in flatten((s,))
+        if a.stage == stage and a.op in ("W", "BW")
+    )
     front = kind in (VALIDATE, GATHER)
     place = first + 1 if front else last
     damages = [
-        ([*rest[:place], action, *rest[place:]], f"{action}: expected {'before' if front else 'after'} all"),
+        (
+            [*rest[:place], action, *rest[place:]],
+            f"{action}: expected {'before' if front else 'after'} all",
+        ),
         (rest, f"rank 1 never runs {kind} of stage {stage}"),
         ([*order, action], f"{action} appears a second time"),
-        ([Action(kind, 99, 0), *order], f"{kind}99.0 is of stage 99, microbatch 0; this schedule has"),
-        ([Action(kind, stage, 1), *order], f"{kind}{stage}.1 appears a second time, .* or where nothing needs it"),
+        (
+            [Action(kind, 99, 0), *order],
+            f"{kind}99.0 is of stage 99, microbatch 0; this schedule has",
+        ),
+        (
+            [Action(kind, stage, 1), *order],
+            f"{kind}{stage}.1 appears a second time, .* or where nothing needs it",
+        ),
     ]
     for damaged, message in damages:
         with pytest.raises(ScheduleError, match=message):
@@ -130,5 +153,7 @@ def test_two_model_copies_update_at_the_end_of_the_step() -> None:
 
 @pytest.mark.parametrize("kinds", [("NOPE",), "OPT", ("OPT", "F")])
 def test_what_is_no_update_is_refused(kinds: tuple[str, ...]) -> None:
-    with pytest.raises(ScheduleError, match="expected a tuple with some of VALIDATE, GATHER, REDUCE, OPT"):
+    with pytest.raises(
+        ScheduleError, match="expected a tuple with some of VALIDATE, GATHER, REDUCE, OPT"
+    ):
         with_updates(build("zb-h1", ranks=2, microbatches=1), kinds)

@@ -13,13 +13,17 @@ from zbcompile.schedules.searching.problem import ROUNDING, SchedulingProblem
 
 
 def drawn(number: int) -> SchedulingProblem:
-    """Two ranks, few microbatches, and mostly just enough memory: small enough to try every order."""
+    """Two ranks, few microbatches, and mostly just enough memory: small enough to try every
+    order."""
     generator = random.Random(number)
     placement = generator.choice(("linear", "v", "looped:2"))
     chunks = 1 if placement == "linear" else 2
     several = [tuple(generator.choice((1, 2, 3, 5)) for _ in range(2 * chunks)) for _ in range(5)]
     costs = Costs(
-        *several[:3], activation=several[3], residue=generator.choice((several[4], (0,) * 2 * chunks)), comm=1
+        *several[:3],
+        activation=several[3],
+        residue=generator.choice((several[4], (0,) * 2 * chunks)),
+        comm=1,
     )
     asked = costs, 2, 4 - chunks
     (free,) = scheduling_problems(*asked, None, [placement], True, 1)
@@ -29,17 +33,26 @@ def drawn(number: int) -> SchedulingProblem:
 
 
 def orders_below(problem: SchedulingProblem, value: float) -> Iterator[float]:
-    """The objective of every order that is shorter than `value`: begins are tried in order of time."""
+    """The objective of every order that is shorter than `value`: begins are tried in order
+    of time."""
     limits = problem.limits or (math.inf,) * problem.placement.ranks
     end: dict[int, float] = {}
     held, free = [0.0] * len(limits), [0.0] * len(limits)
-    left = [sum(t for t, r in zip(problem.time, problem.rank, strict=True) if r == rank) for rank in range(len(limits))]
+    left = [
+        sum(t for t, r in zip(problem.time, problem.rank, strict=True) if r == rank)
+        for rank in range(len(limits))
+    ]
 
-    before = {n: problem.number.get(a._replace(microbatch=a.microbatch - 1), -1) for n, a in enumerate(problem.actions)}
+    before = {
+        n: problem.number.get(a._replace(microbatch=a.microbatch - 1), -1)
+        for n, a in enumerate(problem.actions)
+    }
     end[-1] = 0.0  # before the first microbatch
 
     def begin(n: int) -> float:
-        return max([free[problem.rank[n]], *(end[made] + delay for made, delay in problem.inputs[n])])
+        return max(
+            [free[problem.rank[n]], *(end[made] + delay for made, delay in problem.inputs[n])]
+        )
 
     def ready() -> list[int]:
         return [
@@ -52,7 +65,9 @@ def orders_below(problem: SchedulingProblem, value: float) -> Iterator[float]:
         ]
 
     def further(now: float) -> Iterator[float]:
-        if any(f + rest + o >= value for f, rest, o in zip(free, left, problem.offset, strict=True)):
+        if any(
+            f + rest + o >= value for f, rest, o in zip(free, left, problem.offset, strict=True)
+        ):
             return
         if len(end) == len(problem.actions) + 1:
             yield max(map(sum, zip(free, problem.offset, strict=True)))

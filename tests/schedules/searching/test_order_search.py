@@ -10,10 +10,23 @@ from pathlib import Path
 import pytest
 
 from tests.support.hostile_costs import outcome
-from zbcompile.schedules import Costs, ScheduleError, bound, build, check, lower, names, search, simulate
+from zbcompile.schedules import (
+    Costs,
+    ScheduleError,
+    bound,
+    build,
+    check,
+    lower,
+    names,
+    search,
+    simulate,
+)
 from zbcompile.schedules.execution.memory import peak_memory
 from zbcompile.schedules.searching.dispatcher import Direction
-from zbcompile.schedules.searching.forward_backward import ForwardBackwardImprover, forward_backward_pass
+from zbcompile.schedules.searching.forward_backward import (
+    ForwardBackwardImprover,
+    forward_backward_pass,
+)
 from zbcompile.schedules.searching.order_search import scheduling_problems
 from zbcompile.schedules.searching.problem import SchedulingProblem
 
@@ -39,7 +52,11 @@ def uneven(generator: random.Random, stages: int, **options) -> Costs:
 @pytest.mark.parametrize("number", range(12))
 def test_never_longer_than_a_name_and_never_below_the_bound(number: int) -> None:
     generator = random.Random(number)
-    ranks, microbatches, barrier = generator.choice((2, 3, 4)), generator.randint(2, 9), generator.random() < 0.5
+    ranks, microbatches, barrier = (
+        generator.choice((2, 3, 4)),
+        generator.randint(2, 9),
+        generator.random() < 0.5,
+    )
     costs = uneven(generator, 2 * ranks)
     limit = generator.choice((None, 2.2 * ranks, 1.2 * ranks + 1.5))
     try:
@@ -105,13 +122,21 @@ def test_bytes_times_seconds_beyond_a_float_bound_nothing() -> None:
 def test_limits_may_differ_by_rank() -> None:
     costs = Costs.uniform(3, activation=1000)
     found = search(costs, 3, 6, memory_limit=[3000, 2000, 1000])
-    assert all(peak <= limit for peak, limit in zip(found.simulation.peak_memory, (3000, 2000, 1000), strict=True))
+    assert all(
+        peak <= limit
+        for peak, limit in zip(found.simulation.peak_memory, (3000, 2000, 1000), strict=True)
+    )
 
 
 def test_vocabulary_passes_and_the_optimizer_count() -> None:
     costs = Costs.uniform(4, optimizer=2)
     shards = Costs(
-        costs.forward, costs.backward, costs.weight, vocab_s=(0.5,) * 4, vocab_t=(0.5,) * 4, optimizer=(2,) * 4
+        costs.forward,
+        costs.backward,
+        costs.weight,
+        vocab_s=(0.5,) * 4,
+        vocab_t=(0.5,) * 4,
+        optimizer=(2,) * 4,
     )
     plain, found = (search(each, 4, 6, placements=["linear"]) for each in (costs, shards))
     assert found.schedule.shards == (0, 1, 2, 3)
@@ -128,14 +153,19 @@ def test_two_copies_only_on_request() -> None:
 
 
 def test_of_equally_short_orders_the_one_that_holds_least_is_found() -> None:
-    """The last stage takes so long that every name hides its bubble behind it, those too that hold twice as much."""
+    """The last stage takes so long that every name hides its bubble behind it, those too that hold
+    twice as much."""
     ranks = 8
     times = (*[1.0] * (ranks - 1), 1.8)
     passes = (tuple(share * time for time in times) for share in (1, 1.05, 0.7))
     costs = Costs(*passes, activation=(1.0,) * ranks, residue=(0.5,) * ranks, comm=0.02)
     found = search(costs, ranks, 4 * ranks, placements=["linear"], passes=0)
     assert found.proven
-    held = {o.name: max(peak_memory(o, costs)) for value, o in found.named if value <= found.bound * (1 + 1e-9)}
+    held = {
+        o.name: max(peak_memory(o, costs))
+        for value, o in found.named
+        if value <= found.bound * (1 + 1e-9)
+    }
     assert {"zb-h1", "zb-2p"} <= held.keys()
     assert max(found.simulation.peak_memory) <= min(held.values()) < held["zb-2p"]
 
@@ -158,7 +188,9 @@ def test_of_equally_short_orders_the_one_that_holds_least_is_found() -> None:
 )
 def test_wrong_arguments(arguments: dict, message: str) -> None:
     with pytest.raises(ScheduleError, match=message):
-        search(**{"costs": Costs.uniform(8), "ranks": 4, "microbatches": 6, "passes": 1, **arguments})
+        search(
+            **{"costs": Costs.uniform(8), "ranks": 4, "microbatches": 6, "passes": 1, **arguments}
+        )
 
 
 def test_auto_is_a_name_like_any_other() -> None:
@@ -171,7 +203,9 @@ def test_auto_is_a_name_like_any_other() -> None:
         build("auto", 2, 5, Costs.uniform(3))
 
 
-def problem_of(costs: Costs, ranks: int, microbatches: int, limit: float | None, placement: str) -> SchedulingProblem:
+def problem_of(
+    costs: Costs, ranks: int, microbatches: int, limit: float | None, placement: str
+) -> SchedulingProblem:
     (problem,) = scheduling_problems(costs, ranks, microbatches, limit, [placement], True, 1)
     return problem
 
@@ -184,7 +218,10 @@ def test_a_forward_backward_pass_keeps_within_memory_and_shortens_the_sequential
     shorter = forward_backward_pass(problem, order)
     assert shorter is not None
     check(problem.schedule(shorter), costs, 5.0)
-    assert simulate(problem.schedule(shorter), costs).makespan < simulate(problem.sequential, costs).makespan
+    assert (
+        simulate(problem.schedule(shorter), costs).makespan
+        < simulate(problem.sequential, costs).makespan
+    )
 
 
 def test_more_passes_lead_close_to_the_bound() -> None:
@@ -199,11 +236,15 @@ def test_more_passes_lead_close_to_the_bound() -> None:
     step = simulate(problem.schedule(improver.best_order), costs)
     assert step.makespan == pytest.approx(improver.best)
     named = [build(name, 4, 8, costs) for name in ("zb-v", "v-half", "v-min")]
-    assert step.makespan < min(simulate(each, costs).makespan for each in named if max(peak_memory(each, costs)) <= 5)
+    assert step.makespan < min(
+        simulate(each, costs).makespan for each in named if max(peak_memory(each, costs)) <= 5
+    )
 
 
 @pytest.mark.parametrize("limit", [None, 5.0])
-def test_ranks_that_choose_come_to_a_legal_order_in_both_directions_of_time(limit: float | None) -> None:
+def test_ranks_that_choose_come_to_a_legal_order_in_both_directions_of_time(
+    limit: float | None,
+) -> None:
     """Whatever the priorities: within memory, and no longer than it says."""
     generator = random.Random(7)
     costs = uneven(generator, 6, vocab_s=(0.2,) * 6, vocab_t=(0.3,) * 6)
@@ -222,7 +263,16 @@ def test_ranks_that_choose_come_to_a_legal_order_in_both_directions_of_time(limi
 SAMPLES = {
     "search_random": ("--first", "13", "--settings", "15", "--passes", "8"),
     "search_large": ("--sizes", "2x4", "--passes", "8"),
-    "search_authors": ("--ranks", "2", "--microbatches", "4", "--profiles", "1.5B", "--passes", "8"),
+    "search_authors": (
+        "--ranks",
+        "2",
+        "--microbatches",
+        "4",
+        "--profiles",
+        "1.5B",
+        "--passes",
+        "8",
+    ),
     "search_optimum": ("--instances", "3", "--seconds", "20"),
 }
 
@@ -231,7 +281,9 @@ SAMPLES = {
 @pytest.mark.parametrize("script", SAMPLES)
 def test_the_benchmarks_run_and_go_on_where_they_stopped(script: str, tmp_path: Path) -> None:
     if script == "search_optimum":
-        pytest.importorskip("ortools", reason="proves the optima of this benchmark: pip install ortools")
+        pytest.importorskip(
+            "ortools", reason="proves the optima of this benchmark: pip install ortools"
+        )
     file = Path(__file__).parents[3] / "examples" / "benchmarks" / f"{script}.py"
     spec = spec_from_file_location(script, file)
     assert spec is not None

@@ -1,4 +1,5 @@
-"""Pairs with Ws: legal, in no more memory, in a step that is no longer, and with weight gradients in their order."""
+"""Pairs with Ws: legal, in no more memory, in a step that is no longer, and with weight gradients
+in their order."""
 
 import random
 from dataclasses import replace
@@ -17,12 +18,21 @@ def exposed(schedule: Schedule, costs: Costs) -> float:
 
 def exchanging(costs: Costs, generator: random.Random) -> Costs:
     """The costs with exchanges of B, and sometimes of F, which add to their time."""
-    waits = [tuple(generator.randint(0, 20) * on for _ in costs.forward) for on in (generator.random() < 0.5, 1)]
+    waits = [
+        tuple(generator.randint(0, 20) * on for _ in costs.forward)
+        for on in (generator.random() < 0.5, 1)
+    ]
     forward, backward = (
         tuple(a + b for a, b in zip(times, added, strict=True))
         for times, added in zip((costs.forward, costs.backward), waits, strict=True)
     )
-    return replace(costs, forward=forward, backward=backward, forward_exchange=waits[0], backward_exchange=waits[1])
+    return replace(
+        costs,
+        forward=forward,
+        backward=backward,
+        forward_exchange=waits[0],
+        backward_exchange=waits[1],
+    )
 
 
 @pytest.mark.slow
@@ -40,7 +50,11 @@ def test_pairs_do_no_harm(small_schedules, random_costs) -> None:
         assert exposed(paired, costs) <= exposed(schedule, costs)
         for stage in range(schedule.stages):
             assert paired.weight_order(stage) == schedule.weight_order(stage)
-        found += sum(isinstance(step, Pair) and step.second.op == W for order in paired.orders for step in order)
+        found += sum(
+            isinstance(step, Pair) and step.second.op == W
+            for order in paired.orders
+            for step in order
+        )
     assert found > 50
 
 
@@ -49,12 +63,17 @@ def test_without_exchanges_nothing_changes() -> None:
     assert with_pairs(schedule, Costs.uniform(schedule.stages)) == schedule
 
 
-@pytest.mark.parametrize(("name", "share"), [("zb-h1", 0.87), ("zb-v", 0.9), ("interleaved-zb", 0.93)])
+@pytest.mark.parametrize(
+    ("name", "share"), [("zb-h1", 0.87), ("zb-v", 0.9), ("interleaved-zb", 0.93)]
+)
 def test_most_is_hidden(name: str, share: float) -> None:
-    """Exchanges of half a W, on two ranks: the step is as long as if they took no time, or nearly."""
+    """Exchanges of half a W, on two ranks: the step is as long as if they took no time, or
+    nearly."""
     schedule = build(name, ranks=2, microbatches=8)
     every = (1,) * schedule.stages
-    costs = Costs(every, (1.5,) * schedule.stages, every, backward_exchange=(0.5,) * schedule.stages)
+    costs = Costs(
+        every, (1.5,) * schedule.stages, every, backward_exchange=(0.5,) * schedule.stages
+    )
     paired = with_pairs(schedule, costs)
     assert 1 - exposed(paired, costs) / (0.5 * 8 * schedule.stages) >= share
     free = simulate(schedule, Costs.uniform(schedule.stages)).makespan
@@ -80,7 +99,15 @@ def test_a_pair_is_legal_where_its_parts_are() -> None:
         opened = replace(schedule, orders=tuple(tuple(flatten(order)) for order in schedule.orders))
         assert simulate(schedule).makespan == simulate(opened).makespan
     with pytest.raises(Exception, match=r"runs \(B0\.0\|W0\.1\) before B0\.1"):
-        check(of_one_rank(F, LATER[0], Pair(Action(B, 0, 0), Action(W, 0, 1)), Action(B, 0, 1), Action(W, 0, 0)))
+        check(
+            of_one_rank(
+                F,
+                LATER[0],
+                Pair(Action(B, 0, 0), Action(W, 0, 1)),
+                Action(B, 0, 1),
+                Action(W, 0, 0),
+            )
+        )
 
 
 def test_a_backward_beside_its_own_products_is_fused() -> None:

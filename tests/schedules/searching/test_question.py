@@ -14,8 +14,14 @@ COSTS = Costs.uniform(4)
     [
         (lambda: build("zb-2p", 4, 8, memory_limit=float("nan")), "memory_limit=nan; expected"),
         (lambda: build("zb-2p", 4, 8, memory_limit=True), "memory_limit=True; expected"),
-        (lambda: search(COSTS, 4, 8, memory_limit="80GiB"), "memory_limit='80GiB'; expected a number"),
-        (lambda: search(COSTS, 4, 8, memory_limit=[8, 8, 8, float("nan")]), "memory_limit=nan; expected"),
+        (
+            lambda: search(COSTS, 4, 8, memory_limit="80GiB"),
+            "memory_limit='80GiB'; expected a number",
+        ),
+        (
+            lambda: search(COSTS, 4, 8, memory_limit=[8, 8, 8, float("nan")]),
+            "memory_limit=nan; expected",
+        ),
         (
             lambda: search(COSTS, 4, 8, placements="linear"),
             r"placements='linear'; expected a list, such as \['linear'\]",

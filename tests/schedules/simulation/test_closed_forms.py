@@ -5,14 +5,24 @@ from fractions import Fraction
 
 import pytest
 
-from zbcompile.schedules import Costs, Schedule, ScheduleError, Timeline, build, closed_form, names, simulate
+from zbcompile.schedules import (
+    Costs,
+    Schedule,
+    ScheduleError,
+    Timeline,
+    build,
+    closed_form,
+    names,
+    simulate,
+)
 from zbcompile.schedules.simulation.closed_forms import symbol_values
 
 AUTOMATIC = ("zb-1p", "zb-2p")
 
 
 def draw_schedule(name: str, generator: random.Random, assumes: str) -> Schedule:
-    """Returns a schedule of whole groups, at least two of them, on a number of ranks that the formula assumes."""
+    """Returns a schedule of whole groups, at least two of them, on a number of ranks that the
+    formula assumes."""
     ranks = [1, 2, 3, 4, 6, 7, 8] if "p >= 2" not in assumes else [2, 3, 4, 6, 7, 8]
     ranks = [4, 7, 10] if "p = 4" in assumes else [3, 4, 6, 7, 8] if "p >= 3" in assumes else ranks
     while True:
@@ -31,7 +41,11 @@ def draw_costs(stages: int, generator: random.Random, assumes: str) -> Costs:
         forward = backward = weight
     elif "T_F = T_B" in assumes:
         backward = forward
-    comm = 0 if "c = 0" in assumes else generator.choice((0, Fraction(weight, generator.randint(4, 40))))
+    comm = (
+        0
+        if "c = 0" in assumes
+        else generator.choice((0, Fraction(weight, generator.randint(4, 40))))
+    )
     return Costs.uniform(stages, forward, backward, weight, comm, 10, generator.randint(0, 10))  # type: ignore[arg-type]
 
 
@@ -46,7 +60,10 @@ def test_closed_forms_equal_the_simulator(name: str) -> None:
         assert form.cost is not None
         assert form.makespan is not None
         found = form.cost.subs(known), form.makespan.subs(known), form.peak_memory.subs(known)
-        assert found == (step.cost, step.makespan, max(step.peak_memory)), (schedule.placement, costs)
+        assert found == (step.cost, step.makespan, max(step.peak_memory)), (
+            schedule.placement,
+            costs,
+        )
 
 
 @pytest.mark.parametrize("name", AUTOMATIC)
@@ -56,7 +73,9 @@ def test_automatic_schedules_have_a_limit_only(name: str) -> None:
     for _ in range(10):
         schedule = draw_schedule(name, generator, "")
         costs = draw_costs(schedule.stages, generator, "")
-        assert max(simulate(schedule, costs).peak_memory) <= form.peak_memory.subs(symbol_values(schedule, costs))
+        assert max(simulate(schedule, costs).peak_memory) <= form.peak_memory.subs(
+            symbol_values(schedule, costs)
+        )
 
 
 def test_bubbles_of_the_literature() -> None:

@@ -29,13 +29,16 @@ def test_a_critical_path_is_as_long_as_the_step(random_costs) -> None:
         assert path[-1].end == timeline.finish
         for leg, following in itertools.pairwise(path):
             assert following.start == pytest.approx(leg.end + leg.travel)
-            if not timeline.schedule.is_lowered:  # there a SEND may have waited for the very rank it sends to
+            if (
+                not timeline.schedule.is_lowered
+            ):  # there a SEND may have waited for the very rank it sends to
                 assert leg.travel == 0 or leg.rank != following.rank
         assert sum(time_by_kind(path).values()) == pytest.approx(timeline.finish)
 
 
 def test_shortening_what_is_on_the_path_shortens_the_step(random_costs) -> None:
-    """And nothing else does: a stage's pass that the path never takes may become 1% faster without any gain."""
+    """And nothing else does: a stage's pass that the path never takes may become 1% faster without
+    any gain."""
     generator = random.Random(8)
     schedule = build("zb-h1", 4, 8)
     costs = random_costs(generator, 4)
@@ -52,4 +55,8 @@ def test_shortening_what_is_on_the_path_shortens_the_step(random_costs) -> None:
 
 def test_by_rank_says_where_the_path_changes_hands() -> None:
     path = critical_path(simulate(build("gpipe", ranks=2, microbatches=1), Costs.uniform(2)))
-    assert [[str(leg.step) for leg in legs] for legs in by_rank(path)] == [["F0.0"], ["F1.0", "BW1.0"], ["BW0.0"]]
+    assert [[str(leg.step) for leg in legs] for legs in by_rank(path)] == [
+        ["F0.0"],
+        ["F1.0", "BW1.0"],
+        ["BW0.0"],
+    ]

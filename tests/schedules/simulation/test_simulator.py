@@ -1,4 +1,5 @@
-"""`simulate`: figures of the literature, what hops, pairs, links and barriers mean, the bookkeeping of idle time."""
+"""`simulate`: figures of the literature, what hops, pairs, links and barriers mean, the bookkeeping
+of idle time."""
 
 import random
 from collections import defaultdict
@@ -34,9 +35,15 @@ def test_communication_makes_every_microbatch_of_1f1b_pay() -> None:
     """[2(p-1)m/p + 2p-4] hops, against 4(p-1) hops of ZB-H1 whatever m is."""
     for m, hops in ((8, 16), (16, 28), (32, 52)):
         base = simulate(build("1f1b", 4, m), Costs.uniform(4, 100, 100, 100))
-        assert simulate(build("1f1b", 4, m), Costs.uniform(4, 100, 100, 100, comm=1)).cost == base.cost + hops
+        assert (
+            simulate(build("1f1b", 4, m), Costs.uniform(4, 100, 100, 100, comm=1)).cost
+            == base.cost + hops
+        )
         base = simulate(build("zb-h1", 4, m), Costs.uniform(4, 100, 100, 100))
-        assert simulate(build("zb-h1", 4, m), Costs.uniform(4, 100, 100, 100, comm=1)).cost == base.cost + 12
+        assert (
+            simulate(build("zb-h1", 4, m), Costs.uniform(4, 100, 100, 100, comm=1)).cost
+            == base.cost + 12
+        )
 
 
 def test_a_hop_delays_but_does_not_occupy() -> None:
@@ -50,7 +57,9 @@ def test_the_turn_of_a_v_is_free() -> None:
 
 
 def test_links_have_latency_and_bandwidth() -> None:
-    costs = Costs((10, 10), (10, 10), (0, 0), message=(6, 0), links=(Link(0, 1, 1, 2), Link(1, 0, 5, 3)))
+    costs = Costs(
+        (10, 10), (10, 10), (0, 0), message=(6, 0), links=(Link(0, 1, 1, 2), Link(1, 0, 5, 3))
+    )
     t = simulate(build("gpipe", ranks=2, microbatches=1), costs)
     assert t.makespan == 10 + (1 + 6 / 2) + 20 + (5 + 6 / 3) + 10
 
@@ -77,8 +86,12 @@ def test_the_optimizer_lengthens_the_step() -> None:
 def test_memory_counts_what_b_leaves_for_w() -> None:
     """ZB-H1: (p-r) activations + r residues; ZB-H2: (2p-2r-1) and 2r."""
     costs = Costs.uniform(4, activation=10, residue=4)
-    assert simulate(build("zb-h1", 4, 12), costs).peak_memory == tuple((4 - r) * 10 + r * 4 for r in range(4))
-    assert simulate(build("zb-h2", 4, 12), costs).peak_memory == tuple((7 - 2 * r) * 10 + 2 * r * 4 for r in range(4))
+    assert simulate(build("zb-h1", 4, 12), costs).peak_memory == tuple(
+        (4 - r) * 10 + r * 4 for r in range(4)
+    )
+    assert simulate(build("zb-h2", 4, 12), costs).peak_memory == tuple(
+        (7 - 2 * r) * 10 + 2 * r * 4 for r in range(4)
+    )
 
 
 @pytest.mark.slow
@@ -115,11 +128,15 @@ def test_causes_of_idle_time() -> None:
         "rank 0 idle 20 to 41: warm-up, waits for BW1.0 of rank 1",
         "rank 0 idle 41 to 42: communication, waits for BW1.0 of rank 1",
     ]
-    assert str(t.idle[-1]) == "rank 1 idle 133 to 154: cool-down, waits until the last rank has finished"
+    assert (
+        str(t.idle[-1])
+        == "rank 1 idle 133 to 154: cool-down, waits until the last rank has finished"
+    )
 
 
 def test_a_wait_leads_back_to_the_heavy_rank() -> None:
-    """The last of four stages is heavy: in the steady phase rank 0 waits for rank 1, but because of rank 3."""
+    """The last of four stages is heavy: in the steady phase rank 0 waits for rank 1, but because of
+    rank 3."""
     costs = Costs((10, 10, 10, 30), (10, 10, 10, 30), (10, 10, 10, 30))
     t = simulate(build("1f1b", ranks=4, microbatches=32), costs)
     steady = [i for i in t.idle if i.rank == 0 and i.cause == "wait"]
@@ -160,8 +177,12 @@ def test_vocabulary_passes_wait_for_the_last_stage_and_for_each_other() -> None:
 
 def test_what_cannot_run_is_refused() -> None:
     schedule = build("1f1b", ranks=2, microbatches=2)
-    with pytest.raises(ScheduleError, match=r"costs of 4 stages for 2 stages of 1f1b; see costs.resized\(2\)"):
+    with pytest.raises(
+        ScheduleError, match=r"costs of 4 stages for 2 stages of 1f1b; see costs.resized\(2\)"
+    ):
         simulate(schedule, Costs.uniform(4))
-    incomplete = Schedule("1f1b", schedule.placement, 2, (schedule.orders[0][1:], schedule.orders[1]))
+    incomplete = Schedule(
+        "1f1b", schedule.placement, 2, (schedule.orders[0][1:], schedule.orders[1])
+    )
     with pytest.raises(ScheduleError, match="rank 0"):
         simulate(incomplete)

@@ -56,7 +56,9 @@ def test_a_limit_of_memory_is_a_line_above_the_curve_of_every_rank() -> None:
     t = replace(timeline(), memory_limits=(5.0, 5.0, 6.0, 6.0))
     root = ElementTree.fromstring(to_svg(t))
     lines = [path for path in root.iter(f"{SVG}path") if path.get("class") == "limit wide"]
-    assert [line.findtext(f"{SVG}title") for line in lines] == [f"memory limit {n}" for n in (5, 5, 6, 6)]
+    assert [line.findtext(f"{SVG}title") for line in lines] == [
+        f"memory limit {n}" for n in (5, 5, 6, 6)
+    ]
 
 
 @pytest.mark.slow
@@ -84,7 +86,10 @@ def test_causes_of_idle_time_differ_without_colour() -> None:
 def test_messages_and_the_critical_path_are_drawn_on_demand() -> None:
     t = timeline()
     also = to_svg(t, also=("messages", "critical"))
-    lines = {box.get("class"): box.get("d", "") for box in ElementTree.fromstring(also).iter(f"{SVG}path")}
+    lines = {
+        box.get("class"): box.get("d", "")
+        for box in ElementTree.fromstring(also).iter(f"{SVG}path")
+    }
     assert lines["also wide messages"].count("M") == len(list(t.messages()))
     assert lines["also wide critical"].count("H") == len(critical_path(t))
     assert 'class="also' not in to_svg(t)
@@ -118,7 +123,9 @@ def test_text_is_true_to_time() -> None:
         "rank 0  F0.0 F0.1 .....B0.0 W0.0 F0.2 B0.1 W0.1 B0.2 W0.2",
         "rank 1  .....F1.0 B1.0 F1.1 B1.1 W1.0 F1.2 B1.2 W1.1 W1.2",
     ]
-    narrow = format_timeline(simulate(build("zb-h1", ranks=2, microbatches=3)), width=28).splitlines()
+    narrow = format_timeline(
+        simulate(build("zb-h1", ranks=2, microbatches=3)), width=28
+    ).splitlines()
     assert narrow[1:] == ["rank 0  F F ..B W F B W B W", "rank 1  ..F B F B W F B W W"]
 
 
@@ -132,7 +139,10 @@ def test_compared_timelines_share_one_axis(tmp_path: Path) -> None:
     timelines = [timeline(name) for name in ("1f1b", "zb-h1", "zb-v")]
     root = ElementTree.fromstring(compare_svg(timelines))
     inner = root.findall(f"{SVG}svg")
-    spans = [[box for box in svg.iter(f"{SVG}rect") if box.get("class") == "span" and len(box)] for svg in inner]
+    spans = [
+        [box for box in svg.iter(f"{SVG}rect") if box.get("class") == "span" and len(box)]
+        for svg in inner
+    ]
     scales = {
         round(float(box.get("width", 0)) / (span.end - span.start), 1)
         for boxes, t in zip(spans, timelines, strict=True)

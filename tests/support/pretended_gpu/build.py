@@ -1,5 +1,5 @@
-"""Build of the pretended GPU, once per torch, Python and source, into the user's cache; and the environment of a
-process that has one.
+"""Build of the pretended GPU, once per torch, Python and source, into the user's cache; and the
+environment of a process that has one.
 
     python -m tests.support.pretended_gpu.build [--devices N] COMMAND...
 
@@ -47,7 +47,8 @@ def compiler() -> str | None:
 
 
 def built() -> Path:
-    """The folder with the libraries, which are built if they are not there: 30 seconds of a core."""
+    """The folder with the libraries, which are built if they are not there: 30 seconds of a
+    core."""
     folder = _cache() / _fingerprint()
     folder.parent.mkdir(parents=True, exist_ok=True)
     with (folder.parent / f"{folder.name}.lock").open("w") as lock:
@@ -60,8 +61,8 @@ def built() -> Path:
 
 
 def environment(folder: Path, devices: int = 2, faults: Path | None = None) -> dict[str, str]:
-    """This process's environment for a Python that finds pretended GPUs, as do all Pythons that it starts; each writes
-    the faults that it finds into a file in `faults`."""
+    """This process's environment for a Python that finds pretended GPUs, as do all Pythons that it
+    starts; each writes the faults that it finds into a file in `faults`."""
     paths = [str(HERE / "startup"), str(ROOT), os.environ.get("PYTHONPATH", "")]
     added = {
         "PRETENDED_GPU": str(folder),
@@ -80,13 +81,17 @@ def faults_in(folder: Path) -> list[str]:
 
 
 def _cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zbcompile-pretended-gpu"
+    return (
+        Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zbcompile-pretended-gpu"
+    )
 
 
 def _fingerprint() -> str:
     import torch
 
-    hashed = hashlib.sha256(repr((torch.__version__, torch.__file__, platform.machine(), FLAGS)).encode())
+    hashed = hashlib.sha256(
+        repr((torch.__version__, torch.__file__, platform.machine(), FLAGS)).encode()
+    )
     for source in sorted((*HERE.glob("*.hpp"), *HERE.glob("*.cpp"))):
         hashed.update(source.read_bytes())
     return f"torch-{torch.__version__}-python-{sysconfig.get_config_var('SOABI')}-{hashed.hexdigest()[:16]}"
@@ -95,20 +100,31 @@ def _fingerprint() -> str:
 def _build(folder: Path) -> None:
     from torch.utils import cpp_extension
 
-    includes = [f"-I{path}" for path in (*cpp_extension.include_paths(), sysconfig.get_paths()["include"])]
+    includes = [
+        f"-I{path}" for path in (*cpp_extension.include_paths(), sysconfig.get_paths()["include"])
+    ]
     libraries = [f"-L{cpp_extension.library_paths()[0]}", "-ltorch_python", "-ltorch_cpu", "-lc10"]
-    for source, made, linked in ((HERE / "module.cpp", MODULE, libraries), (HERE / "preload.cpp", PRELOAD, ["-ldl"])):
-        _run([compiler() or "g++", *FLAGS, *includes, str(source), "-o", str(folder / made), *linked])
+    for source, made, linked in (
+        (HERE / "module.cpp", MODULE, libraries),
+        (HERE / "preload.cpp", PRELOAD, ["-ldl"]),
+    ):
+        _run(
+            [compiler() or "g++", *FLAGS, *includes, str(source), "-o", str(folder / made), *linked]
+        )
 
 
 def _run(command: list[str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        raise RuntimeError(f"the pretended GPU cannot be built: {' '.join(command)}\n{done.stderr[-4000:]}")
+        raise RuntimeError(
+            f"the pretended GPU cannot be built: {' '.join(command)}\n{done.stderr[-4000:]}"
+        )
 
 
 def main(arguments: list[str], given: Mapping[str, str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("command", nargs=argparse.REMAINDER)
     options = parser.parse_args(arguments)

@@ -1,4 +1,5 @@
-"""A pytest plugin (`-p tests.support.pretended_gpu.checked`): a test whose processes go against CUDA's order fails."""
+"""A pytest plugin (`-p tests.support.pretended_gpu.checked`): a test whose processes go against
+CUDA's order fails."""
 
 import os
 from collections.abc import Iterator

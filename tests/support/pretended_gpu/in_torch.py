@@ -1,7 +1,9 @@
-"""The pretended GPU put in the place of torch.cuda and of ProcessGroupNCCL; `device` is the compiled module.
+"""The pretended GPU put in the place of torch.cuda and of ProcessGroupNCCL; `device` is the
+compiled module.
 
-`startup/sitecustomize.py` runs this at the start of a process. PRETENDED_GPU names the folder of the libraries,
-PRETENDED_GPU_DEVICES how many GPUs there are, PRETENDED_GPU_FAULTS a folder for the faults that are found.
+`startup/sitecustomize.py` runs this at the start of a process. PRETENDED_GPU names the folder of
+the libraries, PRETENDED_GPU_DEVICES how many GPUs there are, PRETENDED_GPU_FAULTS a folder for the
+faults that are found.
 """
 
 import importlib.util
@@ -43,7 +45,9 @@ def _where() -> str:
     while frame is not None and len(frames) < 5:
         name = frame.f_code.co_filename
         if not any(each in name for each in ("site-packages", "/lib/python3", HERE)):
-            frames.append(f"{'/'.join(name.split('/')[-2:])}:{frame.f_lineno} {frame.f_code.co_name}")
+            frames.append(
+                f"{'/'.join(name.split('/')[-2:])}:{frame.f_lineno} {frame.f_code.co_name}"
+            )
         frame = frame.f_back
     return " <- ".join(frames)
 
@@ -82,7 +86,9 @@ class Event(torch.Event):
 
 def _current_stream(given: Any = None) -> Stream:
     found = torch.accelerator.current_stream(_index(given))
-    return Stream(stream_id=found.stream_id, device_index=found.device_index, device_type=found.device_type)
+    return Stream(
+        stream_id=found.stream_id, device_index=found.device_index, device_type=found.device_type
+    )
 
 
 class StreamContext:
@@ -129,7 +135,11 @@ class GraphContext:
     """Captures on a stream of the current device, as torch.cuda.graph does."""
 
     def __init__(
-        self, graph: CUDAGraph, pool: Any = None, stream: Any = None, capture_error_mode: str = "global"
+        self,
+        graph: CUDAGraph,
+        pool: Any = None,
+        stream: Any = None,
+        capture_error_mode: str = "global",
     ) -> None:
         self.graph, self.context = graph, StreamContext(stream or Stream())
 
@@ -149,10 +159,28 @@ class GraphContext:
 def _properties(given: Any = None) -> SimpleNamespace:
     kilo = 1 << 10
     return SimpleNamespace(
-        **{"name": "pretended GPU", "major": 9, "minor": 0, "total_memory": TOTAL, "multi_processor_count": 132},
-        **{"uuid": f"pretended-{HOST}-{_index(given)}", "warp_size": 32, "max_threads_per_multi_processor": 2048},
-        **{"L2_cache_size": 50 << 20, "gcnArchName": "", "is_integrated": False, "regs_per_multiprocessor": 64 * kilo},
-        **{"shared_memory_per_multiprocessor": 228 * kilo, "shared_memory_per_block_optin": 227 * kilo},
+        **{
+            "name": "pretended GPU",
+            "major": 9,
+            "minor": 0,
+            "total_memory": TOTAL,
+            "multi_processor_count": 132,
+        },
+        **{
+            "uuid": f"pretended-{HOST}-{_index(given)}",
+            "warp_size": 32,
+            "max_threads_per_multi_processor": 2048,
+        },
+        **{
+            "L2_cache_size": 50 << 20,
+            "gcnArchName": "",
+            "is_integrated": False,
+            "regs_per_multiprocessor": 64 * kilo,
+        },
+        **{
+            "shared_memory_per_multiprocessor": 228 * kilo,
+            "shared_memory_per_block_optin": 227 * kilo,
+        },
     )
 
 
@@ -173,10 +201,15 @@ class ProcessGroupNCCL(metaclass=_AnyBackend):
 
     class Options:
         def __init__(self, is_high_priority_stream: bool = False) -> None:
-            self.is_high_priority_stream, self._timeout = is_high_priority_stream, dist.default_pg_timeout
+            self.is_high_priority_stream, self._timeout = (
+                is_high_priority_stream,
+                dist.default_pg_timeout,
+            )
             self.group_name, self.global_ranks_in_group = "", []
 
-    made: ClassVar[list[Any]] = []  # the options of all groups, as a flight recorder would name them
+    made: ClassVar[
+        list[Any]
+    ] = []  # the options of all groups, as a flight recorder would name them
 
     def __new__(cls, store: dist.Store, rank: int, size: int, options: Any = None) -> Any:
         cls.made.append(options)
@@ -208,14 +241,33 @@ def _install() -> None:
     device.set_devices(DEVICES)
     device.set_stack_function(_where)
     _put(cuda, _initialized=True, _lazy_init=_nothing, init=_nothing, is_initialized=lambda: True)
-    _put(cuda, is_available=lambda: True, device_count=lambda: DEVICES, current_device=device.device)
-    _put(cuda, set_device=lambda given: device.set_device(_index(given)), _is_in_bad_fork=lambda: False)
-    _put(cuda, _exchange_device=_exchange, _maybe_exchange_device=_exchange, _lazy_call=lambda run, **_: run())
+    _put(
+        cuda, is_available=lambda: True, device_count=lambda: DEVICES, current_device=device.device
+    )
+    _put(
+        cuda,
+        set_device=lambda given: device.set_device(_index(given)),
+        _is_in_bad_fork=lambda: False,
+    )
+    _put(
+        cuda,
+        _exchange_device=_exchange,
+        _maybe_exchange_device=_exchange,
+        _lazy_call=lambda run, **_: run(),
+    )
     _install_generators(cuda)
     _install_streams(cuda)
     _install_memory(cuda)
-    _put(cuda, get_device_properties=_properties, get_device_name=lambda given=None: _properties(given).name)
-    _put(cuda, get_device_capability=lambda given=None: (9, 0), is_bf16_supported=lambda *_, **__: True)
+    _put(
+        cuda,
+        get_device_properties=_properties,
+        get_device_name=lambda given=None: _properties(given).name,
+    )
+    _put(
+        cuda,
+        get_device_capability=lambda given=None: (9, 0),
+        is_bf16_supported=lambda *_, **__: True,
+    )
     _put(cuda, set_sync_debug_mode=lambda mode: device.set_sync_mode(SYNC_MODES.get(mode, mode)))
     _put(cuda, get_sync_debug_mode=device.sync_mode)
     _put(torch.backends.cuda, is_built=lambda: True)
@@ -237,7 +289,9 @@ def _install_streams(cuda: Any) -> None:
         _put(module, Stream=Stream, Event=Event)
     _put(cuda, current_stream=_current_stream, set_stream=torch.accelerator.set_stream)
     _put(cuda, stream=StreamContext, StreamContext=StreamContext)
-    cuda.default_stream = lambda given=None: Stream(stream_id=0, device_index=_index(given), device_type=1)
+    cuda.default_stream = lambda given=None: Stream(
+        stream_id=0, device_index=_index(given), device_type=1
+    )
     cuda.synchronize = lambda given=None: torch.accelerator.synchronize(_index(given))
     for module in (cuda, cuda.graphs):
         _put(module, CUDAGraph=CUDAGraph, graph=GraphContext, graph_pool_handle=lambda: (0, 1))
@@ -252,14 +306,26 @@ def _install_memory(cuda: Any) -> None:
         _put(module, memory_reserved=lambda given=None: device.memory(_index(given))[1])
         _put(module, max_memory_reserved=lambda given=None: device.memory(_index(given))[1])
         _put(module, reset_peak_memory_stats=lambda given=None: device.reset_peak(_index(given)))
-        _put(module, mem_get_info=lambda given=None: (TOTAL - device.memory(_index(given))[1], TOTAL))
+        _put(
+            module, mem_get_info=lambda given=None: (TOTAL - device.memory(_index(given))[1], TOTAL)
+        )
         _put(module, empty_cache=lambda: [device.reset_peak(index) for index in range(DEVICES)])
     _put(torch.UntypedStorage, resize_=_resize)
 
 
 def _install_below(c: Any) -> None:
-    _put(c, _cuda_getDeviceCount=lambda: DEVICES, _cuda_getDevice=device.device, _cuda_setDevice=device.set_device)
-    _put(c, _cuda_isInBadFork=lambda: False, _cuda_init=_nothing, _cuda_synchronize=torch.accelerator.synchronize)
+    _put(
+        c,
+        _cuda_getDeviceCount=lambda: DEVICES,
+        _cuda_getDevice=device.device,
+        _cuda_setDevice=device.set_device,
+    )
+    _put(
+        c,
+        _cuda_isInBadFork=lambda: False,
+        _cuda_init=_nothing,
+        _cuda_synchronize=torch.accelerator.synchronize,
+    )
     _put(c, _cuda_exchangeDevice=_exchange, _cuda_maybeExchangeDevice=_exchange)
     _put(c, _nccl_version=lambda: 2 << 32 | 27 << 16, _nccl_version_suffix=lambda: b"pretended")
     c._cuda_getCurrentRawStream = lambda index: torch.accelerator.current_stream(index).stream_id

@@ -36,7 +36,9 @@ class Masked(nn.Module):
 
 
 def masked(**options: Any) -> None:
-    zbcompile.pipeline(Masked(), schedule="1f1b", microbatches=4, ranks=2, **options).step(ROWS, mask=torch.ones(8, 8))
+    zbcompile.pipeline(Masked(), schedule="1f1b", microbatches=4, ranks=2, **options).step(
+        ROWS, mask=torch.ones(8, 8)
+    )
 
 
 def ambiguous_leaf() -> None:
@@ -52,7 +54,9 @@ def split_of_a_missing_dimension() -> None:
 
 
 def split_that_does_not_divide() -> None:
-    pipe = zbcompile.pipeline(Masked(), schedule="1f1b", microbatches=4, ranks=2, split={"mask": True})
+    pipe = zbcompile.pipeline(
+        Masked(), schedule="1f1b", microbatches=4, ranks=2, split={"mask": True}
+    )
     pipe.step(ROWS, mask=torch.ones(6))
 
 
@@ -111,7 +115,9 @@ def inadmissible_microbatches() -> None:
 
 
 def buffers_in_two_model_copies() -> None:
-    train(nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32), nn.Linear(32, 32)), schedule="dualpipe")
+    train(
+        nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32), nn.Linear(32, 32)), schedule="dualpipe"
+    )
 
 
 def schedule_of_wrong_type() -> None:
@@ -203,7 +209,9 @@ def function_without_module() -> None:
 
 
 def uncompiled(use: str) -> Any:
-    return getattr(zbcompile.pipeline(MLP(), schedule="1f1b", microbatches=4, ranks=2, loss=F.mse_loss), use)
+    return getattr(
+        zbcompile.pipeline(MLP(), schedule="1f1b", microbatches=4, ranks=2, loss=F.mse_loss), use
+    )
 
 
 def parameters_before_compiling() -> None:
@@ -245,38 +253,84 @@ def replaced_parameter() -> None:
 
 
 BAD = (
-    Refused(indivisible_batch, PIPELINE, r"batch of 6 samples .* 4 equal microbatches.*divisible by 4"),
+    Refused(
+        indivisible_batch, PIPELINE, r"batch of 6 samples .* 4 equal microbatches.*divisible by 4"
+    ),
     Refused(batch_without_tensors, PIPELINE, r"no tensor with a batch dimension"),
     Refused(ambiguous_leaf, PIPELINE, r"kwargs\['mask'\] has shape \[8, 8\].*split=\{"),
     Refused(
-        split_of_unknown_input, PIPELINE, r"'msak', which is not an input; the inputs are args\[0\], kwargs\['mask'\]"
+        split_of_unknown_input,
+        PIPELINE,
+        r"'msak', which is not an input; the inputs are args\[0\], kwargs\['mask'\]",
     ),
-    Refused(split_of_a_missing_dimension, PIPELINE, r"cut dimension 2 of kwargs\['mask'\], which has shape \[8, 8\]"),
-    Refused(split_that_does_not_divide, PIPELINE, r"batch of 8 samples \(kwargs\['mask'\] has 6\).*among \[1, 2\]"),
-    Refused(first_tensor_is_no_batch, PIPELINE, r"args\[0\] has 2 rows, the batch 8 \(args\[1\], target\).*split={"),
-    Refused(target_of_other_length, PIPELINE, r"target has 7 rows, the batch 8 \(args\[0\]\).*split={'target': False}"),
+    Refused(
+        split_of_a_missing_dimension,
+        PIPELINE,
+        r"cut dimension 2 of kwargs\['mask'\], which has shape \[8, 8\]",
+    ),
+    Refused(
+        split_that_does_not_divide,
+        PIPELINE,
+        r"batch of 8 samples \(kwargs\['mask'\] has 6\).*among \[1, 2\]",
+    ),
+    Refused(
+        first_tensor_is_no_batch,
+        PIPELINE,
+        r"args\[0\] has 2 rows, the batch 8 \(args\[1\], target\).*split={",
+    ),
+    Refused(
+        target_of_other_length,
+        PIPELINE,
+        r"target has 7 rows, the batch 8 \(args\[0\]\).*split={'target': False}",
+    ),
     Refused(empty_batch, PIPELINE, r"the batch is empty: args\[0\], target"),
     Refused(empty_evaluation, PIPELINE, r"the batch is empty: args\[0\]"),
     Refused(input_that_requires_a_gradient, PIPELINE, r"args\[0\] requires a gradient.*detach"),
     Refused(target_without_loss, PIPELINE, r"target=, but the pipeline has no loss="),
     Refused(too_many_stages, PARTITION, r"can be cut at 0 places; 4 stages need 3"),
     Refused(schedule_for_other_ranks, PIPELINE, r"for 3 ranks .* there are 2"),
-    Refused(schedule_for_other_microbatches, PIPELINE, r"microbatches=4, but the schedule 1f1b is for 8"),
+    Refused(
+        schedule_for_other_microbatches, PIPELINE, r"microbatches=4, but the schedule 1f1b is for 8"
+    ),
     Refused(unknown_schedule, SCHEDULE, r"'1f2b'; did you mean"),
-    Refused(inadmissible_microbatches, SCHEDULE, r"dualpipe-v: 2 microbatches on 2 ranks; .* nearest that work: 4"),
-    Refused(buffers_in_two_model_copies, PARTITION, r"buffer 1.running_mean is changed .* two copies .* dualpipe-v"),
+    Refused(
+        inadmissible_microbatches,
+        SCHEDULE,
+        r"dualpipe-v: 2 microbatches on 2 ranks; .* nearest that work: 4",
+    ),
+    Refused(
+        buffers_in_two_model_copies,
+        PARTITION,
+        r"buffer 1.running_mean is changed .* two copies .* dualpipe-v",
+    ),
     Refused(schedule_of_wrong_type, PIPELINE, r"schedule=7; expected a name"),
-    Refused(no_microbatches, PIPELINE, r"microbatches=0; expected a positive whole number of microbatches"),
+    Refused(
+        no_microbatches,
+        PIPELINE,
+        r"microbatches=0; expected a positive whole number of microbatches",
+    ),
     Refused(unknown_reduction, PIPELINE, r"loss_reduction='max'; expected"),
     Refused(ranks_that_are_not_there, PIPELINE, r"ranks=[03]"),
-    Refused(loss_not_scalar, CAPTURE, r"loss has shape \(2, 32\); expected one element.*\.mean\(\)"),
-    Refused(loss_not_a_tensor, CAPTURE, r"loss function returned float; expected a tensor with one element"),
+    Refused(
+        loss_not_scalar, CAPTURE, r"loss has shape \(2, 32\); expected one element.*\.mean\(\)"
+    ),
+    Refused(
+        loss_not_a_tensor,
+        CAPTURE,
+        r"loss function returned float; expected a tensor with one element",
+    ),
     Refused(loss_of_integers, CAPTURE, r"dtype torch.int64; expected a floating-point number"),
     Refused(loss_not_callable, PIPELINE, r"loss='mse'; expected a function"),
     Refused(
-        loss_with_parameters_of_a_model_with_a_loss, CAPTURE, r"Weighted has parameters.*MLP has another attribute"
+        loss_with_parameters_of_a_model_with_a_loss,
+        CAPTURE,
+        r"Weighted has parameters.*MLP has another attribute",
     ),
-    Refused(loss_that_writes_its_buffer, CAPTURE, r"loss module changes its buffer mean.*model\.loss = loss"),
+    Refused(
+        loss_that_writes_its_buffer,
+        CAPTURE,
+        r"loss module changes its buffer mean.*model\.loss = loss",
+    ),
     Refused(no_loss_anywhere, CAPTURE, r"returned dict without a loss.*pass loss=fn"),
     Refused(output_is_no_loss, CAPTURE, r"loss has shape \(2, 32\).*pass loss=fn"),
     Refused(not_a_module, PIPELINE, r"nn.Module.*received list"),
@@ -286,8 +340,14 @@ BAD = (
     Refused(state_dict_before_compiling, PIPELINE, r"not compiled yet"),
     Refused(load_state_dict_before_compiling, PIPELINE, r"not compiled yet"),
     Refused(program_before_compiling, PIPELINE, r"not compiled yet"),
-    Refused(hook_after_compiling, CAPTURE, r"register_post_accumulate_grad_hook on the parameter 'layers\.\d\.weight'"),
-    Refused(replaced_parameter, PIPELINE, r"layers\.\d\.weight was replaced by another tensor.*in place"),
+    Refused(
+        hook_after_compiling,
+        CAPTURE,
+        r"register_post_accumulate_grad_hook on the parameter 'layers\.\d\.weight'",
+    ),
+    Refused(
+        replaced_parameter, PIPELINE, r"layers\.\d\.weight was replaced by another tensor.*in place"
+    ),
 )
 
 
@@ -316,7 +376,10 @@ def test_failure_of_one_rank_reaches_all(pool: Pool) -> None:
     first, second = pool.outcomes(hook_on_rank_1)
     assert second.error == "CaptureError"
     assert first.error == "PipelineError"
-    assert "failed on rank 1: CaptureError: register_post_accumulate_grad_hook on the parameter" in first.text
+    assert (
+        "failed on rank 1: CaptureError: register_post_accumulate_grad_hook on the parameter"
+        in first.text
+    )
 
 
 class Narrow(nn.Module):
@@ -324,7 +387,9 @@ class Narrow(nn.Module):
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(WIDTH, hidden), nn.Tanh(), nn.Linear(hidden, WIDTH), nn.Tanh())
+        self.layers = nn.Sequential(
+            nn.Linear(WIDTH, hidden), nn.Tanh(), nn.Linear(hidden, WIDTH), nn.Tanh()
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layers(x)
@@ -369,7 +434,9 @@ def test_ranks_that_compile_different_programs(what: str, pool: Pool) -> None:
     assert first.error == second.error == "PipelineError", first.trace + second.trace
     assert first.text == second.text
     batch = what in ("batch", "dtype", "microbatches")
-    assert ("args[0] of this batch differs" if batch else "the ranks compiled different programs") in first.text
+    assert (
+        "args[0] of this batch differs" if batch else "the ranks compiled different programs"
+    ) in first.text
 
 
 @pytest.mark.parametrize(
@@ -377,19 +444,27 @@ def test_ranks_that_compile_different_programs(what: str, pool: Pool) -> None:
     [
         (1, {}, "The step got no target=, so loss=.* received None"),
         (2, {}, "takes 2 positional arguments .*is passed as target=: pipe.step"),
-        (1, {"labels": torch.ones(4, 2)}, "unexpected keyword argument 'labels'.*is passed as target="),
+        (
+            1,
+            {"labels": torch.ones(4, 2)},
+            "unexpected keyword argument 'labels'.*is passed as target=",
+        ),
     ],
 )
 def test_a_target_in_another_place(args: int, kwargs: dict[str, torch.Tensor], says: str) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    pipe = zbcompile.pipeline(model, schedule="1f1b", ranks=2, microbatches=2, loss=nn.functional.mse_loss)
+    pipe = zbcompile.pipeline(
+        model, schedule="1f1b", ranks=2, microbatches=2, loss=nn.functional.mse_loss
+    )
     with pytest.raises(zbcompile.CaptureError, match=says):
         pipe.step(*[torch.ones(4, 2)] * args, **kwargs)
 
 
 def test_a_batch_on_another_device() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    pipe = zbcompile.pipeline(model, schedule="1f1b", ranks=2, microbatches=2, loss=nn.functional.mse_loss)
+    pipe = zbcompile.pipeline(
+        model, schedule="1f1b", ranks=2, microbatches=2, loss=nn.functional.mse_loss
+    )
     here, far = torch.ones(4, 2), torch.ones(4, 2, device="meta")
     says = "is on meta and the model on cpu: pass tensor.to"
     for x, target, which in ((far, here, r"args\[0\]"), (here, far, "target")):
@@ -403,12 +478,21 @@ def test_a_batch_on_another_device() -> None:
 def test_habits_of_modules() -> None:
     """They work, or say in one line what to call."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    pipe = zbcompile.pipeline(model, schedule="1f1b", ranks=2, microbatches=2, loss=nn.functional.mse_loss)
-    for call, says in ((pipe, "is not called: pipe.step"), (pipe.to, "model.to"), (pipe.eval, r"use model\.eval\(\)")):
+    pipe = zbcompile.pipeline(
+        model, schedule="1f1b", ranks=2, microbatches=2, loss=nn.functional.mse_loss
+    )
+    for call, says in (
+        (pipe, "is not called: pipe.step"),
+        (pipe.to, "model.to"),
+        (pipe.eval, r"use model\.eval\(\)"),
+    ):
         with pytest.raises(zbcompile.PipelineError, match=says):
             call()
     for name in ("cuda", "half", "forward", "modules"):
-        with pytest.raises(AttributeError, match=rf"no attribute {name}, as it is no nn\.Module: use model\.{name},"):
+        with pytest.raises(
+            AttributeError,
+            match=rf"no attribute {name}, as it is no nn\.Module: use model\.{name},",
+        ):
             getattr(pipe, name)
     assert not hasattr(pipe, "nonsense")
     with pytest.raises(zbcompile.PipelineError, match="cannot be copied or pickled"):
@@ -424,8 +508,8 @@ def test_habits_of_modules() -> None:
 
 
 def refusal_of_other_batches(seeds: tuple[int, int], strays: int) -> tuple[int, str]:
-    """The number of steps of five that ran, and what the next one raised; before step `strays` the last rank draws what
-    the others do not."""
+    """The number of steps of five that ran, and what the next one raised; before step `strays` the
+    last rank draws what the others do not."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(1000, 4), nn.Linear(4, 4))
     pipe = zbcompile.pipeline(model, schedule="1f1b", microbatches=2, loss=nn.functional.mse_loss)
@@ -440,8 +524,8 @@ def refusal_of_other_batches(seeds: tuple[int, int], strays: int) -> tuple[int, 
 
 
 def test_other_batches_on_other_ranks_are_refused(pool: Pool) -> None:
-    """In the first step and in later ones: a loader without a seed would train on inputs and targets of different
-    samples."""
+    """In the first step and in later ones: a loader without a seed would train on inputs and
+    targets of different samples."""
     assert pool.run(refusal_of_other_batches, (1, 1), 10) == [(5, "")] * 2
     first, other = pool.run(refusal_of_other_batches, (1, 2), 10)
     assert first == other

@@ -1,4 +1,5 @@
-"""Models of many kinds through the front door: loss, every gradient and every buffer bitwise equal to eager's."""
+"""Models of many kinds through the front door: loss, every gradient and every buffer bitwise equal
+to eager's."""
 
 import copy
 import functools
@@ -51,7 +52,12 @@ class Shortcuts(Residual):
         for layer in self.layers:
             x = torch.relu(layer(x))
             kept.append(x)
-        return x * torch.sigmoid(kept[0]) + kept[0] - kept[1] * kept[2] + (kept[0].argmax(-1) % 3).unsqueeze(-1)
+        return (
+            x * torch.sigmoid(kept[0])
+            + kept[0]
+            - kept[1] * kept[2]
+            + (kept[0].argmax(-1) % 3).unsqueeze(-1)
+        )
 
 
 class BiasTied(Residual):
@@ -86,7 +92,9 @@ def test_a_step_equals_eager(make: Callable[[], nn.Module], schedule: str, ranks
     torch.manual_seed(0)
     model, x, target = make(), torch.randn(8, WIDTH), torch.randn(8, WIDTH)
     eager = copy.deepcopy(model)
-    pipe = zbcompile.pipeline(model, schedule=schedule, ranks=ranks, microbatches=4, loss=F.mse_loss, exact=True)
+    pipe = zbcompile.pipeline(
+        model, schedule=schedule, ranks=ranks, microbatches=4, loss=F.mse_loss, exact=True
+    )
     loss = pipe.step(x, target=target)
     losses = [F.mse_loss(eager(a), b) / 4 for a, b in zip(x.chunk(4), target.chunk(4), strict=True)]
     for part in losses:
@@ -97,4 +105,6 @@ def test_a_step_equals_eager(make: Callable[[], nn.Module], schedule: str, ranks
         assert ours.grad is None or torch.equal(ours.grad, theirs.grad), name
     for (name, ours), theirs in zip(model.named_buffers(), eager.buffers(), strict=True):
         assert torch.equal(ours, theirs), name
-    torch.testing.assert_close(pipe.eval(x), eager.eval()(x).detach())  # in chunks: other GEMM shapes, other last bits
+    torch.testing.assert_close(
+        pipe.eval(x), eager.eval()(x).detach()
+    )  # in chunks: other GEMM shapes, other last bits

@@ -1,4 +1,5 @@
-"""The options of `zbcompile.pipeline`: defaults, checks, flags, and the sentences of the removed ones."""
+"""The options of `zbcompile.pipeline`: defaults, checks, flags, and the sentences of the removed
+ones."""
 
 import argparse
 import inspect
@@ -63,7 +64,9 @@ def test_every_option_of_a_graph_is_a_flag() -> None:
 
 @pytest.mark.parametrize("name", REMOVED)
 def test_a_removed_option_says_what_to_do(name: str) -> None:
-    with pytest.raises(TypeError, match=rf"^zbcompile\.pipeline has no option {name}= any more: ..") as caught:
+    with pytest.raises(
+        TypeError, match=rf"^zbcompile\.pipeline has no option {name}= any more: .."
+    ) as caught:
         zbcompile.pipeline(nn.Linear(2, 2), **{name: 1})
     assert REMOVED[name] in str(caught.value)
     assert name not in OPTIONS
@@ -77,7 +80,8 @@ def test_errors_of_the_compiler_are_importable_with_the_others() -> None:
 
 @pytest.mark.parametrize("name", SPELLED)
 def test_flags(name: str) -> None:
-    """What is written on a command line arrives as the keyword would; what is not written is left out."""
+    """What is written on a command line arrives as the keyword would; what is not written is left
+    out."""
     parser = argparse.ArgumentParser()
     add_flags(parser, SPELLED)
     text, value = SPELLED[name]
@@ -95,7 +99,9 @@ def test_flags(name: str) -> None:
 def test_bytes_as_text(number: Fraction, unit: str, space: str) -> None:
     power = "BkMGT".index(unit[0].replace("K", "k"))
     text = f"{float(number):.3f}"
-    assert read_bytes(f"{text}{space}{unit}") == int(Fraction(text) * (1024 if "i" in unit else 1000) ** power)
+    assert read_bytes(f"{text}{space}{unit}") == int(
+        Fraction(text) * (1024 if "i" in unit else 1000) ** power
+    )
 
 
 @given(st.one_of(st.integers(1, 1 << 60), st.floats(1, 1e18)))
@@ -106,10 +112,28 @@ def test_bytes_as_a_number(number: float) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "GiB", "80 Gb", "80gib", "80G", "-1GB", "1,5GB", "1e999", "٣GB", "1 2", True, -1, 0.5, float("nan"), []],
+    [
+        "",
+        "GiB",
+        "80 Gb",
+        "80gib",
+        "80G",
+        "-1GB",
+        "1,5GB",
+        "1e999",
+        "٣GB",
+        "1 2",
+        True,
+        -1,
+        0.5,
+        float("nan"),
+        [],
+    ],
 )
 def test_no_bytes(text: Any) -> None:
-    with pytest.raises(PipelineError, match=r"^memory=.*; expected a positive number of bytes: .*\"80GiB\".*TiB"):
+    with pytest.raises(
+        PipelineError, match=r"^memory=.*; expected a positive number of bytes: .*\"80GiB\".*TiB"
+    ):
         PipelineOptions(memory=text)
 
 
@@ -119,17 +143,41 @@ def test_no_bytes(text: Any) -> None:
         ("ranks", "2", "ranks='2'; expected a positive whole number of ranks."),
         ("ranks", 0, "ranks=0; expected a positive whole number of ranks."),
         ("mesh", "pp", "mesh='pp'; expected a DeviceMesh."),
-        ("microbatches", 2.0, "microbatches=2.0; expected a positive whole number of microbatches."),
-        ("microbatches", True, "microbatches=True; expected a positive whole number of microbatches."),
+        (
+            "microbatches",
+            2.0,
+            "microbatches=2.0; expected a positive whole number of microbatches.",
+        ),
+        (
+            "microbatches",
+            True,
+            "microbatches=True; expected a positive whole number of microbatches.",
+        ),
         ("example", (1, 2, 3), "example=(1, 2, 3); expected (args, kwargs) of one batch."),
-        ("split", {"mask": "no"}, "split={'mask': 'no'}; expected a mapping of inputs to False, True or the dimension"),
+        (
+            "split",
+            {"mask": "no"},
+            "split={'mask': 'no'}; expected a mapping of inputs to False, True or the dimension",
+        ),
         ("timeout", 0, "timeout=0; expected a positive number of seconds."),
         ("exact", "yes", "exact='yes'; expected True or False."),
         ("vocab", True, 'vocab=True; expected "off", "auto", 1 or 2 (barriers).'),
-        ("recompute", "selectiv", 'recompute=\'selectiv\'; expected "off", "hints", "selective", "full", a share of'),
-        ("accumulate_dtype", torch.int32, "accumulate_dtype=torch.int32; expected a floating-point dtype"),
+        (
+            "recompute",
+            "selectiv",
+            'recompute=\'selectiv\'; expected "off", "hints", "selective", "full", a share of',
+        ),
+        (
+            "accumulate_dtype",
+            torch.int32,
+            "accumulate_dtype=torch.int32; expected a floating-point dtype",
+        ),
         ("backend", "tpu", 'backend=\'tpu\'; expected "fx", "inductor", or a function'),
-        ("schedule", nn.Linear(2, 2), "schedule=Linear(in_features=2, out_features=2, bias=True); expected a name"),
+        (
+            "schedule",
+            nn.Linear(2, 2),
+            "schedule=Linear(in_features=2, out_features=2, bias=True); expected a name",
+        ),
         ("loss", list(range(100)), "loss=<list>; expected a function loss(output, target)."),
     ],
 )
@@ -150,7 +198,9 @@ def test_unknown_keyword() -> None:
 
 
 def test_options_of_a_saved_program() -> None:
-    choices = Choices(recompute=("full", 0.5), balance=("2",), accumulate_dtype=torch.float32, memory=1 << 20)
+    choices = Choices(
+        recompute=("full", 0.5), balance=("2",), accumulate_dtype=torch.float32, memory=1 << 20
+    )
     assert _choices_from_data(json.loads(json.dumps(_options_to_data(choices)))) == choices
     step = replace(StepOptions(), seed=3, split={"x": True}, backend="mine")
     assert _step_from_data(json.loads(json.dumps(_options_to_data(step)))) == step
@@ -172,12 +222,16 @@ def test_none_is_no_model() -> None:
 
 def test_misspelt_attributes_are_refused() -> None:
     pipe = tiny(ranks=2, schedule="1f1b")
-    with pytest.raises(AttributeError, match=r"no attribute microbatches\. Options are fixed.*zbcompile\.pipeline"):
+    with pytest.raises(
+        AttributeError, match=r"no attribute microbatches\. Options are fixed.*zbcompile\.pipeline"
+    ):
         pipe.microbatches = 8  # type: ignore[attr-defined]
     pipe.record, pipe.step_index = True, 5
 
 
-def test_a_schedule_brings_its_own_ranks_and_microbatches(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_schedule_brings_its_own_ranks_and_microbatches(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     pipe = tiny(schedule=build("1f1b", ranks=2, microbatches=4))
     pipe.compile(torch.ones(8, 4), target=torch.ones(8, 4))
     assert (pipe.program.schedule.ranks, pipe.program.schedule.microbatches) == (2, 4)
@@ -185,7 +239,9 @@ def test_a_schedule_brings_its_own_ranks_and_microbatches(capsys: pytest.Capture
 
 
 @pytest.mark.parametrize(("rows", "count"), [(8, 8), (16, 16), (24, 24), (74, 37)])
-def test_the_default_count_divides_the_batch(rows: int, count: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_default_count_divides_the_batch(
+    rows: int, count: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     pipe = tiny(schedule="zb-v", ranks=4)
     assert capsys.readouterr().out == ""
     pipe.compile(torch.ones(rows, 4), target=torch.ones(rows, 4))

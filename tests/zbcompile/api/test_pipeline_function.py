@@ -54,10 +54,17 @@ def test_every_call_of_a_decorated_function_is_a_pipeline_of_its_own() -> None:
 
 def test_example_compiles_at_once() -> None:
     pipe = zbcompile.pipeline(
-        MLP(), schedule="zbv", microbatches=4, ranks=2, loss=F.mse_loss, example=((X,), {"target": GOAL})
+        MLP(),
+        schedule="zbv",
+        microbatches=4,
+        ranks=2,
+        loss=F.mse_loss,
+        example=((X,), {"target": GOAL}),
     )
     assert pipe.program.schedule.name == "zb-v"
-    assert {name for name, _ in pipe.named_parameters()} == {name for name, _ in MLP().named_parameters()}
+    assert {name for name, _ in pipe.named_parameters()} == {
+        name for name, _ in MLP().named_parameters()
+    }
 
 
 def test_compile_runs_nothing() -> None:
@@ -69,14 +76,18 @@ def test_compile_runs_nothing() -> None:
 @pytest.mark.mostly_slow(every=4, suite=2)
 @pytest.mark.parametrize("name", ["zbv", "ZB-V", "zb_v", "Zb V"])
 def test_any_spelling(name: str) -> None:
-    pipe = zbcompile.pipeline(MLP(), schedule=name, microbatches=4, ranks=2, loss=F.mse_loss).compile(X, target=GOAL)
+    pipe = zbcompile.pipeline(
+        MLP(), schedule=name, microbatches=4, ranks=2, loss=F.mse_loss
+    ).compile(X, target=GOAL)
     assert pipe.program.schedule.name == "zb-v"
 
 
 def test_model_itself_is_trained() -> None:
     """The pipeline holds the caller's own parameters: an optimizer over either moves both."""
     model = MLP()
-    pipe = zbcompile.pipeline(model, schedule="1f1b", microbatches=4, ranks=2, loss=F.mse_loss).compile(X, target=GOAL)
+    pipe = zbcompile.pipeline(
+        model, schedule="1f1b", microbatches=4, ranks=2, loss=F.mse_loss
+    ).compile(X, target=GOAL)
     assert [id(p) for p in pipe.parameters()] == [id(p) for p in model.parameters()]
 
 

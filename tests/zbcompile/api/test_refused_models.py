@@ -1,4 +1,5 @@
-"""Models that cannot be a pipeline: said precisely, in one process and on every rank, and nothing hangs."""
+"""Models that cannot be a pipeline: said precisely, in one process and on every rank, and nothing
+hangs."""
 
 from collections.abc import Callable
 from typing import Any
@@ -258,7 +259,9 @@ def wrong_dtype() -> None:
 
 
 def wrong_target() -> None:
-    pipe = zbcompile.pipeline(MLP(2), schedule="1f1b", microbatches=4, loss=nn.functional.cross_entropy, ranks=2)
+    pipe = zbcompile.pipeline(
+        MLP(2), schedule="1f1b", microbatches=4, loss=nn.functional.cross_entropy, ranks=2
+    )
     pipe.step(ROWS, target=torch.zeros(8))
 
 
@@ -323,45 +326,101 @@ def average_of_all_batches() -> None:
 
 
 REFUSED = (
-    Refused(generator_of_its_own, CAPTURE, r"a torch\.Generator of its own \(.*Leave `generator=` out"),
-    Refused(average_of_all_batches, CAPTURE, r"module between \(BatchNorm1d\) has momentum=None.*Give it a momentum"),
-    Refused(loss_that_trains, CAPTURE, r"reads a tensor that requires a gradient, but is no parameter.*detach it"),
-    Refused(data_dependent_control_flow, CAPTURE, r"reads a value that depends on its inputs \(.*torch\.where"),
     Refused(
-        layer_added_after_the_first_step, PIPELINE, r"parameter layers\.\d+\.\w+ is new since the model was compiled"
+        generator_of_its_own, CAPTURE, r"a torch\.Generator of its own \(.*Leave `generator=` out"
+    ),
+    Refused(
+        average_of_all_batches,
+        CAPTURE,
+        r"module between \(BatchNorm1d\) has momentum=None.*Give it a momentum",
+    ),
+    Refused(
+        loss_that_trains,
+        CAPTURE,
+        r"reads a tensor that requires a gradient, but is no parameter.*detach it",
+    ),
+    Refused(
+        data_dependent_control_flow,
+        CAPTURE,
+        r"reads a value that depends on its inputs \(.*torch\.where",
+    ),
+    Refused(
+        layer_added_after_the_first_step,
+        PIPELINE,
+        r"parameter layers\.\d+\.\w+ is new since the model was compiled",
     ),
     Refused(sparse_embedding, CAPTURE, r"gradient of '0\.weight' is sparse.*sparse=False"),
     Refused(shared_memory, CAPTURE, r"'layers\.0\.weight' and 'layers\.1\.weight' .* same memory"),
-    Refused(all_frozen, CAPTURE, r"does not depend on a trained parameter: there is nothing to train"),
+    Refused(
+        all_frozen, CAPTURE, r"does not depend on a trained parameter: there is nothing to train"
+    ),
     Refused(hook_for_all_modules, CAPTURE, r"forward_hooks for all modules.*silently lost"),
     Refused(freezes_while_it_runs, CAPTURE, r"changes requires_grad of a parameter \(.*\.py:\d+\)"),
-    Refused(shape_from_data, CAPTURE, r"shape of a result depends on values of the inputs \(.*\.py:\d+\).*mask"),
-    Refused(count_from_data, CAPTURE, r"shape of a result depends on values of the inputs \(.*\.py:\d+\).*mask"),
+    Refused(
+        shape_from_data,
+        CAPTURE,
+        r"shape of a result depends on values of the inputs \(.*\.py:\d+\).*mask",
+    ),
+    Refused(
+        count_from_data,
+        CAPTURE,
+        r"shape of a result depends on values of the inputs \(.*\.py:\d+\).*mask",
+    ),
     Refused(number_from_data, CAPTURE, r"reads a value that depends on its inputs \(.*\.py:\d+\)"),
     Refused(
-        flexible_attention, CAPTURE, r"test_refused.*FlexAttention does not support backward on CPU.*Train on a GPU"
+        flexible_attention,
+        CAPTURE,
+        r"test_refused.*FlexAttention does not support backward on CPU.*Train on a GPU",
     ),
     Refused(
-        loss_over_some_rows, CAPTURE, r"shape of a result depends on values of the inputs \(.*\.py:\d+\).*ignore_index"
+        loss_over_some_rows,
+        CAPTURE,
+        r"shape of a result depends on values of the inputs \(.*\.py:\d+\).*ignore_index",
     ),
     Refused(lazy, CAPTURE, r"module 1 \(LazyLinear\) is lazy"),
-    Refused(wrapped, CAPTURE, r"the model itself.* is a DataParallel, which cannot be captured\. Pass model\.module"),
-    Refused(changes_its_input, CAPTURE, r"changes args\[0\] of the batch in place \(.*\.clone\(\)"),
-    Refused(changes_a_parameter, CAPTURE, r"forward writes a parameter \(.*after the optimizer's step"),
-    Refused(keeps_state, CAPTURE, r"changes model\.state and reads it.*register_buffer"),
-    Refused(grows_a_buffer, CAPTURE, r"replaces the buffer kept \(float32\[1, 32\]\) by float32\[3, 32\]"),
-    Refused(replaces_a_module, CAPTURE, r"replaces or adds a submodule of model\.layers.*Call the model once"),
     Refused(
-        operation_without_a_derivative, CAPTURE, r"no_way_back\.default but no autograd formula.*register_autograd"
+        wrapped,
+        CAPTURE,
+        r"the model itself.* is a DataParallel, which cannot be captured\. Pass model\.module",
     ),
-    Refused(output_without_a_gradient, CAPTURE, r"does not depend on a trained parameter: there is nothing to train"),
+    Refused(changes_its_input, CAPTURE, r"changes args\[0\] of the batch in place \(.*\.clone\(\)"),
+    Refused(
+        changes_a_parameter, CAPTURE, r"forward writes a parameter \(.*after the optimizer's step"
+    ),
+    Refused(keeps_state, CAPTURE, r"changes model\.state and reads it.*register_buffer"),
+    Refused(
+        grows_a_buffer,
+        CAPTURE,
+        r"replaces the buffer kept \(float32\[1, 32\]\) by float32\[3, 32\]",
+    ),
+    Refused(
+        replaces_a_module,
+        CAPTURE,
+        r"replaces or adds a submodule of model\.layers.*Call the model once",
+    ),
+    Refused(
+        operation_without_a_derivative,
+        CAPTURE,
+        r"no_way_back\.default but no autograd formula.*register_autograd",
+    ),
+    Refused(
+        output_without_a_gradient,
+        CAPTURE,
+        r"does not depend on a trained parameter: there is nothing to train",
+    ),
     Refused(detached_output, CAPTURE, r"does not depend on a trained parameter.*detach"),
     Refused(in_place_below_autograd, CAPTURE, r"a GRU \(.*Use exact=False"),
     Refused(
-        wrong_width, CAPTURE, r"forward of MLP, called with \(float32\[2, 16\]\), fails .*shapes cannot be multiplied"
+        wrong_width,
+        CAPTURE,
+        r"forward of MLP, called with \(float32\[2, 16\]\), fails .*shapes cannot be multiplied",
     ),
     Refused(wrong_dtype, CAPTURE, r"float32 and float64.*convert the batch"),
-    Refused(wrong_target, CAPTURE, r"the loss cross_entropy, called with \(float32\[2, 32\], float32\[2\]\), fails"),
+    Refused(
+        wrong_target,
+        CAPTURE,
+        r"the loss cross_entropy, called with \(float32\[2, 32\], float32\[2\]\), fails",
+    ),
     Refused(
         converted_after_compiling,
         PIPELINE,
@@ -401,14 +460,24 @@ def hooked() -> None:
 
 
 def test_hooks_on_accumulated_gradients(pool: Pool) -> None:
-    with pytest.raises(zbcompile.CaptureError, match=r"'layers\.2\.weight'.*register_hook\(hook\)") as caught:
+    with pytest.raises(
+        zbcompile.CaptureError, match=r"'layers\.2\.weight'.*register_hook\(hook\)"
+    ) as caught:
         hooked()
-    assert [(o.error, o.text) for o in pool.outcomes(hooked)] == [("CaptureError", str(caught.value))] * 2
+    assert [(o.error, o.text) for o in pool.outcomes(hooked)] == [
+        ("CaptureError", str(caught.value))
+    ] * 2
 
 
 def test_wrappers_are_known_by_the_names_of_torchs_classes() -> None:
     classes = (
-        *(nn.DataParallel, DistributedDataParallel, FullyShardedDataParallel, FSDPModule, torch.jit.ScriptModule),
+        *(
+            nn.DataParallel,
+            DistributedDataParallel,
+            FullyShardedDataParallel,
+            FSDPModule,
+            torch.jit.ScriptModule,
+        ),
         *(DDP, ReplicateModule),
     )
     assert {cls.__name__ for cls in classes} == WRAPPERS.keys()

@@ -36,7 +36,8 @@ def load_and_save(path: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.T
 
 
 def test_eager_to_pipeline_and_back(tmp_path: Path, pool: Pool) -> None:
-    """`torch.save(model.state_dict())` loads into the pipeline, and the pipeline's full dict loads into eager."""
+    """`torch.save(model.state_dict())` loads into the pipeline, and the pipeline's full dict loads
+    into eager."""
     saved = trained_model().state_dict()
     torch.save(saved, tmp_path / "eager.pt")
     own, full = load_and_save(str(tmp_path / "eager.pt"))
@@ -63,7 +64,9 @@ def test_tied_parameters_stand_under_both_names_where_they_live(pool: Pool) -> N
     found = pool.run(shares, ranks=2)
     model = PROBLEMS[CASE.problem].model()
     assert set().union(*(keys for keys, _ in found)) == set(model.state_dict())
-    assert set().union(*(names for _, names in found)) == {name for name, _ in model.named_parameters()}
+    assert set().union(*(names for _, names in found)) == {
+        name for name, _ in model.named_parameters()
+    }
     for keys, names in found:
         assert ("head.weight" in keys) == ("token.weight" in keys) == ("token.weight" in names)
         assert "head.weight" not in names
@@ -79,7 +82,8 @@ def test_what_is_frozen_can_be_left_out() -> None:
 
 
 def load_damaged(damage: str) -> None:
-    """Only rank 1's copy of the dict is damaged where there are ranks: the error must still be on both."""
+    """Only rank 1's copy of the dict is damaged where there are ranks: the error must still be on
+    both."""
     state = trained_model().state_dict()
     if damage == "missing":
         del state["norm.bias"]

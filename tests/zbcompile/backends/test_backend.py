@@ -1,4 +1,5 @@
-"""What runs the graphs: functions from outside, and what is refused. For inductor see test_inductor.py."""
+"""What runs the graphs: functions from outside, and what is refused. For inductor see
+test_inductor.py."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,7 +11,15 @@ from torch._inductor import config
 from torch.fx import GraphModule
 
 import zbcompile
-from tests.support.training import Case, assert_bitwise, interpreted, pipeline_of, problem_of, reference, train
+from tests.support.training import (
+    Case,
+    assert_bitwise,
+    interpreted,
+    pipeline_of,
+    problem_of,
+    reference,
+    train,
+)
 from zbcompile.passes.torch_private import boxed
 
 CASE = Case("mlp", "zb-h1", 2, 4, steps=2)
@@ -63,7 +72,9 @@ def test_vocabulary_passes_go_through_the_backend() -> None:
     plain = train(pipeline_of(case, vocab=1), case)
     pipe = pipeline_of(case, vocab=1, backend=counting)
     assert_bitwise(train(pipe, case), plain)
-    assert len(titles) == pipe.compilations[0].distinct > 6  # S, STATS and T of two ranks beside the stages' passes
+    assert (
+        len(titles) == pipe.compilations[0].distinct > 6
+    )  # S, STATS and T of two ranks beside the stages' passes
 
 
 @pytest.mark.parametrize(
@@ -72,7 +83,10 @@ def test_vocabulary_passes_go_through_the_backend() -> None:
         ("triton", 'backend=\'triton\'; expected "fx", "inductor", or a function'),
         (lambda graph, inputs: None, "returned a NoneType for F.; expected a function"),
         (lambda graph, inputs: 1 / 0, "failed on F.: ZeroDivisionError"),
-        (lambda graph, inputs: lambda *values: values[0], "returned a Parameter; the graph returns"),
+        (
+            lambda graph, inputs: lambda *values: values[0],
+            "returned a Parameter; the graph returns",
+        ),
     ],
     ids=["name", "no function", "fails", "one tensor"],
 )

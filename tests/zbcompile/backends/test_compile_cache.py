@@ -36,7 +36,9 @@ print(*(f"{key}={how}" for key, (_, how) in found.items()), flush=True)
 
 def start(folder: Path, pause: float, first: int, *keys: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-c", MAKER, str(folder), str(pause), str(first), *keys]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
 
 
 def lines(process: subprocess.Popen[str]) -> Iterator[str]:
@@ -54,7 +56,10 @@ def names(key: str, entry: Path) -> list[str]:
 
 def test_an_entry_is_made_once(tmp_path: Path) -> None:
     cache = CompileCache(tmp_path / "new" / "folder")
-    assert cache.obtain({"a": make, "b": make}, names) == {"a": (["whole"], "compiled"), "b": (["whole"], "compiled")}
+    assert cache.obtain({"a": make, "b": make}, names) == {
+        "a": (["whole"], "compiled"),
+        "b": (["whole"], "compiled"),
+    }
     assert cache.obtain({"b": make}, names) == {"b": (["whole"], "loaded")}
     assert cache.has("a")
     assert not cache.has("c")
@@ -64,7 +69,9 @@ def test_two_processes_share_the_work(tmp_path: Path) -> None:
     """They begin with different entries, and each waits for what the other has begun."""
     both = [start(tmp_path, 1.0, first, "a", "b") for first in (0, 1)]
     said = [list(lines(process)) for process in both]
-    made = sorted(line.split()[1] for output in said for line in output if line.startswith("making"))
+    made = sorted(
+        line.split()[1] for output in said for line in output if line.startswith("making")
+    )
     assert made == ["a.partial", "b.partial"]
     assert all("half" not in output[-1] for output in said)
 
@@ -76,7 +83,9 @@ def test_a_killed_maker_leaves_nothing_behind(tmp_path: Path) -> None:
     assert not cache.has("a")
     process.send_signal(signal.SIGKILL)
     process.wait()
-    assert cache.obtain({"a": make}, names) == {"a": (["whole"], "compiled")}  # a lock that is left is waited for
+    assert cache.obtain({"a": make}, names) == {
+        "a": (["whole"], "compiled")
+    }  # a lock that is left is waited for
 
 
 def test_what_fails_is_made_again(tmp_path: Path) -> None:
@@ -113,7 +122,10 @@ def test_what_cannot_be_loaded_is_made_again(
     cache = CompileCache(tmp_path)
     cache.obtain({"a": make, "b": make}, load)
     (tmp_path / "a" / "pickle").write_bytes(damaged)
-    assert cache.obtain({"a": make, "b": make}, load) == {"a": (["whole"], "compiled"), "b": (["whole"], "loaded")}
+    assert cache.obtain({"a": make, "b": make}, load) == {
+        "a": (["whole"], "compiled"),
+        "b": (["whole"], "loaded"),
+    }
     (notice,) = capsys.readouterr().out.splitlines()
     assert notice.startswith(f"zbcompile: {tmp_path / 'a'} cannot be loaded (")
     assert cache.obtain({"a": make}, load) == {"a": (["whole"], "loaded")}
@@ -137,7 +149,9 @@ def test_a_folder_that_others_may_write_is_refused(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_folder_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_of_another_user_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if tmp_path.stat().st_uid == 0:
         os.chown(tmp_path, 4711, 4711)
     else:
@@ -146,7 +160,9 @@ def test_a_folder_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest
         CompileCache(tmp_path).obtain({"a": make}, names)
 
 
-def test_a_folder_of_root_that_only_root_may_write_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_of_root_that_only_root_may_write_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if tmp_path.stat().st_uid != 0:
         pytest.skip("needs a folder of root")
     cache = CompileCache(tmp_path)
@@ -160,7 +176,9 @@ def test_a_folder_of_root_that_only_root_may_write_is_used(tmp_path: Path, monke
         cache.obtain({"a": make}, names)
 
 
-def test_a_read_only_folder_is_used_if_nothing_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_read_only_folder_is_used_if_nothing_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cache = CompileCache(tmp_path)
     cache.obtain({"a": make}, names)
     monkeypatch.setattr(os, "access", lambda *_: False)
@@ -169,7 +187,9 @@ def test_a_read_only_folder_is_used_if_nothing_is_missing(tmp_path: Path, monkey
         cache.obtain({"a": make, "b": make}, names)
 
 
-def test_a_flipped_bit_is_noticed_before_anything_is_loaded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_flipped_bit_is_noticed_before_anything_is_loaded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     cache = CompileCache(tmp_path)
     cache.obtain({"a": make}, names)
     for damaged in (tmp_path / "a" / "whole", tmp_path / "a.sums"):

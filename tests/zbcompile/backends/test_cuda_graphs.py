@@ -19,8 +19,12 @@ def test_refused_without_a_gpu() -> None:
 
 
 def test_a_tensor_of_the_host_is_not_recorded() -> None:
-    recorded = RecordedPass("F of stage 0", lambda values: values, staying=(0,), written=frozenset(), pool=None)
-    with pytest.raises(zbcompile.PipelineError, match=r"F of stage 0 reads a tensor of shape \[2\] on cpu"):
+    recorded = RecordedPass(
+        "F of stage 0", lambda values: values, staying=(0,), written=frozenset(), pool=None
+    )
+    with pytest.raises(
+        zbcompile.PipelineError, match=r"F of stage 0 reads a tensor of shape \[2\] on cpu"
+    ):
         recorded([torch.ones(1), torch.ones(2)])
 
 
@@ -28,7 +32,9 @@ def trained(problem: str, **options: object) -> tuple[list[Tensor], dict[str, Te
     """Losses and parameters after some steps on the GPU, gradients kept in place."""
     chosen = problem_of(problem)
     model: nn.Module = chosen.model().cuda()
-    pipe = zbcompile.pipeline(model, schedule="zb-v", ranks=2, microbatches=MICROBATCHES, loss=chosen.loss, **options)
+    pipe = zbcompile.pipeline(
+        model, schedule="zb-v", ranks=2, microbatches=MICROBATCHES, loss=chosen.loss, **options
+    )
     losses, optimizer = [], None
     for batch in map(on_gpu, chosen.batches(STEPS, MICROBATCHES * 2)):
         losses.append(pipe.step(*batch.args, **batch.kwargs, target=batch.target))
@@ -40,7 +46,9 @@ def trained(problem: str, **options: object) -> tuple[list[Tensor], dict[str, Te
 
 def on_gpu(batch: Batch) -> Batch:
     target = None if batch.target is None else batch.target.cuda()
-    return Batch(tuple(t.cuda() for t in batch.args), {k: v.cuda() for k, v in batch.kwargs.items()}, target)
+    return Batch(
+        tuple(t.cuda() for t in batch.args), {k: v.cuda() for k, v in batch.kwargs.items()}, target
+    )
 
 
 @needs_gpu
@@ -48,7 +56,9 @@ def on_gpu(batch: Batch) -> Batch:
 @pytest.mark.parametrize("exact", [False, True])
 def test_replays_compute_what_launches_do(problem: str, exact: bool) -> None:
     """The same kernels on the same values: the same bits, random masks included."""
-    (losses, state), (plain_losses, plain) = (trained(problem, exact=exact, cuda_graphs=on) for on in (True, False))
+    (losses, state), (plain_losses, plain) = (
+        trained(problem, exact=exact, cuda_graphs=on) for on in (True, False)
+    )
     assert [loss.item() for loss in losses] == [loss.item() for loss in plain_losses]
     for name, value in plain.items():
         torch.testing.assert_close(state[name], value, rtol=1e-5, atol=1e-6)
@@ -57,8 +67,16 @@ def test_replays_compute_what_launches_do(problem: str, exact: bool) -> None:
 @needs_gpu
 def test_a_pass_without_inputs_is_not_recorded() -> None:
     """B of a stage whose only layer has its gradient in W, and no gradient to send."""
-    model, batch = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).cuda(), torch.ones(4, 8, device="cuda")
-    options: dict[str, object] = {"schedule": "zb-h1", "ranks": 2, "microbatches": 2, "loss": nn.functional.mse_loss}
+    model, batch = (
+        nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).cuda(),
+        torch.ones(4, 8, device="cuda"),
+    )
+    options: dict[str, object] = {
+        "schedule": "zb-h1",
+        "ranks": 2,
+        "microbatches": 2,
+        "loss": nn.functional.mse_loss,
+    }
     losses = []
     for graphs in (False, True):
         pipe = zbcompile.pipeline(model, cuda_graphs=graphs, **options)
@@ -69,10 +87,16 @@ def test_a_pass_without_inputs_is_not_recorded() -> None:
 
 @needs_gpu
 def test_gradients_that_move_are_recorded_again() -> None:
-    """Correct wherever the gradients are; from the ninth place on without a graph, with a warning."""
+    """Correct wherever the gradients are; from the ninth place on without a graph, with a
+    warning."""
     chosen = problem_of("mlp")
     pipe = zbcompile.pipeline(
-        chosen.model().cuda(), schedule="zb-h1", ranks=2, microbatches=2, loss=chosen.loss, cuda_graphs=True
+        chosen.model().cuda(),
+        schedule="zb-h1",
+        ranks=2,
+        microbatches=2,
+        loss=chosen.loss,
+        cuda_graphs=True,
     )
     batch = on_gpu(chosen.batches(1, 4)[0])
     with pytest.warns(UserWarning, match="set_to_none=False"):

@@ -1,4 +1,5 @@
-"""backend="inductor": within its bound of eager, compiled once per distinct graph, in place, and from the cache."""
+"""backend="inductor": within its bound of eager, compiled once per distinct graph, in place, and
+from the cache."""
 
 import shutil
 from collections.abc import Iterator
@@ -35,11 +36,15 @@ from zbcompile.passes.torch_private import make_fx
 pytestmark = [
     pytest.mark.beside_ranks,
     pytest.mark.slow,
-    pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="needs a C++ compiler"),
+    pytest.mark.skipif(
+        not (shutil.which("g++") or shutil.which("clang++")), reason="needs a C++ compiler"
+    ),
     pytest.mark.timeout(900),  # compilers take seconds per graph, and on a busy machine many
 ]
-BOUND = 2e-6  # of the largest entry of each gradient, fp32: other orders of summation, vectorised functions
-# One step each: an optimizer such as Adam makes much of small differences, and the next step starts from them.
+# of the largest entry of each gradient, fp32: other orders of summation, vectorised functions
+BOUND = 2e-6
+# One step each: an optimizer such as Adam makes much of small differences, and the next step starts
+# from them.
 CASE = Case("mlp", "zb-v", 2, 4, exact=False, steps=1)
 GLOO = [
     pytest.param(Case(problem, name, 2, 4, exact=False, steps=1), marks=marks)
@@ -85,7 +90,9 @@ def test_gradients_are_within_the_bound(first: tuple[Trained, Compilation]) -> N
     assert_close(first[0], reference(CASE), BOUND)
 
 
-def test_each_distinct_graph_is_compiled_once(first: tuple[Trained, Compilation], cache: Path) -> None:
+def test_each_distinct_graph_is_compiled_once(
+    first: tuple[Trained, Compilation], cache: Path
+) -> None:
     """Stages with equal layers share their graphs; a second pipeline finds them all."""
     done = first[1]
     assert done.compiled == done.distinct < done.graphs
@@ -115,7 +122,9 @@ def test_embeddings_norms_and_dropout(cache: Path) -> None:
     theirs.load_state_dict(ours.state_dict())
     pipe = zbcompile.pipeline(ours, schedule="1f1b", ranks=1, microbatches=2, backend="inductor")
     losses = [pipe.step(tokens)], [eager_step(theirs, None, Batch((tokens,), {}), 2, 0)]
-    found, expected = (Trained(loss, [gradients_of(m)], {}) for loss, m in zip(losses, (ours, theirs), strict=True))
+    found, expected = (
+        Trained(loss, [gradients_of(m)], {}) for loss, m in zip(losses, (ours, theirs), strict=True)
+    )
     assert_close(found, expected, BOUND)
 
 
@@ -129,7 +138,8 @@ def run_here(case: Case, folder: str) -> tuple[Trained, Compilation]:
 
 @pytest.mark.parametrize("case", GLOO, ids=str)
 def test_zero_bubble_schedules_with_inductor_over_gloo(case: Case, cache: Path, pool: Pool) -> None:
-    """torch's own refuse compiled modules. The ranks share what there is to compile: under dualpipe-v its pairs."""
+    """torch's own refuse compiled modules. The ranks share what there is to compile: under
+    dualpipe-v its pairs."""
     before = entries(cache)
     shares, done = zip(*pool.run(run_here, case, str(cache), ranks=2, timeout=800), strict=True)
     assert_close(join(shares), reference(case), BOUND)
@@ -146,7 +156,9 @@ def test_a_saved_program_is_compiled_through_the_cache(
     loaded = zbcompile.load(tmp_path / "program", problem_of(CASE.problem).model().state_dict())
     assert_bitwise(train(loaded, CASE), first[0])
     assert loaded.compilations[0].compiled == 0
-    plain = zbcompile.load(tmp_path / "program", problem_of(CASE.problem).model().state_dict(), backend="fx")
+    plain = zbcompile.load(
+        tmp_path / "program", problem_of(CASE.problem).model().state_dict(), backend="fx"
+    )
     assert_close(train(plain, CASE), reference(CASE), BOUND)
 
 
@@ -159,7 +171,9 @@ def test_an_exact_program_is_not_loaded_with_inductor(tmp_path: Path) -> None:
         zbcompile.load(tmp_path / "program", backend="inductor")
 
 
-def test_the_memory_that_waits_is_that_of_the_graphs(first: tuple[Trained, Compilation], cache: Path) -> None:
+def test_the_memory_that_waits_is_that_of_the_graphs(
+    first: tuple[Trained, Compilation], cache: Path
+) -> None:
     batch = problem_of(CASE.problem).batches(1, CASE.microbatches * 2)[0]
 
     def peak(**options: Any) -> dict[int, int]:
@@ -177,7 +191,11 @@ def test_gradients_accumulate_in_place(first: tuple[Trained, Compilation], cache
     batch = problem_of(CASE.problem).batches(1, CASE.microbatches * 2)[0]
     pipe = pipe_of(CASE, backend="inductor")
     pipe.step(*batch.args, target=batch.target)
-    once = {name: (p.grad.data_ptr(), p.grad.clone()) for name, p in pipe.named_parameters() if p.grad is not None}
+    once = {
+        name: (p.grad.data_ptr(), p.grad.clone())
+        for name, p in pipe.named_parameters()
+        if p.grad is not None
+    }
     assert set(once) == {name for name, _ in model.named_parameters()}
     pipe.step(*batch.args, target=batch.target)
     for name, parameter in pipe.named_parameters():
@@ -186,7 +204,9 @@ def test_gradients_accumulate_in_place(first: tuple[Trained, Compilation], cache
         torch.testing.assert_close(parameter.grad, 2 * once[name][1], rtol=1e-5, atol=1e-7)
 
 
-def test_another_number_of_threads_is_other_code(first: tuple[Trained, Compilation], cache: Path) -> None:
+def test_another_number_of_threads_is_other_code(
+    first: tuple[Trained, Compilation], cache: Path
+) -> None:
     """Compiled loops have it inside."""
     inductor = make_inductor(torch.device("cpu"))
     graph = bare(make_fx(lambda x: [x + 1])(torch.zeros(2)))
@@ -212,7 +232,8 @@ def test_loading_compiles_nothing(cache: Path, tmp_path: Path) -> None:
 def test_half_an_entry_and_an_old_one_are_made_again(
     first: tuple[Trained, Compilation], cache: Path, tmp_path: Path
 ) -> None:
-    """What a killed compilation leaves, a folder that was not renamed; and a pickle that names a module of before."""
+    """What a killed compilation leaves, a folder that was not renamed; and a pickle that names a
+    module of before."""
     pipe = pipe_of(CASE, backend="inductor")
     train(pipe, CASE)
     inductor, pieces = make_inductor(torch.device("cpu")), pipe.program.stages[0].pieces
@@ -240,7 +261,10 @@ def target():
 
 
 def test_the_command_fills_the_cache(
-    first: tuple[Trained, Compilation], cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    first: tuple[Trained, Compilation],
+    cache: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Here it finds all of them there; the program that it writes asks for inductor."""
     (tmp_path / "given.py").write_text(TARGET)

@@ -20,7 +20,9 @@ class Conditioned(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
 
-    def forward(self, x: Tensor, extra: dict[str, Tensor], *, table: Tensor, scale: float = 1.0) -> Tensor:
+    def forward(
+        self, x: Tensor, extra: dict[str, Tensor], *, table: Tensor, scale: float = 1.0
+    ) -> Tensor:
         for layer in self.layers:
             x = torch.tanh(layer(x)) * scale + extra["shift"] @ table
         return x
@@ -41,10 +43,14 @@ def inputs(size: int, wide: int) -> tuple[Tensor, dict[str, Tensor], Tensor, Ten
     )
 
 
-def by_hand(model: nn.Module, x: Tensor, extra: dict[str, Tensor], table: Tensor, goal: Tensor, count: int) -> Tensor:
+def by_hand(
+    model: nn.Module, x: Tensor, extra: dict[str, Tensor], table: Tensor, goal: Tensor, count: int
+) -> Tensor:
     """Eager accumulation with the table whole and everything else cut."""
     total = torch.zeros(())
-    for part, shift, target in zip(x.chunk(count), extra["shift"].chunk(count), goal.chunk(count), strict=True):
+    for part, shift, target in zip(
+        x.chunk(count), extra["shift"].chunk(count), goal.chunk(count), strict=True
+    ):
         loss = F.mse_loss(model(part, {"shift": shift}, table=table, scale=0.5), target) / count
         loss.backward()
         total = total + loss.detach()
@@ -54,13 +60,18 @@ def by_hand(model: nn.Module, x: Tensor, extra: dict[str, Tensor], table: Tensor
 @pytest.mark.slow
 @pytest.mark.mostly_slow(every=2)
 @pytest.mark.parametrize(
-    ("wide", "split"), [(1, {}), (5, {"table": False}), (8, {"table": False, "args[1]": True})], ids=str
+    ("wide", "split"),
+    [(1, {}), (5, {"table": False}), (8, {"table": False, "args[1]": True})],
+    ids=str,
 )
 def test_nested_keywords_replicated_tables_and_numbers(wide: int, split: dict[str, bool]) -> None:
-    """A table of one row is replicated, another one if `split=` says so, also if it is as long as the batch."""
+    """A table of one row is replicated, another one if `split=` says so, also if it is as long as
+    the batch."""
     x, extra, table, goal = inputs(8, wide)
     model, other = conditioned(), conditioned()
-    pipe = zbcompile.pipeline(model, schedule="zb-v", microbatches=4, ranks=2, loss=F.mse_loss, exact=True, split=split)
+    pipe = zbcompile.pipeline(
+        model, schedule="zb-v", microbatches=4, ranks=2, loss=F.mse_loss, exact=True, split=split
+    )
     loss = pipe.step(x, extra, table=table, scale=0.5, target=goal)
     assert torch.equal(loss, by_hand(other, x, extra, table, goal, 4))
     assert_same_tensors(gradients_of(pipe), gradients_of(other), "gradient of")
@@ -68,10 +79,15 @@ def test_nested_keywords_replicated_tables_and_numbers(wide: int, split: dict[st
 
 @pytest.mark.slow
 def test_numbers_specialise() -> None:
-    """Another value of an argument that is no tensor compiles again instead of using the old value."""
+    """Another value of an argument that is no tensor compiles again instead of using the
+    old value."""
     x, extra, table, goal = inputs(8, 1)
-    pipe = zbcompile.pipeline(conditioned(), schedule="1f1b", microbatches=4, ranks=2, loss=F.mse_loss)
-    losses = [float(pipe.step(x, extra, table=table, scale=s, target=goal)) for s in (0.5, 1.0, 0.5)]
+    pipe = zbcompile.pipeline(
+        conditioned(), schedule="1f1b", microbatches=4, ranks=2, loss=F.mse_loss
+    )
+    losses = [
+        float(pipe.step(x, extra, table=table, scale=s, target=goal)) for s in (0.5, 1.0, 0.5)
+    ]
     assert losses[0] == losses[2] != losses[1]
 
 
@@ -87,7 +103,9 @@ def mlp() -> MLP:
 
 def train_on_sizes(sizes: tuple[int, ...]) -> tuple[Trained, list[list[str]]]:
     """A step per size; also which parameters this process holds after each."""
-    pipe = zbcompile.pipeline(mlp(), schedule="zb-v", microbatches=4, ranks=2, loss=F.mse_loss, exact=True)
+    pipe = zbcompile.pipeline(
+        mlp(), schedule="zb-v", microbatches=4, ranks=2, loss=F.mse_loss, exact=True
+    )
     losses, gradients, held = [], [], []
     for size in sizes:
         batch = rows(size)
@@ -144,7 +162,9 @@ def test_schedule_object_and_csv_file(tmp_path: Any) -> None:
     batch = rows(8)
     results = []
     for given in ("ZB_H1", schedule, str(path)):
-        pipe = zbcompile.pipeline(mlp(), schedule=given, ranks=2, microbatches=4, loss=F.mse_loss, exact=True)
+        pipe = zbcompile.pipeline(
+            mlp(), schedule=given, ranks=2, microbatches=4, loss=F.mse_loss, exact=True
+        )
         pipe.step(*batch.args, target=batch.target)
         results.append(gradients_of(pipe))
     for other in results[1:]:
@@ -155,7 +175,9 @@ def test_schedule_object_and_csv_file(tmp_path: Any) -> None:
 def test_module_in_eval_mode_trains_without_dropout() -> None:
     """The mode of each module at the time of the step counts, as in eager mode."""
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5), nn.Linear(WIDTH, WIDTH))
-    pipe = zbcompile.pipeline(model, schedule="1f1b", microbatches=2, ranks=2, loss=F.mse_loss, exact=True)
+    pipe = zbcompile.pipeline(
+        model, schedule="1f1b", microbatches=2, ranks=2, loss=F.mse_loss, exact=True
+    )
     batch = rows(8)
     dropped = pipe.step(*batch.args, target=batch.target)
     model.eval()
@@ -174,7 +196,8 @@ class PartlyUncast(MLP):
 
 
 def autocast_forward_only(model: nn.Module, batch: Batch, enabled: bool) -> Tensor:
-    """Eager accumulation as torch recommends: autocast around forward and loss, never around backward."""
+    """Eager accumulation as torch recommends: autocast around forward and loss, never around
+    backward."""
     total = torch.zeros(())
     for part in batch.parts(4):
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
@@ -191,7 +214,9 @@ def test_autocast_is_that_of_each_step() -> None:
     model = PartlyUncast()
     other = PartlyUncast()
     other.load_state_dict(model.state_dict())
-    pipe = zbcompile.pipeline(model, schedule="zb-v", microbatches=4, ranks=2, loss=F.mse_loss, exact=True)
+    pipe = zbcompile.pipeline(
+        model, schedule="zb-v", microbatches=4, ranks=2, loss=F.mse_loss, exact=True
+    )
     batch = rows(8)
     for enabled in (False, True, False):
         model.zero_grad()

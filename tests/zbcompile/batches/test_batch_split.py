@@ -16,8 +16,23 @@ from zbcompile.batches.batch import flatten_batch
 from zbcompile.errors import PipelineError
 
 BATCH, COUNT = 4, 2
-SHAPES = [(), (1,), (1, 4), (4,), (4, 2), (4, 3, 2), (4, 4), (4, 4, 2), (2, 4), (6, 4), (3,), (0, 2)]
-tensors = st.builds(torch.zeros, st.sampled_from(SHAPES), dtype=st.sampled_from([torch.float32, torch.int64]))
+SHAPES = [
+    (),
+    (1,),
+    (1, 4),
+    (4,),
+    (4, 2),
+    (4, 3, 2),
+    (4, 4),
+    (4, 4, 2),
+    (2, 4),
+    (6, 4),
+    (3,),
+    (0, 2),
+]
+tensors = st.builds(
+    torch.zeros, st.sampled_from(SHAPES), dtype=st.sampled_from([torch.float32, torch.int64])
+)
 rows = st.builds(torch.zeros, st.sampled_from([s for s in SHAPES if s[:1] in ((), (1,), (BATCH,))]))
 numbers = st.sampled_from([3, 0.5, "mean", None])
 answers = st.sampled_from([False, True, 0, 1, -1])
@@ -39,9 +54,15 @@ def inputs(leaves: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 def leaves_of(tree: Any, path: str) -> dict[str, Any]:
     """Every leaf by its path."""
     if isinstance(tree, dict):
-        return {p: leaf for key in tree for p, leaf in leaves_of(tree[key], f"{path}[{key!r}]").items()}
+        return {
+            p: leaf for key in tree for p, leaf in leaves_of(tree[key], f"{path}[{key!r}]").items()
+        }
     if isinstance(tree, list | tuple):
-        return {p: leaf for i, part in enumerate(tree) for p, leaf in leaves_of(part, f"{path}[{i}]").items()}
+        return {
+            p: leaf
+            for i, part in enumerate(tree)
+            for p, leaf in leaves_of(part, f"{path}[{i}]").items()
+        }
     return {path: tree}
 
 
@@ -59,7 +80,11 @@ def rule(leaves: dict[str, Any], split: dict[str, Any]) -> dict[str, int | None]
             return None
         cuts[path] = dim if dim >= 0 else dim + dims
     by_name = any(dim is not None for dim in cuts.values())
-    free = {p: leaf for p, leaf in leaves.items() if p not in split and isinstance(leaf, Tensor) and leaf.ndim > 0}
+    free = {
+        p: leaf
+        for p, leaf in leaves.items()
+        if p not in split and isinstance(leaf, Tensor) and leaf.ndim > 0
+    }
     long = {p: leaf for p, leaf in free.items() if len(leaf) != 1}
     batch = long if long or by_name else free
     if len({len(leaf) for leaf in batch.values()}) > 1:
@@ -78,10 +103,19 @@ def rule(leaves: dict[str, Any], split: dict[str, Any]) -> dict[str, int | None]
 @pytest.mark.slow
 @given(st.data(), st.booleans())
 def test_cuts_follow_the_rule(data: Any, agreeing: bool) -> None:
-    """Any tree of inputs, any `split=`: refused as the rule says, or cut so that its microbatches make it up."""
+    """Any tree of inputs, any `split=`: refused as the rule says, or cut so that its microbatches
+    make it up."""
     args, kwargs, target = data.draw(inputs(numbers | (rows if agreeing else tensors)))
-    leaves = {**leaves_of(args, "args"), **leaves_of(kwargs, "kwargs"), **leaves_of(target, "target")}
-    split = data.draw(st.dictionaries(st.sampled_from(sorted(leaves)), answers, max_size=2)) if leaves else {}
+    leaves = {
+        **leaves_of(args, "args"),
+        **leaves_of(kwargs, "kwargs"),
+        **leaves_of(target, "target"),
+    }
+    split = (
+        data.draw(st.dictionaries(st.sampled_from(sorted(leaves)), answers, max_size=2))
+        if leaves
+        else {}
+    )
     expected = rule(leaves, split)
     if expected is None:
         with pytest.raises(PipelineError):
@@ -102,7 +136,8 @@ def test_cuts_follow_the_rule(data: Any, agreeing: bool) -> None:
 
 
 class SequenceFirst(nn.Module):
-    """Takes [length, batch, width], as `nn.Transformer` does by default, and a prompt with rows of its own."""
+    """Takes [length, batch, width], as `nn.Transformer` does by default, and a prompt with rows of
+    its own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,7 +161,9 @@ def test_other_dimensions_and_lengths() -> None:
     model, eager = made(), made()
     x, prompt, goal = torch.randn(3, 8, WIDTH), torch.randn(16, WIDTH), torch.randn(3, 8, WIDTH)
     split = {"args[0]": 1, "prompt": True, "target": 1}
-    pipe = zbcompile.pipeline(model, schedule="zb-v", ranks=2, microbatches=4, loss=F.mse_loss, exact=True, split=split)
+    pipe = zbcompile.pipeline(
+        model, schedule="zb-v", ranks=2, microbatches=4, loss=F.mse_loss, exact=True, split=split
+    )
     loss = pipe.step(x, prompt=prompt, target=goal)
     total = torch.zeros(())
     for part, own, target in zip(x.chunk(4, 1), prompt.chunk(4), goal.chunk(4, 1), strict=True):

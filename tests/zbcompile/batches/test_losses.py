@@ -1,4 +1,5 @@
-"""A loss that ranks still exchange is a tensor like any other: only its value has to be waited for, once."""
+"""A loss that ranks still exchange is a tensor like any other: only its value has to be waited for,
+once."""
 
 import copy
 from collections.abc import Callable
@@ -29,7 +30,9 @@ USES: dict[str, Callable[[Tensor], Any]] = {
 
 
 def pending(waits: list[str]) -> Tensor:
-    return Losses([torch.tensor(1.5), torch.tensor(2.5)], lambda: waits.append("waited")).total("mean")
+    return Losses([torch.tensor(1.5), torch.tensor(2.5)], lambda: waits.append("waited")).total(
+        "mean"
+    )
 
 
 @pytest.mark.parametrize("use", USES.values(), ids=USES)

@@ -1,4 +1,5 @@
-"""`python -m zbcompile`: every command has its door, and says what it does while nothing else is to be seen."""
+"""`python -m zbcompile`: every command has its door, and says what it does while nothing else is to
+be seen."""
 
 import io
 import os
@@ -26,7 +27,9 @@ from zbcompile.progress import Progress
 def test_a_command_has_two_doors(
     name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    door = import_module(f"zbcompile.{name}" if name != "schedules" else "zbcompile.schedules.__main__")
+    door = import_module(
+        f"zbcompile.{name}" if name != "schedules" else "zbcompile.schedules.__main__"
+    )
     with pytest.raises(SystemExit):
         door.main(["--help"])
     parsed = capsys.readouterr().out
@@ -34,14 +37,24 @@ def test_a_command_has_two_doors(
     with pytest.raises(SystemExit) as stopped:
         command_table.choose_and_exit()
     shown = capsys.readouterr().out
-    assert (stopped.value.code, shown.split()[:4]) == (0, ["usage:", "python", "-m", f"zbcompile.{name}"])
+    assert (stopped.value.code, shown.split()[:4]) == (
+        0,
+        ["usage:", "python", "-m", f"zbcompile.{name}"],
+    )
     assert parsed == shown
 
 
 def test_flags_are_those_of_the_options() -> None:
     """What the parsers name without importing torch."""
     of_options = {each.name for each in fields(Choices)}
-    assert set(FLAGS) == {"schedule", "ranks", "microbatches", "chunks", "loss_reduction", *of_options}
+    assert set(FLAGS) == {
+        "schedule",
+        "ranks",
+        "microbatches",
+        "chunks",
+        "loss_reduction",
+        *of_options,
+    }
     assert OPTION_FLAGS["backend"]["choices"] == BACKENDS
     assert set(FORWARDS) == output.FORWARDS.keys()
 
@@ -49,16 +62,22 @@ def test_flags_are_those_of_the_options() -> None:
 @pytest.mark.slow
 def test_help_does_not_wait_for_torch() -> None:
     code = (
-        "import sys; from zbcompile.cli.command_table import run_and_exit\ntry: run_and_exit(sys.argv[1], ['--help'])"
+        "import sys; from zbcompile.cli.command_table import run_and_exit\ntry:"
+        " run_and_exit(sys.argv[1], ['--help'])"
     )
     code += "\nexcept SystemExit: sys.exit('torch' in sys.modules)"
     for name in COMMANDS:
         subprocess.run([sys.executable, "-c", code, name], check=True, stdout=subprocess.DEVNULL)
 
 
-@pytest.mark.parametrize(("argument", "status"), [("--help", None), ("--version", None), ("inspekt", 2)])
+@pytest.mark.parametrize(
+    ("argument", "status"), [("--help", None), ("--version", None), ("inspekt", 2)]
+)
 def test_without_a_command_they_are_listed(
-    argument: str, status: int | None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    argument: str,
+    status: int | None,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["zbcompile", argument])
     with pytest.raises(SystemExit) as stopped:
@@ -69,7 +88,9 @@ def test_without_a_command_they_are_listed(
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="reads a process's CPU seconds in /proc")
+@pytest.mark.skipif(
+    not os.path.isdir("/proc/self"), reason="reads a process's CPU seconds in /proc"
+)
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_command_says_something_within_two_seconds(name: str, tmp_path: Path) -> None:
     """Of a processor: a busy machine may take longer by the clock."""

@@ -1,4 +1,5 @@
-"""`python -m zbcompile.compile`, and `python -m zbcompile.inspect` of the directory that it makes."""
+"""`python -m zbcompile.compile`, and `python -m zbcompile.inspect` of the directory that it
+makes."""
 
 import json
 import re
@@ -61,7 +62,12 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> str:
 def program(target: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("programs") / "program"
     weights = directory.parent / "first.safetensors"
-    assert zbcompile.compile.main([target, *PLAN, "--output", str(directory), "--weights", str(weights)]) == 0
+    assert (
+        zbcompile.compile.main(
+            [target, *PLAN, "--output", str(directory), "--weights", str(weights)]
+        )
+        == 0
+    )
     return directory
 
 
@@ -80,7 +86,9 @@ def command(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str,
 Command = Callable[..., tuple[int, str, str]]
 
 
-def test_progress_is_said_and_the_place_printed(target: str, tmp_path: Path, command: Command) -> None:
+def test_progress_is_said_and_the_place_printed(
+    target: str, tmp_path: Path, command: Command
+) -> None:
     lines: list[str] = []
     main = partial(zbcompile.compile.main, say=lines.append)
     status, printed, said = command(main, target, "--output", tmp_path / "new" / "program")
@@ -103,7 +111,11 @@ def test_a_compiled_program_trains_with_eagers_bits(target: str, program: Path) 
 
 
 def files(directory: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(directory)): path.read_bytes()
+        for path in directory.rglob("*")
+        if path.is_file()
+    }
 
 
 @pytest.mark.slow
@@ -120,7 +132,9 @@ def test_without_memory_the_program_is_the_same(target: str, tmp_path: Path) -> 
 def test_what_has_no_values_is_filled_by_init(target: str, tmp_path: Path) -> None:
     of = target.replace(":net", ":scaled")
     assert zbcompile.compile.main([of, *PLAN, "--fake", "--output", str(tmp_path)]) == 0
-    with pytest.raises(zbcompile.PipelineError, match=r"factor is a buffer .* Pass init=fn\(name, tensor\)"):
+    with pytest.raises(
+        zbcompile.PipelineError, match=r"factor is a buffer .* Pass init=fn\(name, tensor\)"
+    ):
         zbcompile.load(tmp_path)
 
     def init(name: str, tensor: torch.Tensor) -> None:
@@ -132,11 +146,16 @@ def test_what_has_no_values_is_filled_by_init(target: str, tmp_path: Path) -> No
     assert torch.equal(loss, sum((model(part) for part in x.chunk(4)), torch.zeros(())))
 
 
-def test_a_plain_tensor_without_values_is_refused(target: str, tmp_path: Path, command: Command) -> None:
+def test_a_plain_tensor_without_values_is_refused(
+    target: str, tmp_path: Path, command: Command
+) -> None:
     of = target.replace(":net", ":plain")
     status, _, said = command(zbcompile.compile.main, of, *PLAN, "--fake", "--output", tmp_path)
     assert status == 2
-    assert "is a tensor in a plain attribute of a model that was built without memory" in said.splitlines()[-1]
+    assert (
+        "is a tensor in a plain attribute of a model that was built without memory"
+        in said.splitlines()[-1]
+    )
 
 
 def test_every_option_arrives(target: str, tmp_path: Path) -> None:
@@ -154,14 +173,23 @@ def test_every_option_arrives(target: str, tmp_path: Path) -> None:
         "accumulate_dtype": "float64",
     }
     assert {key: written["choices"][key] for key in expected} == expected
-    assert (written["step"]["seed"], written["step"]["split"], len(written["stages"])) == (7, {"args[0]": True}, 2)
+    assert (written["step"]["seed"], written["step"]["split"], len(written["stages"])) == (
+        7,
+        {"args[0]": True},
+        2,
+    )
 
 
 @pytest.mark.parametrize(
     ("place", "says"),
-    [("notes.txt", "notes.txt is a file; expected a directory"), (".", "holds other files (notes.txt)")],
+    [
+        ("notes.txt", "notes.txt is a file; expected a directory"),
+        (".", "holds other files (notes.txt)"),
+    ],
 )
-def test_a_wrong_place_is_known_at_once(place: str, says: str, target: str, tmp_path: Path, command: Command) -> None:
+def test_a_wrong_place_is_known_at_once(
+    place: str, says: str, target: str, tmp_path: Path, command: Command
+) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     status, printed, said = command(zbcompile.compile.main, target, "--output", tmp_path / place)
     assert (status, printed, said.count("\n")) == (2, "", 1)  # the model was not built
@@ -182,18 +210,25 @@ def test_a_directory_is_inspected_as_its_model_is(
         of_model = command(zbcompile.inspect.main, target, *PLAN, *request)
         of_program = command(zbcompile.inspect.main, program, *request)
         assert (of_program[0], of_program[2]) == (0, "")
-        assert operations(of_program[1]) == operations(of_model[1])  # a program keeps no names of nodes
+        assert operations(of_program[1]) == operations(
+            of_model[1]
+        )  # a program keeps no names of nodes
 
 
 def test_pictures_of_a_directory(program: Path, tmp_path: Path, command: Command) -> None:
     picture = tmp_path / "step.svg"
-    assert command(zbcompile.inspect.main, program, "--timeline", picture)[:2] == (0, f"{picture}\n")
+    assert command(zbcompile.inspect.main, program, "--timeline", picture)[:2] == (
+        0,
+        f"{picture}\n",
+    )
     assert "model           Net\n" in command(zbcompile.inspect.main, program)[1]
     assert command(zbcompile.inspect.main, program, "--graphs", tmp_path)[0] == 0
 
 
 @pytest.mark.parametrize("option", [("--ranks", "4"), ("--compare", "1f1b"), ("--exact",)])
-def test_what_needs_the_model_is_refused(option: tuple[str, ...], program: Path, command: Command) -> None:
+def test_what_needs_the_model_is_refused(
+    option: tuple[str, ...], program: Path, command: Command
+) -> None:
     status, printed, said = command(zbcompile.inspect.main, program, *option)
     assert (status, printed, said.count("\n")) == (2, "", 1)
     assert f"is a compiled program: {option[0]} needs its model" in said
@@ -206,13 +241,18 @@ def test_a_damaged_directory_is_one_line(program: Path, tmp_path: Path, command:
     assert "is damaged or incomplete" in said
 
 
-def test_torchrun_is_refused(target: str, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchrun_is_refused(
+    target: str, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     status, _, said = command(zbcompile.compile.main, target, "--output", tmp_path)
     assert (status, said) == (
         2,
-        "zbcompile.compile: one process compiles for all ranks. Start zbcompile.compile without torchrun.\n",
+        (
+            "zbcompile.compile: one process compiles for all ranks. Start zbcompile.compile without"
+            " torchrun.\n"
+        ),
     )
 
 

@@ -10,7 +10,8 @@ from tests.support.killing import PHASES, Site, finish, random_kills
 @pytest.mark.slow
 @pytest.mark.timeout(600)  # a dozen starts
 def test_five_kills(tmp_path: Path) -> None:
-    """One in each phase, at random moments; `python -m tests.support.killing` meets as many more as one likes."""
+    """One in each phase, at random moments; `python -m tests.support.killing` meets as many more as
+    one likes."""
     undisturbed, disturbed = Site(tmp_path / "undisturbed"), Site(tmp_path / "disturbed")
     undisturbed.folder.mkdir()
     disturbed.folder.mkdir()

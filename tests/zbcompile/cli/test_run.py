@@ -1,4 +1,5 @@
-"""`python -m zbcompile.run`: a program, a data function, and a command that goes on where it stopped."""
+"""`python -m zbcompile.run`: a program, a data function, and a command that goes on where it
+stopped."""
 
 import re
 import shutil
@@ -28,7 +29,17 @@ Program = Callable[[str, int], Path]
 def command(program: Path, folder: Path, name: str, steps: int, data: str, *more: str) -> list[str]:
     """The command of a run whose checkpoints and weights have a name of their own."""
     return [
-        *(str(program), "--data", f"{DATA}:{data}", "--init", f"{DATA}:init", "--steps", str(steps), "--seed", "3"),
+        *(
+            str(program),
+            "--data",
+            f"{DATA}:{data}",
+            "--init",
+            f"{DATA}:init",
+            "--steps",
+            str(steps),
+            "--seed",
+            "3",
+        ),
         *("--lr", "0.01", "--checkpoint", str(folder / name), "--every", "2", "--resume"),
         *("--export", str(folder / f"{name}.safetensors"), *more),
     ]
@@ -43,12 +54,17 @@ def test_a_resumed_run_has_the_same_bits(data: str, small_program: Program, tmp_
     assert main(command(program, tmp_path, "whole", 5, data)) == 0
     assert main(command(program, tmp_path, "parts", 3, data)) == 0
     assert main(command(program, tmp_path, "parts", 5, data)) == 0
-    assert (tmp_path / "whole.safetensors").read_bytes() == (tmp_path / "parts.safetensors").read_bytes()
+    assert (tmp_path / "whole.safetensors").read_bytes() == (
+        tmp_path / "parts.safetensors"
+    ).read_bytes()
 
 
 @pytest.mark.slow
-def test_options_of_a_run(small_program: Program, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What is printed; a run that is over; then from its weights and from its checkpoint another one starts."""
+def test_options_of_a_run(
+    small_program: Program, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is printed; a run that is over; then from its weights and from its checkpoint another
+    one starts."""
     program = small_program("zb-h1", 2)
     more = ("--log-every", "2", "--save-async")
     assert main(command(program, tmp_path, "first", 4, "numbered", *more)) == 0
@@ -63,17 +79,39 @@ def test_options_of_a_run(small_program: Program, tmp_path: Path, capsys: pytest
     assert "step 4 of 4: resumed from" in capsys.readouterr().out
     (tmp_path / "mixed").mkdir()
     shutil.copy(tmp_path / "first.safetensors", tmp_path / "mixed" / "model.safetensors")
-    (tmp_path / "mixed" / ".metadata").write_bytes(b"cos\nabort\n(tR.")  # a pickle beside weights is not looked at
+    (tmp_path / "mixed" / ".metadata").write_bytes(
+        b"cos\nabort\n(tR."
+    )  # a pickle beside weights is not looked at
     for weights in ("first.safetensors", "first", "first/step-00000004", "mixed"):
-        again = [str(program), "--data", f"{DATA}:numbered", "--weights", str(tmp_path / weights), "--steps", "1"]
+        again = [
+            str(program),
+            "--data",
+            f"{DATA}:numbered",
+            "--weights",
+            str(tmp_path / weights),
+            "--steps",
+            "1",
+        ]
         assert main([*again, "--export", str(tmp_path / "last.safetensors"), "--lr", "0"]) == 0
         assert_same_tensors(
-            load_file(tmp_path / "last.safetensors"), load_file(tmp_path / "first.safetensors"), "weight"
+            load_file(tmp_path / "last.safetensors"),
+            load_file(tmp_path / "first.safetensors"),
+            "weight",
         )
 
 
 def run_replicas(program: str, weights: str, folder: str) -> None:
-    arguments = [program, "--data", f"{DATA}:numbered", "--steps", "1", "--seed", "3", "--replicas", "2"]
+    arguments = [
+        program,
+        "--data",
+        f"{DATA}:numbered",
+        "--steps",
+        "1",
+        "--seed",
+        "3",
+        "--replicas",
+        "2",
+    ]
     assert main([*arguments, "--weights", weights, "--checkpoint", f"{folder}/checkpoints"]) == 0
 
 
@@ -86,7 +124,9 @@ def test_two_replicas_of_two_ranks(small_program: Program, pool: Pool, tmp_path:
     pool.run(run_replicas, program, weights, str(tmp_path), ranks=4)
     sources = [numbered(0, 3, replica, 2) for replica in range(2)]
     parts = [next(source) for source in sources]
-    inputs, targets = (torch.cat(each) for each in zip(*((p[0][0], p[1]["target"]) for p in parts), strict=True))
+    inputs, targets = (
+        torch.cat(each) for each in zip(*((p[0][0], p[1]["target"]) for p in parts), strict=True)
+    )
     eager_step_seeded(model, Batch((inputs,), {}, targets), 0)
     loaded = PROBLEM.model()
     optimizer = torch.optim.AdamW(loaded.parameters())
@@ -94,7 +134,9 @@ def test_two_replicas_of_two_ranks(small_program: Program, pool: Pool, tmp_path:
     for found, (name, parameter) in zip(loaded.parameters(), model.named_parameters(), strict=True):
         assert parameter.grad is not None
         moment = 0.1 * parameter.grad
-        assert (optimizer.state[found]["exp_avg"] - moment).abs().max() <= 2e-6 * moment.abs().max(), name
+        assert (
+            optimizer.state[found]["exp_avg"] - moment
+        ).abs().max() <= 2e-6 * moment.abs().max(), name
 
 
 def eager_step_seeded(model: torch.nn.Module, batch: Batch, step: int) -> None:
@@ -108,13 +150,31 @@ def eager_step_seeded(model: torch.nn.Module, batch: Batch, step: int) -> None:
 
 REFUSED = {
     "no weights": (["--data", f"{DATA}:numbered"], "the parameters have no values"),
-    "no program": (["--data", f"{DATA}:numbered", "--init", f"{DATA}:init"], "has no manifest.json"),
+    "no program": (
+        ["--data", f"{DATA}:numbered", "--init", f"{DATA}:init"],
+        "has no manifest.json",
+    ),
     "no data function": (["--data", f"{DATA}:nothing"], "has no nothing; it defines"),
-    "no iterable": (["--data", f"{DATA}:SIZE", "--init", f"{DATA}:init"], "gives a int; expected an iterable"),
-    "too few batches": (["--data", f"{DATA}:two", "--init", f"{DATA}:init"], "ended after 2 batches"),
-    "no batches": (["--data", f"{DATA}:bare", "--init", f"{DATA}:init"], "is a Tensor; expected (args, kwargs)"),
-    "no count": (["--data", f"{DATA}:numbered", "--every", "0"], "--every is 0; expected at least 1"),
-    "no group": (["--data", f"{DATA}:numbered", "--replicas", "2"], "Start the command with torchrun"),
+    "no iterable": (
+        ["--data", f"{DATA}:SIZE", "--init", f"{DATA}:init"],
+        "gives a int; expected an iterable",
+    ),
+    "too few batches": (
+        ["--data", f"{DATA}:two", "--init", f"{DATA}:init"],
+        "ended after 2 batches",
+    ),
+    "no batches": (
+        ["--data", f"{DATA}:bare", "--init", f"{DATA}:init"],
+        "is a Tensor; expected (args, kwargs)",
+    ),
+    "no count": (
+        ["--data", f"{DATA}:numbered", "--every", "0"],
+        "--every is 0; expected at least 1",
+    ),
+    "no group": (
+        ["--data", f"{DATA}:numbered", "--replicas", "2"],
+        "Start the command with torchrun",
+    ),
 }
 
 
@@ -130,7 +190,9 @@ def test_what_cannot_run_is_said_in_one_line(
     assert message in line
 
 
-def test_checkpoints_are_not_mixed(small_program: Program, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_checkpoints_are_not_mixed(
+    small_program: Program, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     arguments = command(small_program("zb-h1", 2), tmp_path, "run", 1, "numbered")
     assert main(arguments) == 0
     assert main([each for each in arguments if each != "--resume"]) == FAILED
@@ -140,16 +202,24 @@ def test_checkpoints_are_not_mixed(small_program: Program, tmp_path: Path, capsy
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_pickles_are_never_read(small_program: Program, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pickles_are_never_read(
+    small_program: Program, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """In a checkpoint to take weights from, and in one to resume from."""
     model = PROBLEM.model()
     options = StateDictOptions(flatten_optimizer_state_dict=True)
     weights, moments = get_state_dict(model, torch.optim.AdamW(model.parameters()), options=options)
-    dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=tmp_path / "old" / "step-00000002", no_dist=True)
+    dcp.save(
+        {"model": weights, "optimizer": moments},
+        checkpoint_id=tmp_path / "old" / "step-00000002",
+        no_dist=True,
+    )
     shutil.copytree(tmp_path / "old", tmp_path / "weights")
     resumed = command(small_program("zb-h1", 2), tmp_path, "old", 1, "numbered")
     named = [*resumed[:7], "--weights", str(tmp_path / "weights"), "--lr", "0"]
     named = [each for each in named if each != "--init" and each != f"{DATA}:init"] + resumed[-2:]
     for arguments in (resumed, named):
         assert main(arguments) == FAILED
-        assert re.fullmatch(r"zbcompile.run: .*pickles, which are never read.\n", capsys.readouterr().err)
+        assert re.fullmatch(
+            r"zbcompile.run: .*pickles, which are never read.\n", capsys.readouterr().err
+        )

@@ -1,4 +1,5 @@
-"""A script as a user writes it, started by torchrun: it initialises no process group and names no rank."""
+"""A script as a user writes it, started by torchrun: it initialises no process group and names no
+rank."""
 
 import os
 import subprocess
@@ -46,7 +47,9 @@ def eager() -> tuple[Tensor, dict[str, Tensor]]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
     for _ in range(2):
-        losses.append(eager_step(model, next_byte_loss, Batch((tokens[:, :-1],), {}, tokens[:, 1:]), 4, 0))
+        losses.append(
+            eager_step(model, next_byte_loss, Batch((tokens[:, :-1],), {}, tokens[:, 1:]), 4, 0)
+        )
         optimizer.step()
         optimizer.zero_grad()
     return torch.stack(losses), model.state_dict()
@@ -58,14 +61,23 @@ def start(command: list[str], script: str, folder: Path, name: str) -> Path:
     path.write_text(script.format(output=str(output)))
     paths = os.pathsep.join([str(ROOT), str(ROOT / "examples")])
     environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*command, str(path)], env=environment, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(
+        [*command, str(path)], env=environment, capture_output=True, text=True, timeout=240
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return output
 
 
 @pytest.mark.slow
 def test_two_processes_train_as_eager_does(tmp_path: Path) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
     losses, state = torch.load(start(torchrun, SCRIPT, tmp_path, "pipelined"))
     eager_losses, eager_state = eager()
     assert torch.equal(losses, eager_losses)

@@ -1,4 +1,5 @@
-"""Processes that share nothing compile the same programs, although their sets have another order: ranks must."""
+"""Processes that share nothing compile the same programs, although their sets have another order:
+ranks must."""
 
 import hashlib
 import os
@@ -27,11 +28,18 @@ def written(case: Case) -> str:
     batch = problem_of(case.problem).batches(1, 2 * case.microbatches)[0]
     program = pipeline_of(case).compile(*batch.args, **batch.kwargs, target=batch.target).program
     graphs = [piece.module.graph for stage in program.stages for piece in stage.pieces.values()]
-    values = [str(node.meta["val"]) for graph in graphs for node in graph.nodes if "val" in node.meta]
+    values = [
+        str(node.meta["val"]) for graph in graphs for node in graph.nodes if "val" in node.meta
+    ]
     with tempfile.TemporaryDirectory() as folder:
         program.save(Path(folder, "program"))
         files = sorted(path for path in Path(folder).rglob("*") if path.is_file())
-        return "\n".join([*(f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()}" for path in files), *values])
+        return "\n".join(
+            [
+                *(f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()}" for path in files),
+                *values,
+            ]
+        )
 
 
 @pytest.mark.slow
@@ -39,5 +47,7 @@ def test_programs_do_not_depend_on_the_hash_seed() -> None:
     paths = os.pathsep.join((str(ROOT), str(ROOT / "examples")))
     environment = {**os.environ, "PYTHONHASHSEED": "1", "PYTHONPATH": paths}
     command = [sys.executable, "-W", "ignore", "-c", SCRIPT]
-    said = subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True, text=True).stdout
+    said = subprocess.run(
+        command, cwd=ROOT, env=environment, check=True, capture_output=True, text=True
+    ).stdout
     assert said.strip() == programs()

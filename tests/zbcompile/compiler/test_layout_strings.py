@@ -1,4 +1,5 @@
-"""Pipeline layouts of Megatron-LM: read as it reads them, and run, empty stages included, with eager's bits."""
+"""Pipeline layouts of Megatron-LM: read as it reads them, and run, empty stages included, with
+eager's bits."""
 
 import pytest
 import torch
@@ -36,7 +37,9 @@ def test_a_layout_too_long_is_refused_before_it_is_made() -> None:
 
 
 def test_a_typo_in_a_layout_is_explained_as_one() -> None:
-    with pytest.raises(zbcompile.PipelineError, match=r"balance='Et\|tt\|L\*2'; expected E, then t for each layer"):
+    with pytest.raises(
+        zbcompile.PipelineError, match=r"balance='Et\|tt\|L\*2'; expected E, then t for each layer"
+    ):
         zbcompile.pipeline(Net(), ranks=2, balance="Et|tt|L*2")
 
 
@@ -59,7 +62,10 @@ class Net(nn.Module):
 
 
 def held(pipe: zbcompile.Pipeline) -> list[set[str]]:
-    return [{name.removesuffix(".weight") for name in s.parameters if "weight" in name} for s in pipe.program.stages]
+    return [
+        {name.removesuffix(".weight") for name in s.parameters if "weight" in name}
+        for s in pipe.program.stages
+    ]
 
 
 def test_a_layout_cuts_the_model() -> None:
@@ -71,13 +77,23 @@ def test_a_layout_cuts_the_model() -> None:
     options = {"balance": "Et|t||tt|L", "schedule": "1f1b", "ranks": 5, "microbatches": 4}
     pipe = zbcompile.pipeline(model, loss=nn.functional.mse_loss, exact=True, **options)  # type: ignore[call-overload]
     pipe.step(x, target=y)
-    assert held(pipe) == [{"embed", "layers.0.0"}, {"layers.1.0"}, set(), {"layers.2.0", "layers.3.0"}, {"head"}]
+    assert held(pipe) == [
+        {"embed", "layers.0.0"},
+        {"layers.1.0"},
+        set(),
+        {"layers.2.0", "layers.3.0"},
+        {"head"},
+    ]
     eager_step(eager, nn.functional.mse_loss, Batch((x,), {}, y), 4, 0)
     for name, parameter in pipe.named_parameters():
         assert torch.equal(parameter.grad, eager.get_parameter(name).grad), name
 
 
 def test_layers_are_counted() -> None:
-    pipe = zbcompile.pipeline(Net(), loss=nn.functional.mse_loss, schedule="1f1b", ranks=2, balance="Ett|tL")
-    with pytest.raises(PartitionError, match=r"has 3 layers \(t\), and the model runs 4: layers.0 to layers.3"):
+    pipe = zbcompile.pipeline(
+        Net(), loss=nn.functional.mse_loss, schedule="1f1b", ranks=2, balance="Ett|tL"
+    )
+    with pytest.raises(
+        PartitionError, match=r"has 3 layers \(t\), and the model runs 4: layers.0 to layers.3"
+    ):
         pipe.step(torch.zeros(4, 4), target=torch.zeros(4, 4))

@@ -32,20 +32,42 @@ def weights_of_experts(rows: Tensor, gradient: Tensor, ends: Tensor) -> Tensor:
 
 Case = tuple[Callable[..., Any], tuple[Tensor, ...], int]
 CASES: dict[str, Case] = {  # what reads the index, its arguments, and the length of what is indexed
-    "embedding": (lambda i, w: F.embedding(i.view(-1), w), (index(ROWS, 2), table(LENGTH, WIDTH)), LENGTH),
+    "embedding": (
+        lambda i, w: F.embedding(i.view(-1), w),
+        (index(ROWS, 2), table(LENGTH, WIDTH)),
+        LENGTH,
+    ),
     "rows": (lambda x, i: x[i], (table(LENGTH, 2), index(ROWS)), LENGTH),
     "columns": (lambda x, i: x[:, i], (table(2, LENGTH), index(ROWS)), LENGTH),
     "gather": (lambda x, i: x.gather(1, i), (table(ROWS, LENGTH), index(ROWS, 2)), LENGTH),
     "select": (lambda x, i: x.index_select(0, i), (table(LENGTH, 2), index(ROWS)), LENGTH),
-    "add": (lambda x, i, y: x.index_add(0, i, y), (table(LENGTH, 2), index(ROWS), table(ROWS, 2)), LENGTH),
-    "put": (lambda x, i, y: x.index_put((i,), y), (table(LENGTH, 2), index(ROWS), table(ROWS, 2)), LENGTH),
-    "scatter": (lambda x, i, y: x.scatter_add(0, i, y), (table(LENGTH), index(ROWS), table(ROWS)), LENGTH),
+    "add": (
+        lambda x, i, y: x.index_add(0, i, y),
+        (table(LENGTH, 2), index(ROWS), table(ROWS, 2)),
+        LENGTH,
+    ),
+    "put": (
+        lambda x, i, y: x.index_put((i,), y),
+        (table(LENGTH, 2), index(ROWS), table(ROWS, 2)),
+        LENGTH,
+    ),
+    "scatter": (
+        lambda x, i, y: x.scatter_add(0, i, y),
+        (table(LENGTH), index(ROWS), table(ROWS)),
+        LENGTH,
+    ),
     "loss": (lambda x, i: F.cross_entropy(x, i), (table(ROWS, LENGTH), index(ROWS)), LENGTH),
-    "two tables": (lambda x, y, i: x[i] + y[i], (table(LENGTH), table(2 * LENGTH), index(ROWS)), LENGTH),
+    "two tables": (
+        lambda x, y, i: x[i] + y[i],
+        (table(LENGTH), table(2 * LENGTH), index(ROWS)),
+        LENGTH,
+    ),
 }
 
 
-def values_for(function: Callable[..., Any], arguments: tuple[Tensor, ...]) -> tuple[Any, list[Tensor]]:
+def values_for(
+    function: Callable[..., Any], arguments: tuple[Tensor, ...]
+) -> tuple[Any, list[Tensor]]:
     """The graph of a function, and values for its arguments."""
     with FakeTensorMode() as mode:
         graph = make_fx(function)(*map(mode.from_tensor, arguments))

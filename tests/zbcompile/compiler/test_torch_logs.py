@@ -1,4 +1,5 @@
-"""What torch logs and prints while a trace fails is hidden, and shown when asked for; its loggers stay as they are."""
+"""What torch logs and prints while a trace fails is hidden, and shown when asked for; its loggers
+stay as they are."""
 
 import logging
 
@@ -11,7 +12,8 @@ from tests.support.oracle import WIDTH
 
 
 class OnSome(nn.Module):
-    """Decides by how many rows of an activation a mask leaves: torch prints the graph so far when it fails."""
+    """Decides by how many rows of an activation a mask leaves: torch prints the graph so far when
+    it fails."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +37,9 @@ def test_torchs_logs_are_shown_if_asked_for(
     level = logging.getLogger("torch").level
     pipe = zbcompile.pipeline(OnSome(), schedule="1f1b", ranks=1, microbatches=1)
     x = torch.randn(4, WIDTH)
-    with pytest.raises(zbcompile.CompileError, match=r"the shape of a result depends.*test_torch_logs"):
+    with pytest.raises(
+        zbcompile.CompileError, match=r"the shape of a result depends.*test_torch_logs"
+    ):
         pipe.step(x)
     assert ("a warning of torch.fx" in caplog.messages) is shown
     assert "a warning of a model" in caplog.messages

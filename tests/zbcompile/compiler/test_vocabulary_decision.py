@@ -1,4 +1,5 @@
-"""What is decided for a sharded output layer: whether it is sharded at all, and whether its logits wait."""
+"""What is decided for a sharded output layer: whether it is sharded at all, and whether its logits
+wait."""
 
 from typing import Any
 
@@ -33,22 +34,34 @@ def batch_of(words: int, rows: int) -> Batch:
 
 
 def compiled(**options: Any) -> zbcompile.Pipeline:
-    given: dict[str, Any] = {"schedule": "1f1b", "microbatches": MICROBATCHES, "loss": next_byte_loss, "ranks": 2}
+    given: dict[str, Any] = {
+        "schedule": "1f1b",
+        "microbatches": MICROBATCHES,
+        "loss": next_byte_loss,
+        "ranks": 2,
+    }
     batch = batch_of(MANY, 4 * MICROBATCHES)
-    return zbcompile.pipeline(model_of(MANY), vocab=1, **given, **options).compile(*batch.args, target=batch.target)
+    return zbcompile.pipeline(model_of(MANY), vocab=1, **given, **options).compile(
+        *batch.args, target=batch.target
+    )
 
 
 @pytest.mark.slow
 def test_what_does_not_fit_is_an_error() -> None:
-    with pytest.raises(CompileError, match=r"with its shard of the output layer a rank holds .* more than memory=1"):
+    with pytest.raises(
+        CompileError, match=r"with its shard of the output layer a rank holds .* more than memory=1"
+    ):
         compiled(memory=1 << 20)
 
 
 @pytest.mark.slow
 @pytest.mark.mostly_slow(every=2, suite=1)
 @pytest.mark.parametrize(("words", "layers", "shards"), [(2048, 2, True), (16, 4, False)])
-def test_auto_shards_where_that_makes_the_step_shorter(words: int, layers: int, shards: bool) -> None:
-    """An output layer of many layers' cost cannot be balanced by moving layers; of a small one too little is gained."""
+def test_auto_shards_where_that_makes_the_step_shorter(
+    words: int, layers: int, shards: bool
+) -> None:
+    """An output layer of many layers' cost cannot be balanced by moving layers; of a small one too
+    little is gained."""
     batch, schedule = batch_of(words, 4), build("1f1b", 2, 8)
     model = model_of(words, layers)
     step = export_training_step(model, batch.args, {}, batch.target, next_byte_loss)

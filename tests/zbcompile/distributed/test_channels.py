@@ -1,4 +1,5 @@
-"""Channels, GPUs and devices: what a pipeline needs of NCCL, as far as a machine without one can show it."""
+"""Channels, GPUs and devices: what a pipeline needs of NCCL, as far as a machine without one can
+show it."""
 
 import os
 import warnings
@@ -44,8 +45,8 @@ def test_both_ends_of_a_channel_post_the_same_messages_in_the_same_order(name: s
 
 
 def test_channels_open_in_a_few_rounds() -> None:
-    """Every channel of a chain of ranks opens once both ends have opened those before it; here how many must wait for
-    each other in turn, with 2 and with 32 ranks."""
+    """Every channel of a chain of ranks opens once both ends have opened those before it; here how
+    many must wait for each other in turn, with 2 and with 32 ranks."""
 
     def rounds(ranks: int) -> int:
         pairs = [(a, b) for a in range(ranks) for b in (a - 1, a + 1) if 0 <= b < ranks]
@@ -104,9 +105,13 @@ def test_no_step_reads_a_value_of_a_tensor(pool: Pool) -> None:
 
 def test_every_local_rank_has_a_gpu() -> None:
     assert own_gpu({"LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4"}, count=4) == 3
-    assert own_gpu({"LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4"}, count=1) == 0  # its own, as the launcher shows it
+    assert (
+        own_gpu({"LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4"}, count=1) == 0
+    )  # its own, as the launcher shows it
     for local in ("0", "3"):  # every process says so, not only those without a GPU
-        with pytest.raises(PipelineError, match=rf"local rank {local} of 4 on this machine, which has 2 GPUs"):
+        with pytest.raises(
+            PipelineError, match=rf"local rank {local} of 4 on this machine, which has 2 GPUs"
+        ):
             own_gpu({"LOCAL_RANK": local, "LOCAL_WORLD_SIZE": "4"}, count=2)
     require_different({0: "a", 1: "b"}, torch.device("cuda:0"))
     with pytest.raises(PipelineError, match=r"ranks 0 and 2 use the same GPU \(a\)"):
@@ -122,7 +127,8 @@ def test_too_few_hardware_queues_are_warned_of() -> None:
 
 
 def other_backends(store: str) -> list[str]:
-    """What groups with other backends say, and whether one without a name trains and fails as gloo does."""
+    """What groups with other backends say, and whether one without a name trains and fails as gloo
+    does."""
     said = []
     for device in ("cuda:0", "meta"):
         with pytest.raises(PipelineError) as caught:
@@ -130,7 +136,9 @@ def other_backends(store: str) -> list[str]:
         said.append(str(caught.value))
     rank, ranks = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
-    dist.init_process_group(init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
+    dist.init_process_group(
+        init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
+    )
     pipe = make()
     pipe.step(rows(), target=rows())
     with pytest.raises(PipelineError) as caught:
@@ -140,10 +148,15 @@ def other_backends(store: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_the_backend_must_fit_the_device(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_the_backend_must_fit_the_device(
+    pool: Pool, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     found = pool.run(other_backends, str(tmp_path_factory.mktemp("store") / "again"))
     pool.group = None
     for cuda, meta, fault in found:
-        assert "the model is on cuda:0, for which the process group has the backend gloo; expected nccl" in cuda
+        assert (
+            "the model is on cuda:0, for which the process group has the backend gloo; expected"
+            " nccl" in cuda
+        )
         assert "the model is on meta" in meta
         assert "target has 6 rows, the batch 8" in fault

@@ -22,7 +22,11 @@ def test_a_checksum_sees_every_bit(values: list[int], data: st.DataObject) -> No
     tensor = torch.tensor(values, dtype=torch.uint8)
     assert checksum(tensor) == checksum(torch.stack([tensor, tensor], 1)[:, 1])
     if values:
-        other, at, bit = tensor.clone(), data.draw(st.integers(0, len(values) - 1)), data.draw(st.integers(0, 7))
+        other, at, bit = (
+            tensor.clone(),
+            data.draw(st.integers(0, len(values) - 1)),
+            data.draw(st.integers(0, 7)),
+        )
         other[at] = int(other[at]) ^ (1 << bit)
         assert checksum(other) != checksum(tensor)
     turned = tensor.flip(0)
@@ -30,7 +34,14 @@ def test_a_checksum_sees_every_bit(values: list[int], data: st.DataObject) -> No
 
 
 def test_a_checksum_of_any_dtype() -> None:
-    for dtype in (torch.float64, torch.bfloat16, torch.bool, torch.complex64, torch.int64, torch.float8_e4m3fn):
+    for dtype in (
+        torch.float64,
+        torch.bfloat16,
+        torch.bool,
+        torch.complex64,
+        torch.int64,
+        torch.float8_e4m3fn,
+    ):
         ones, zeros = (make(3, 5).to(dtype) for make in (torch.ones, torch.zeros))
         assert checksum(ones) == checksum(ones.clone()) != checksum(zeros)
     long = torch.zeros(2 * CHUNK + 3, dtype=torch.int8)
@@ -47,8 +58,8 @@ def test_signs_do_not_cancel_out() -> None:
 
 
 def untied(problem: str, schedule: str, seed: int, together: bool) -> str:
-    """A step of a model that each rank seeds with `seed` + its rank; the error, if any. `together`: after loading the
-    first rank's values everywhere."""
+    """A step of a model that each rank seeds with `seed` + its rank; the error, if any. `together`:
+    after loading the first rank's values everywhere."""
     torch.manual_seed(seed + dist.get_rank())
     chosen = PROBLEMS[problem]
     pipe = zbcompile.pipeline(chosen.make(), schedule=schedule, microbatches=4, loss=chosen.loss)
@@ -74,11 +85,16 @@ class Replica(nn.Module):
 
 def replicas_that_load_different_values() -> str:
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp"))
-    pipe = zbcompile.pipeline(Replica(), schedule="1f1b", microbatches=2, loss=F.mse_loss, mesh=mesh)
+    pipe = zbcompile.pipeline(
+        Replica(), schedule="1f1b", microbatches=2, loss=F.mse_loss, mesh=mesh
+    )
     x = torch.ones(4, WIDTH)
     pipe.compile(x, target=x)
     pipe.load_state_dict(
-        {"layer.weight": torch.ones(WIDTH, WIDTH), "layer.bias": torch.full((WIDTH,), dist.get_rank())}
+        {
+            "layer.weight": torch.ones(WIDTH, WIDTH),
+            "layer.bias": torch.full((WIDTH,), dist.get_rank()),
+        }
     )
     try:
         pipe.step(x, target=x)
@@ -98,7 +114,8 @@ def all_cases() -> list[str]:
 
 @pytest.mark.slow
 def test_ranks_that_start_with_different_values(pool: Pool) -> None:
-    """Tied parameters, model copies and replicas are compared, and may be made equal before the first step."""
+    """Tied parameters, model copies and replicas are compared, and may be made equal before the
+    first step."""
     for tied, loaded, copies, replicas in pool.run(all_cases, ranks=2):
         assert "token.weight is shared by ranks 0 and 1, which hold different values" in tied
         assert "torch.manual_seed" in tied

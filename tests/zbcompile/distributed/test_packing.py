@@ -39,7 +39,8 @@ def test_arrives_as_it_was(name: str) -> None:
 
 @pytest.mark.parametrize("name", TENSORS)
 def test_laid_out_for_another_graph(name: str) -> None:
-    """A kernel may give other strides than its fake said; the graph gets those that it was traced for."""
+    """A kernel may give other strides than its fake said; the graph gets those that it was traced
+    for."""
     like = TENSORS[name]
     contiguous = like.contiguous()
     backwards = tuple(reversed(range(like.ndim)))
@@ -58,4 +59,8 @@ def test_what_is_in_place_is_not_copied() -> None:
 
 def _strides(value: Tensor) -> list[int]:
     """Strides of dimensions of size 1 mean nothing, nor do those of a tensor without elements."""
-    return [stride for stride, size in zip(value.stride(), value.shape, strict=True) if size > 1 and value.numel()]
+    return [
+        stride
+        for stride, size in zip(value.stride(), value.shape, strict=True)
+        if size > 1 and value.numel()
+    ]

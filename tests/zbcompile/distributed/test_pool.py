@@ -49,7 +49,9 @@ def test_a_failure_names_its_rank(pool: Pool) -> None:
 
 @pytest.mark.slow
 def test_a_rank_that_hangs_shows_its_stack(pool: Pool) -> None:
-    with pytest.raises(TaskFailed, match=r"(?s)ranks \[1\] did not end.*rank 1: still running.*in hang_on"):
+    with pytest.raises(
+        TaskFailed, match=r"(?s)ranks \[1\] did not end.*rank 1: still running.*in hang_on"
+    ):
         pool.run(hang_on, 1, timeout=2)
     assert pool.run(sum_of_ranks) == [1.0, 1.0]
 

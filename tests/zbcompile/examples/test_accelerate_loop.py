@@ -30,7 +30,9 @@ def plain() -> list[float]:
     model = tiny_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=UPDATES)
-    model, optimizer, batches = accelerator.prepare(model, optimizer, loader(UPDATES * ACCUMULATE * BATCH))
+    model, optimizer, batches = accelerator.prepare(
+        model, optimizer, loader(UPDATES * ACCUMULATE * BATCH)
+    )
     losses = []
     for batch in batches:
         with accelerator.accumulate(model):
@@ -56,7 +58,9 @@ def test_the_losses_of_the_plain_loop() -> None:
 def on_a_rank() -> list[float]:
     """Accelerate finds the processes as torchrun's."""
     rank, world = str(dist.get_rank()), str(dist.get_world_size())
-    with patch.dict(os.environ, RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world, LOCAL_WORLD_SIZE=world):
+    with patch.dict(
+        os.environ, RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world, LOCAL_WORLD_SIZE=world
+    ):
         found = train(ranks=None, updates=UPDATES, accumulate=ACCUMULATE)
         AcceleratorState._reset_state(reset_partial_state=True)
     return found

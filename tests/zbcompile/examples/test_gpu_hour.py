@@ -1,4 +1,5 @@
-"""The frame of the GPU hour: the list, an item that passes, one that stands still with what it has started."""
+"""The frame of the GPU hour: the list, an item that passes, one that stands still with what it has
+started."""
 
 import json
 import os
@@ -46,7 +47,9 @@ def _is_gone(pid: str) -> bool:
         return True
 
 
-def test_one_item_stands_still_and_the_rest_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_item_stands_still_and_the_rest_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(gpu_hour, "surroundings", lambda pretended: dict(os.environ))
     monkeypatch.setattr(gpu_hour, "GRACE", 3.0)
     items = [

@@ -32,7 +32,12 @@ def trained(name: str, schedule: str, factor: float) -> tuple[int, Tensor, dict[
     mesh = mesh_of(ep=RANKS, pp=dist.get_world_size() // RANKS)
     model, placements = divide_experts(transformers_model(name), mesh["ep"], factor)
     pipe = zbcompile.pipeline(
-        model, mesh=mesh, schedule=schedule, microbatches=MICROBATCHES, exact=True, placements=placements
+        model,
+        mesh=mesh,
+        schedule=schedule,
+        microbatches=MICROBATCHES,
+        exact=True,
+        placements=placements,
     )
     rank = mesh["ep"].get_local_rank()
     loss = pipe.step(input_ids=batch_of(rank), labels=batch_of(rank))
@@ -42,7 +47,8 @@ def trained(name: str, schedule: str, factor: float) -> tuple[int, Tensor, dict[
 
 
 def dropless(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    """transformers' grouped experts with a stable sort, so that tokens of an expert are added up in their order."""
+    """transformers' grouped experts with a stable sort, so that tokens of an expert are added up in
+    their order."""
     count, flat = chosen.shape[1], chosen.flatten()
     order = flat.argsort(stable=True)
     ends = torch.bincount(flat, minlength=module.num_experts).cumsum(0).int()
@@ -53,9 +59,9 @@ def dropless(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Te
 
 
 class Everywhere:
-    """One process that plays all ranks, a thread for each: eager experts of the first model, of the tokens of
-    all ranks in their order. All threads make the same operations, so that autograd numbers them alike; what the first
-    one has computed counts."""
+    """One process that plays all ranks, a thread for each: eager experts of the first model, of the
+    tokens of all ranks in their order. All threads make the same operations, so that autograd
+    numbers them alike; what the first one has computed counts."""
 
     def __init__(self) -> None:
         self.barrier, self.given = threading.Barrier(RANKS), [(torch.empty(0),) * 3] * RANKS
@@ -101,7 +107,10 @@ def oracle(name: str) -> tuple[Tensor, dict[str, Tensor]]:
     scaled: list[list[Tensor]] = [[] for _ in range(RANKS)]
     parts = [batch_of(rank).chunk(MICROBATCHES) for rank in range(RANKS)]
     for i in range(MICROBATCHES):
-        losses = [each / (MICROBATCHES * RANKS) for each in everywhere.losses(models, [p[i] for p in parts])]
+        losses = [
+            each / (MICROBATCHES * RANKS)
+            for each in everywhere.losses(models, [p[i] for p in parts])
+        ]
         torch.autograd.backward(losses)
         for rank, loss in enumerate(losses):
             scaled[rank].append(loss.detach())
@@ -125,12 +134,17 @@ def oracle(name: str) -> tuple[Tensor, dict[str, Tensor]]:
 def test_transformers_experts_on_two_ranks_beside_two_of_a_pipeline(
     name: str, schedule: str, factor: float, pool: Pool
 ) -> None:
-    """Bit for bit those of one process, which adds what the experts compute in the order of the ranks."""
+    """Bit for bit those of one process, which adds what the experts compute in the order of the
+    ranks."""
     loss, expected = oracle(name)
     for rank, ours, gradients in pool.run(trained, name, schedule, factor, ranks=4):
         assert torch.equal(ours, loss)
         for each, gradient in gradients.items():
-            own = expected[each].chunk(RANKS)[rank] if gradient.shape != expected[each].shape else expected[each]
+            own = (
+                expected[each].chunk(RANKS)[rank]
+                if gradient.shape != expected[each].shape
+                else expected[each]
+            )
             assert torch.equal(gradient, own), each
 
 

@@ -31,8 +31,19 @@ def qwen(layers: int = 1) -> Any:
     """Norms of single heads, a tied head, an odd vocabulary."""
     transformers = pytest.importorskip("transformers")
     config = transformers.Qwen3Config(
-        **{"vocab_size": 17, "hidden_size": 16, "intermediate_size": 12, "num_hidden_layers": layers, "head_dim": 4},
-        **{"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True, "use_cache": False},
+        **{
+            "vocab_size": 17,
+            "hidden_size": 16,
+            "intermediate_size": 12,
+            "num_hidden_layers": layers,
+            "head_dim": 4,
+        },
+        **{
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "tie_word_embeddings": True,
+            "use_cache": False,
+        },
     )
     torch.manual_seed(0)
     return transformers.Qwen3ForCausalLM(config)
@@ -41,8 +52,19 @@ def qwen(layers: int = 1) -> Any:
 def mixtral() -> Any:
     transformers = pytest.importorskip("transformers")
     config = transformers.MixtralConfig(
-        **{"vocab_size": 17, "hidden_size": 16, "intermediate_size": 12, "num_hidden_layers": 1, "head_dim": 4},
-        **{"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 2, "use_cache": False},
+        **{
+            "vocab_size": 17,
+            "hidden_size": 16,
+            "intermediate_size": 12,
+            "num_hidden_layers": 1,
+            "head_dim": 4,
+        },
+        **{
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "num_local_experts": 2,
+            "use_cache": False,
+        },
     )
     torch.manual_seed(0)
     model = transformers.MixtralForCausalLM(config)
@@ -56,7 +78,8 @@ def batch() -> Tensor:
 
 
 def trained(make: Callable[[], Any]) -> tuple[float, dict[str, float]]:
-    """By how much loss and gradients differ from those of one process; experts, if any, stay whole."""
+    """By how much loss and gradients differ from those of one process; experts, if any,
+    stay whole."""
     mesh, whole = mesh_of(pp=dist.get_world_size() // 2, tp=2), make()
     plan = {pattern: style for pattern, style in whole.tp_plan.items() if "experts" not in pattern}
     model = apply_tensor_parallel_plan(make(), mesh["tp"], plan)
@@ -78,19 +101,32 @@ def trained(make: Callable[[], Any]) -> tuple[float, dict[str, float]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("make", "ranks"), [(qwen, 2), pytest.param(mixtral, 2, marks=pytest.mark.beyond_sample)])
-def test_gradients_are_those_of_one_process(make: Callable[[], Any], ranks: int, pool: Pool) -> None:
+@pytest.mark.parametrize(
+    ("make", "ranks"), [(qwen, 2), pytest.param(mixtral, 2, marks=pytest.mark.beyond_sample)]
+)
+def test_gradients_are_those_of_one_process(
+    make: Callable[[], Any], ranks: int, pool: Pool
+) -> None:
     """On two ranks each has the whole pipeline."""
     pool.rehearse(qwen)  # imports transformers for all ranks
     found = pool.run(trained, make, ranks=ranks)
     for loss, far in found:
         assert loss <= BOUND
         assert max(far.values()) <= BOUND, far
-    assert {name for _, far in found for name in far} == {name for name, _ in make().named_parameters()}
+    assert {name for _, far in found for name in far} == {
+        name for name, _ in make().named_parameters()
+    }
 
 
 KNOWN = {
-    *("colwise", "colwise_gather_output", "colwise_rep", "embedding_colwise", "embedding_rowwise", "replicate"),
+    *(
+        "colwise",
+        "colwise_gather_output",
+        "colwise_rep",
+        "embedding_colwise",
+        "embedding_rowwise",
+        "replicate",
+    ),
     *("replicated_with_grad_allreduce", "rowwise", "rowwise_rep", "rowwise_split_input"),
 }
 
@@ -98,7 +134,9 @@ KNOWN = {
 def test_every_style_is_taken_or_refused_by_name() -> None:
     parallel = pytest.importorskip("transformers.integrations.tensor_parallel")
     for style in parallel.ALL_PARALLEL_STYLES.keys() - KNOWN:
-        with pytest.raises(ValueError, match=f"the plan has '{style}' for 0; expected styles among colwise"):
+        with pytest.raises(
+            ValueError, match=f"the plan has '{style}' for 0; expected styles among colwise"
+        ):
             apply_tensor_parallel_plan(nn.Sequential(nn.Linear(2, 2)), None, {"0": style})
     with pytest.raises(ValueError, match="Sequential brings no tensor-parallel plan along"):
         apply_tensor_parallel_plan(nn.Sequential(), None)
@@ -106,14 +144,19 @@ def test_every_style_is_taken_or_refused_by_name() -> None:
 
 def test_a_plan_for_experts_is_refused_whole() -> None:
     model = mixtral()
-    with pytest.raises(ValueError, match="Pass plan= without these: such modules stay whole") as raised:
+    with pytest.raises(
+        ValueError, match="Pass plan= without these: such modules stay whole"
+    ) as raised:
         apply_tensor_parallel_plan(model, None)
     refused = {pattern for pattern in model.tp_plan if pattern in str(raised.value)}
     assert refused == {pattern for pattern in model.tp_plan if "experts" in pattern}
 
 
-def originals(model: nn.Module, example: Example, first_layers: tuple[str, ...], labels: dict[str, str]) -> list[int]:
-    """For each of four stages, one a layer, the stage whose graphs it has, on the first of two ranks."""
+def originals(
+    model: nn.Module, example: Example, first_layers: tuple[str, ...], labels: dict[str, str]
+) -> list[int]:
+    """For each of four stages, one a layer, the stage whose graphs it has, on the first of two
+    ranks."""
     Parts(model, labels)
     microbatch = one_microbatch(example)
     with readable(model):
@@ -127,24 +170,35 @@ def originals(model: nn.Module, example: Example, first_layers: tuple[str, ...],
     ("change", "expected"),
     [
         (lambda layers: None, [0, 1, 1, 3]),
-        (lambda layers: setattr(layers[1].mlp.up_proj, "scale", 2.0), [0, 1, 1, 3]),  # nothing reads it
+        (
+            lambda layers: setattr(layers[1].mlp.up_proj, "scale", 2.0),
+            [0, 1, 1, 3],
+        ),  # nothing reads it
         (lambda layers: layers[1].mlp.up_proj.register_forward_hook(_doubled), [0, 1, 2, 3]),
     ],
     ids=["equal", "attribute", "hook"],
 )
-def test_equal_stages_of_parts_have_one_graph(change: Callable[[Any], object], expected: list[int]) -> None:
+def test_equal_stages_of_parts_have_one_graph(
+    change: Callable[[Any], object], expected: list[int]
+) -> None:
     with group_without_peers(2):
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-        model, labels = apply_tensor_parallel_plan(qwen(layers=4), mesh), {mesh.get_group().group_name: "tp"}
+        model, labels = (
+            apply_tensor_parallel_plan(qwen(layers=4), mesh),
+            {mesh.get_group().group_name: "tp"},
+        )
         change(model.model.layers)
         example = Example(model, (), {"input_ids": batch(), "labels": batch()})
-        assert originals(model, example, tuple(f"model.layers.{i}" for i in (1, 2, 3)), labels) == expected
+        assert (
+            originals(model, example, tuple(f"model.layers.{i}" for i in (1, 2, 3)), labels)
+            == expected
+        )
 
 
 @pytest.mark.parametrize("change", [False, True])
 def test_stages_have_one_graph_whose_layers_have_buffers_and_get_dtensors(change: bool) -> None:
-    """Attention with its own tables, and layers whose norms give parts of a sequence to it. Tables of other numbers
-    are inputs of the same graph."""
+    """Attention with its own tables, and layers whose norms give parts of a sequence to it. Tables
+    of other numbers are inputs of the same graph."""
     with group_without_peers(2):
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
         model, labels = parallelised(Llama(4, 16, 2, 8), mesh), {mesh.get_group().group_name: "tp"}
@@ -152,7 +206,12 @@ def test_stages_have_one_graph_whose_layers_have_buffers_and_get_dtensors(change
             model.blocks[1].attention.cos.add_(1)
         tokens = torch.randint(256, (2, 8))
         example = Example(model, (tokens,), loss=next_byte_loss, target=tokens)
-        assert originals(model, example, tuple(f"blocks.{i}" for i in (1, 2, 3)), labels) == [0, 1, 1, 3]
+        assert originals(model, example, tuple(f"blocks.{i}" for i in (1, 2, 3)), labels) == [
+            0,
+            1,
+            1,
+            3,
+        ]
 
 
 def _doubled(module: nn.Module, given: Any, result: Any) -> Any:

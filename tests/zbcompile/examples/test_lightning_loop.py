@@ -48,9 +48,15 @@ def test_the_losses_of_eager() -> None:
 @pytest.mark.beyond_sample
 @pytest.mark.slow
 def test_the_losses_of_eager_in_two_processes() -> None:
-    command = warm_torchrun("import lightning, zbcompile.run", "--standalone", "--nproc-per-node=2", str(SCRIPT))
+    command = warm_torchrun(
+        "import lightning, zbcompile.run", "--standalone", "--nproc-per-node=2", str(SCRIPT)
+    )
     done = subprocess.run(
-        command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=200
+        command,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     (losses,) = re.findall(r"losses (\[.*?\])", done.stdout)

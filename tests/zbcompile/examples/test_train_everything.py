@@ -16,7 +16,9 @@ def trained(folder: Path, steps: int) -> str:
     """What the script prints, of a model of two layers."""
     small = mock.patch.object(train_everything.CONFIG, "num_hidden_layers", 2)
     with small, contextlib.redirect_stdout(io.StringIO()) as printed:
-        train_everything.train(train_everything.parse(["--folder", str(folder), "--steps", str(steps)]))
+        train_everything.train(
+            train_everything.parse(["--folder", str(folder), "--steps", str(steps)])
+        )
     return printed.getvalue()
 
 
@@ -29,5 +31,7 @@ def test_trained_in_one_process_and_resumed_in_two(pool: Pool, tmp_path: Path) -
     assert "update 10: loss" not in resumed
     assert "update 20: loss" in resumed
     assert "b'def " in resumed
-    start, end = (float(re.findall(r"perplexity .*: ([\d.]+)", printed)[0]) for printed in (begun, resumed))
+    start, end = (
+        float(re.findall(r"perplexity .*: ([\d.]+)", printed)[0]) for printed in (begun, resumed)
+    )
     assert end < start / 2

@@ -15,7 +15,19 @@ from tests.support.pool import Pool
 from zbcompile.program.step_record import RecordedSpan, StepRecord
 from zbcompile.schedules import build
 
-SMALL = ["--layers", "3", "--width", "32", "--sequence-length", "16", "--batch", "8", "--steps", "12", "--verify"]
+SMALL = [
+    "--layers",
+    "3",
+    "--width",
+    "32",
+    "--sequence-length",
+    "16",
+    "--batch",
+    "8",
+    "--steps",
+    "12",
+    "--verify",
+]
 
 
 def trained(*arguments: str) -> str:
@@ -63,7 +75,9 @@ def test_in_processes(pool: Pool) -> None:
         (["--batch", "0"], "expected at least 1"),
     ],
 )
-def test_wrong_arguments(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_arguments(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
         train_gpt.parse(arguments)
     assert message in capsys.readouterr().err
@@ -90,11 +104,21 @@ def test_text_is_the_same_at_every_call_and_held_out() -> None:
 def record(in_process: bool) -> StepRecord:
     """1F1B on two ranks with one microbatch: F takes 1 s, BW 2 s; the clock runs until 7 s."""
     spans = {
-        0: [RecordedSpan("F0.0", 0, 1), RecordedSpan("SEND_F0.0", 1, 1.1), RecordedSpan("BW0.0", 4, 6)],
-        1: [RecordedSpan("RECV_F1.0", 0, 0.1), RecordedSpan("F1.0", 1, 2), RecordedSpan("BW1.0", 2, 4)],
+        0: [
+            RecordedSpan("F0.0", 0, 1),
+            RecordedSpan("SEND_F0.0", 1, 1.1),
+            RecordedSpan("BW0.0", 4, 6),
+        ],
+        1: [
+            RecordedSpan("RECV_F1.0", 0, 0.1),
+            RecordedSpan("F1.0", 1, 2),
+            RecordedSpan("BW1.0", 2, 4),
+        ],
     }
     held = {0: [1_000_000], 1: [2_000_000]}
-    return StepRecord(spans, held, {}, 7.0, 0.0, in_process, build("1f1b", ranks=2, microbatches=1), {})
+    return StepRecord(
+        spans, held, {}, 7.0, 0.0, in_process, build("1f1b", ranks=2, microbatches=1), {}
+    )
 
 
 def test_costs_and_times_from_a_record() -> None:
@@ -107,6 +131,13 @@ def test_costs_and_times_from_a_record() -> None:
 
 @pytest.mark.parametrize(("in_process", "step"), [(True, "6 s"), (False, "7 s")])
 def test_report_replays_only_in_one_process(in_process: bool, step: str) -> None:
-    text = report(build("1f1b", ranks=2, microbatches=1), [record(in_process)], [record(in_process)])
+    text = report(
+        build("1f1b", ranks=2, microbatches=1), [record(in_process)], [record(in_process)]
+    )
     row = text.splitlines()[4]
-    assert row.split() == [*f"1 6 s {step} 50.0%".split(), "50.0%" if in_process else "57.1%", "1.9", "MiB"]
+    assert row.split() == [
+        *f"1 6 s {step} 50.0%".split(),
+        "50.0%" if in_process else "57.1%",
+        "1.9",
+        "MiB",
+    ]

@@ -1,4 +1,5 @@
-"""Training over a mesh, small, and the sweep that holds schedules beside replicas against one process."""
+"""Training over a mesh, small, and the sweep that holds schedules beside replicas against one
+process."""
 
 import contextlib
 import io
@@ -24,10 +25,15 @@ def trained(*arguments: str) -> str:
 
 @pytest.mark.slow
 def test_two_processes(pool: Pool) -> None:
-    """Which share each matrix; the dimensions of larger meshes together: `runtime/test_dtensor.py`."""
-    printed, other = pool.run(trained, "--dp", "1", "--pp", "1", "--schedule", "zb-h1", "--verify", ranks=2)
+    """Which share each matrix; the dimensions of larger meshes together:
+    `runtime/test_dtensor.py`."""
+    printed, other = pool.run(
+        trained, "--dp", "1", "--pp", "1", "--schedule", "zb-h1", "--verify", ranks=2
+    )
     assert other == ""
-    differs = re.search(r"loss differs by ([\d.e+-]+) of it, gradients by at most ([\d.e+-]+) of", printed)
+    differs = re.search(
+        r"loss differs by ([\d.e+-]+) of it, gradients by at most ([\d.e+-]+) of", printed
+    )
     assert differs, printed
     assert max(float(differs[1]), float(differs[2])) <= 2e-6
     losses = re.search(r"validation loss: ([\d.]+) before, ([\d.]+) after 8 steps", printed)
@@ -38,7 +44,10 @@ def test_two_processes(pool: Pool) -> None:
 def test_processes_that_do_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         train_llama.parse(["--dp", "3"])
-    assert "--dp 3 --pp 2 --tp 2 is for 12 processes, and there are 1: torchrun" in capsys.readouterr().err
+    assert (
+        "--dp 3 --pp 2 --tp 2 is for 12 processes, and there are 1: torchrun"
+        in capsys.readouterr().err
+    )
 
 
 def swept(*schedules: str) -> list[float]:

@@ -3,7 +3,14 @@
 import time
 from dataclasses import replace
 
-from zbcompile.faults.fault_report import NEVER, Heartbeats, Status, find_gone, find_late, find_stray
+from zbcompile.faults.fault_report import (
+    NEVER,
+    Heartbeats,
+    Status,
+    find_gone,
+    find_late,
+    find_stray,
+)
 
 WAITS = Status(7, 3, "step 2", "B0.1", waits=True)
 BUSY = Status(7, 3, "step 2", "F1.0", waits=False)
@@ -24,7 +31,14 @@ def test_a_silent_rank_is_blamed_and_not_a_busy_one() -> None:
 
 
 def test_a_rank_that_closed_its_pipeline_left_early() -> None:
-    closed = Status(9, 2, "step 1", "the end", waits=False, ended="it closed its pipeline, after ValueError: bad row")
+    closed = Status(
+        9,
+        2,
+        "step 1",
+        "the end",
+        waits=False,
+        ended="it closed its pipeline, after ValueError: bad row",
+    )
     fault = find_gone(0, {0: WAITS, 1: closed}, Heartbeats(), 2.0)
     assert fault is not None
     assert "it closed its pipeline, after ValueError: bad row. Its last sign" in fault.cause
@@ -57,7 +71,8 @@ def test_a_sign_of_life_resets_the_silence() -> None:
 
 
 def test_what_a_rank_said_before_proves_no_other_call() -> None:
-    """A process too busy to say that it has gone on seems to wait where it was: only a later sign of life counts."""
+    """A process too busy to say that it has gone on seems to wait where it was: only a later sign
+    of life counts."""
     statuses = {0: WAITS, 1: Status(7, 3, "eval", "the exchange", waits=True)}
     assert find_stray(0, statuses, {}) is None
     assert find_stray(0, statuses, {0: 7, 1: 7}) is None

@@ -30,7 +30,9 @@ def serve(pipe: Connection) -> None:
 def server() -> Iterator[tuple[int, int]]:
     """The process and port of a store."""
     here, there = multiprocessing.Pipe()
-    context = multiprocessing.get_context("forkserver")  # a fork of this process may find a lock of its threads taken
+    context = multiprocessing.get_context(
+        "forkserver"
+    )  # a fork of this process may find a lock of its threads taken
     process = context.Process(target=serve, args=(there,))
     process.start()
     there.close()
@@ -48,7 +50,9 @@ def freeze(pid: int) -> None:
 
 def client(port: int) -> dist.TCPStore:
     patience = timedelta(seconds=3)  # with which it connects
-    return dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=patience)
+    return dist.TCPStore(
+        "127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=patience
+    )
 
 
 def test_a_store_that_does_not_answer_may_answer_later(server: tuple[int, int]) -> None:
@@ -56,7 +60,10 @@ def test_a_store_that_does_not_answer_may_answer_later(server: tuple[int, int]) 
     store = BoundedStore(client(port))
     store.ask(lambda each: each.set("key", "value"))
     freeze(pid)
-    for within in (0.2, 3600.0):  # it is known to be silent: the second call does not wait for its turn
+    for within in (
+        0.2,
+        3600.0,
+    ):  # it is known to be silent: the second call does not wait for its turn
         with pytest.raises(SilentStoreError):
             store.ask(lambda each: each.get("key"), within)
     os.kill(pid, signal.SIGCONT)
@@ -100,7 +107,9 @@ def test_ranks_that_make_a_group_do_not_wait_for_a_frozen_store(server: tuple[in
     store.close()
 
 
-def test_a_start_ends_whose_store_is_frozen(server: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_start_ends_whose_store_is_frozen(
+    server: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("zbcompile.distributed.arrival.ANSWER", 0.2)
     pid, port = server
     freeze(pid)
@@ -115,7 +124,11 @@ def test_a_start_does_not_meet_an_earlier_one() -> None:
     for ranks in (2, 2, 3, 1):
         store.append("zbcompile/members", "0:one-that-ended-before-the-others-came,")
         with ThreadPoolExecutor(ranks) as executor:
-            found = list(executor.map(lambda rank, count=ranks: arrival(rank, count, 30.0).meet(store), range(ranks)))
+            found = list(
+                executor.map(
+                    lambda rank, count=ranks: arrival(rank, count, 30.0).meet(store), range(ranks)
+                )
+            )
         values = [each.add("arrived", 1) for each in found]
         assert sorted(values) == list(range(1, ranks + 1))
 
@@ -125,7 +138,9 @@ def test_who_is_missing_is_named_to_the_others_and_to_the_one_who_is_late() -> N
     with ThreadPoolExecutor(2) as executor:
         found = list(executor.map(lambda rank: reason_of(arrival(rank, 3, 0.5), store), (0, 2)))
     late = reason_of(arrival(1, 3, 0.2), store)
-    assert all(re.fullmatch(r"(rank [02] has given up: )?rank 1 did not arrive", each) for each in found)
+    assert all(
+        re.fullmatch(r"(rank [02] has given up: )?rank 1 did not arrive", each) for each in found
+    )
     assert re.fullmatch(r"rank [02] has given up: rank 1 did not arrive", late)
 
 
@@ -142,7 +157,8 @@ def test_who_comes_no_more_after_an_earlier_start_is_named() -> None:
 
 
 def test_ranks_that_do_not_reach_each_other_make_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such as those told a wrong interface: making the group would take five times the time that it waits for."""
+    """Such as those told a wrong interface: making the group would take five times the time that it
+    waits for."""
     made: list[Any] = []
     monkeypatch.setattr(dist, "init_process_group", lambda *given, **named: made.append(named))
     with pytest.raises(RuntimeError, match=r"rank 1|[Tt]imed? ?out"):
@@ -151,7 +167,12 @@ def test_ranks_that_do_not_reach_each_other_make_no_group(monkeypatch: pytest.Mo
 
 
 def arrival(rank: int, ranks: int, timeout: float) -> Rendezvous:
-    place = {"RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    place = {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1",
+    }
     return Rendezvous(place, timeout)
 
 

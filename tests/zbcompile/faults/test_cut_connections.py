@@ -11,7 +11,8 @@ from zbcompile.faults.abort import cut_connections
 
 
 def wait_and_cut() -> bool:
-    """Rank 0 waits for rank 2, which is silent, and is cut while its connection to rank 1 is already closed."""
+    """Rank 0 waits for rank 2, which is silent, and is cut while its connection to rank 1 is
+    already closed."""
     world = dist.group.WORLD
     assert world is not None
     dist.barrier()

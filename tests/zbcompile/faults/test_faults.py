@@ -1,4 +1,5 @@
-"""Faults: whatever breaks on one rank, every rank ends soon, with one message, and nothing is corrupted."""
+"""Faults: whatever breaks on one rank, every rank ends soon, with one message, and nothing is
+corrupted."""
 
 import os
 import re
@@ -18,7 +19,9 @@ pytestmark = pytest.mark.waits
 
 @pytest.mark.slow
 @pytest.mark.mostly_slow(every=23)
-@pytest.mark.parametrize("scenario", SCENARIOS, ids=[f"{s.name} on rank {s.rank}" for s in SCENARIOS])
+@pytest.mark.parametrize(
+    "scenario", SCENARIOS, ids=[f"{s.name} on rank {s.rank}" for s in SCENARIOS]
+)
 def test_every_rank_ends_with_one_message(scenario: Scenario, pool: Pool) -> None:
     outcomes = pool.outcomes(scenario.run, *scenario.args, ranks=scenario.ranks)
     pool.group = None  # its connections are closed
@@ -39,7 +42,8 @@ def assert_ended(outcome: Outcome, scenario: Scenario) -> None:
 
 
 def broken_and_made_anew(store: str) -> tuple[str, Tensor, Tensor]:
-    """A step fails, the process group is torn down and made anew in the same processes, and a new pipeline trains."""
+    """A step fails, the process group is torn down and made anew in the same processes, and a new
+    pipeline trains."""
     pipe = make()
     first = pipe.step(rows(), target=rows())
     INJECT.order, INJECT.calls = Order("raise", 1, "F", 0), 0
@@ -56,11 +60,15 @@ def broken_and_made_anew(store: str) -> tuple[str, Tensor, Tensor]:
 
 
 @pytest.mark.slow
-def test_a_new_process_group_in_the_same_processes(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_new_process_group_in_the_same_processes(
+    pool: Pool, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     found = pool.run(broken_and_made_anew, str(tmp_path_factory.mktemp("store") / "again"))
     pool.group = None
     for message, first, second in found:
-        assert re.search(r"this pipeline has ended: rank 1 failed at F1.*Call pipe\.close\(\)", message)
+        assert re.search(
+            r"this pipeline has ended: rank 1 failed at F1.*Call pipe\.close\(\)", message
+        )
         assert torch.equal(first, second)
 
 
@@ -85,13 +93,16 @@ def test_in_one_process_a_failure_names_its_rank(monkeypatch: pytest.MonkeyPatch
     pipe.step(rows(), target=rows())
     monkeypatch.setattr(INJECT, "order", Order("raise", 0, "F", 2))
     monkeypatch.setattr(INJECT, "calls", 0)
-    with pytest.raises(zbcompile.FaultError, match=r"rank 0 failed at F0\.1 of step 1: ValueError: broken on order"):
+    with pytest.raises(
+        zbcompile.FaultError, match=r"rank 0 failed at F0\.1 of step 1: ValueError: broken on order"
+    ):
         pipe.step(rows(), target=rows())
     assert all(parameter.grad is None for parameter in pipe.parameters())
 
 
 def replica_that_ends_before_its_update() -> str:
-    """Of two replicas one ends, while the other waits for its part of the updated parameters, outside of any call."""
+    """Of two replicas one ends, while the other waits for its part of the updated parameters,
+    outside of any call."""
     pipe = make(mesh=mesh_of(dp=2, pp=1))
     optimizer = pipe.optimizer(torch.optim.SGD, lr=0.1, zero=1)
     pipe.step(rows(), target=rows())

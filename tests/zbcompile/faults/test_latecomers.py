@@ -1,5 +1,5 @@
-"""Every wait lasts `timeout=`, whoever made the process group: a rank that comes late is waited for, or named.
-Each kind of wait once; `tests/support/latecomers.py` has all combinations."""
+"""Every wait lasts `timeout=`, whoever made the process group: a rank that comes late is waited
+for, or named. Each kind of wait once; `tests/support/latecomers.py` has all combinations."""
 
 from pathlib import Path
 

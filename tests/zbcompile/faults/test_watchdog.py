@@ -44,7 +44,8 @@ class SilentStore(GoneStore):
 
 
 class OpenStore(GoneStore):
-    """The board of a store that answers and holds no fault; `said` are the statuses of this rank."""
+    """The board of a store that answers and holds no fault; `said` are the statuses of this
+    rank."""
 
     def __init__(self) -> None:
         self.said: list[Status] = []
@@ -91,7 +92,10 @@ def test_a_call_that_goes_on_after_its_rank_has_given_up_raises(watch: Watch) ->
     """What it waited in could not be cut, and has arrived after all: the other ranks have ended."""
     watch._thread.join(5)
     watch.fault, watch.stopped = None, threading.Event()
-    with pytest.raises(FaultError, match="rank 0 failed at step 3: it broke"), watch.region("step 3"):
+    with (
+        pytest.raises(FaultError, match="rank 0 failed at step 3: it broke"),
+        watch.region("step 3"),
+    ):
         watch.fault = Fault(0, "step 3", "it broke")
 
 

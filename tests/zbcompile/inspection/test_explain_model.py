@@ -1,4 +1,5 @@
-"""`zbcompile.explain`: what would be compiled, where it could be cut, and everything unsupported, without raising."""
+"""`zbcompile.explain`: what would be compiled, where it could be cut, and everything unsupported,
+without raising."""
 
 import logging
 import re
@@ -19,12 +20,15 @@ TOKENS = torch.arange(32).view(2, 16)
 
 
 def explained(model: nn.Module, *args: Any, **options: Any) -> zbcompile.Explanation:
-    return zbcompile.explain(model, *(args or (ROWS,)), **{"loss": F.mse_loss, "target": ROWS} | options)
+    return zbcompile.explain(
+        model, *(args or (ROWS,)), **{"loss": F.mse_loss, "target": ROWS} | options
+    )
 
 
 @pytest.mark.slow
 def test_a_gpt(capsys: pytest.CaptureFixture[str]) -> None:
-    """What it prints is the explanation; places lie after operations of the model, in order, with their source."""
+    """What it prints is the explanation; places lie after operations of the model, in order, with
+    their source."""
     model = GPT(layers=3, width=32, heads=2, length=16, tied=True)
     found = explained(model, TOKENS, loss=next_byte_loss, target=TOKENS)
     assert capsys.readouterr().out == f"{found}\n"
@@ -125,7 +129,9 @@ class Everything(MLP):
 
 
 @pytest.mark.parametrize("make", [Everything, lambda: torch.compile(MLP())])
-def test_hooks_second_derivatives_and_compiled_modules_are_no_problem(make: Callable[[], nn.Module]) -> None:
+def test_hooks_second_derivatives_and_compiled_modules_are_no_problem(
+    make: Callable[[], nn.Module],
+) -> None:
     found = explained(make())
     assert found.supported, str(found)
     assert found.places
@@ -181,7 +187,11 @@ HERE = r"test_explain_model\.py:\d+"
         (Undifferentiable, {}, "one_way"),
         (Failing, {}, rf"fails \(.*{HERE}\) with KeyError: 'no such layer'"),
         (MLP, {"loss": None}, r"the loss has shape \(2, 32\); expected one element"),
-        (lambda: MLP().requires_grad_(False), {}, "the loss does not depend on a trained parameter"),
+        (
+            lambda: MLP().requires_grad_(False),
+            {},
+            "the loss does not depend on a trained parameter",
+        ),
     ],
 )
 def test_problems(make: Callable[[], nn.Module], options: dict[str, Any], message: str) -> None:

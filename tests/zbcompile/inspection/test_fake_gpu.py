@@ -58,7 +58,8 @@ def graphs(of: str, folder: Path, *options: str) -> str:
 @pytest.mark.slow
 @pytest.mark.skipif(gpu.is_available(), reason="there is a GPU")
 def test_graphs_are_those_of_the_gpu(target: Path, tmp_path: Path) -> None:
-    """Dropout in one kernel, flash attention for CUDA, tensors made there; whoever says that the model is there."""
+    """Dropout in one kernel, flash attention for CUDA, tensors made there; whoever says that the
+    model is there."""
     found = graphs(f"{target}:example", tmp_path / "asked", "--device", "cuda")
     dropout, attention = "native_dropout", "_scaled_dot_product_flash_attention"
     for kernel in (dropout, f"{dropout}_backward", attention, f"{attention}_backward"):
@@ -68,10 +69,19 @@ def test_graphs_are_those_of_the_gpu(target: Path, tmp_path: Path) -> None:
     assert graphs(f"{target}:moved", tmp_path / "moved") == found
 
 
-def test_a_device_is_that_of_fake_tensors(target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_device_is_that_of_fake_tensors(
+    target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main([f"{target}:example", "--device", "cuda"]) == 2
     assert "--device cuda places the fake tensors of --fake. Add --fake" in capsys.readouterr().err
-    asked = (f"{target}:example", "--fake", "--device", "cuda", "--output", str(tmp_path / "program"))
+    asked = (
+        f"{target}:example",
+        "--fake",
+        "--device",
+        "cuda",
+        "--output",
+        str(tmp_path / "program"),
+    )
     assert zbcompile.compile.main(asked) == 2
     assert "compile where the program is to run" in capsys.readouterr().err
 

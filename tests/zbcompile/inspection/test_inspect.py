@@ -1,4 +1,5 @@
-"""`python -m zbcompile.inspect`: what it prints for three models, and one clear line for whatever it cannot do."""
+"""`python -m zbcompile.inspect`: what it prints for three models, and one clear line for whatever
+it cannot do."""
 
 import ast
 import json
@@ -24,7 +25,9 @@ ROOT = Path(__file__).parents[3]
 TARGETS = "examples/targets.py"
 GOLDEN = ROOT / "tests/golden"
 RECORD = "tests/golden/recorded_gpt.json"
-OTHER_TORCH = f"\n- recorded from another program: torch 2.13.0+cpu there, {torch.__version__} here\n"
+OTHER_TORCH = (
+    f"\n- recorded from another program: torch 2.13.0+cpu there, {torch.__version__} here\n"
+)
 TINY = """
 import torch
 from torch import nn
@@ -115,7 +118,8 @@ def test_summary(
 
 
 def test_graph(inspect: Callable[..., str], tiny: Path) -> None:
-    """As torch.fx prints it: every operation with its type, and the line of the model that it is from."""
+    """As torch.fx prints it: every operation with its type, and the line of the model that it is
+    from."""
     text = inspect(f"{tiny}:two", "--graph", "1.w", "--schedule", "zb-h1")
     assert text.startswith("# W of stage 1 of Net: ")
     assert "# in: " in text
@@ -130,16 +134,32 @@ def test_comparison(inspect: Callable[..., str], golden: Callable[[str, str], No
     golden("inspect_gpt_compare.txt", text)
 
 
-def test_what_cannot_be_compared_stands_below_the_table(tiny: Path, inspect: Callable[..., str]) -> None:
-    table, note = inspect(f"{tiny}:two", "--compare", "1f1b,dualpipe", "--microbatches", 3).rsplit("\n\n", 1)
+def test_what_cannot_be_compared_stands_below_the_table(
+    tiny: Path, inspect: Callable[..., str]
+) -> None:
+    table, note = inspect(f"{tiny}:two", "--compare", "1f1b,dualpipe", "--microbatches", 3).rsplit(
+        "\n\n", 1
+    )
     assert "1f1b" in table
     assert note.startswith("dualpipe: ")
 
 
 @pytest.mark.slow
-def test_causes(tiny: Path, inspect: Callable[..., str], golden: Callable[[str, str], None]) -> None:
+def test_causes(
+    tiny: Path, inspect: Callable[..., str], golden: Callable[[str, str], None]
+) -> None:
     """The critical path; with equal times, so for any torch."""
-    plan = (f"{tiny}:two", "--ranks", 4, "--microbatches", 4, "--schedule", "1f1b", "--costs", "uniform")
+    plan = (
+        f"{tiny}:two",
+        "--ranks",
+        4,
+        "--microbatches",
+        4,
+        "--schedule",
+        "1f1b",
+        "--costs",
+        "uniform",
+    )
     text = inspect(*plan, "--critical-path")
     assert max(len(line) for line in text.splitlines()) <= WIDTH
     golden("inspect_causes.txt", text)
@@ -162,7 +182,12 @@ def test_a_program_directory(
 ) -> None:
     """The same schedule as the recorded step's, whose waits are explained too."""
     plan = ("--schedule", "zb-h1", "--ranks", 4, "--microbatches", 8)
-    assert zbcompile.compile.main([f"{TARGETS}:gpt", *map(str, plan), "--output", str(tmp_path / "program")]) == 0
+    assert (
+        zbcompile.compile.main(
+            [f"{TARGETS}:gpt", *map(str, plan), "--output", str(tmp_path / "program")]
+        )
+        == 0
+    )
     capsys.readouterr()  # compile's own words
     shown = inspect(tmp_path / "program")
     assert max(map(len, shown.splitlines())) <= WIDTH
@@ -171,13 +196,17 @@ def test_a_program_directory(
     golden("inspect_measured_causes.txt", causes.removesuffix(OTHER_TORCH))
     for ending in ("svg", "html", "json", "txt"):
         picture = tmp_path / f"both.{ending}"
-        assert str(picture) in inspect(tmp_path / "program", "--measured", RECORD, "--timeline", picture)
+        assert str(picture) in inspect(
+            tmp_path / "program", "--measured", RECORD, "--timeline", picture
+        )
     assert (tmp_path / "both.svg").read_text().count("<svg") == 3
     assert "overhead" in (tmp_path / "both.svg").read_text()
 
 
 @pytest.mark.slow
-def test_compared_schedules_are_drawn(tmp_path: Path, tiny: Path, inspect: Callable[..., str]) -> None:
+def test_compared_schedules_are_drawn(
+    tmp_path: Path, tiny: Path, inspect: Callable[..., str]
+) -> None:
     picture = tmp_path / "compared.svg"
     assert str(picture) in inspect(f"{tiny}:two", "--compare", "1f1b,auto", "--timeline", picture)
     assert picture.read_text().count("<svg") == 3
@@ -205,7 +234,11 @@ def test_a_file_after_each_pass(
     assert names[0] == "0000-export.txt"
     assert [name[5:-4] for name in names] == [*PASSES]
     before, after = (
-        next(path for path in (tmp_path / "dump" / "rank0").iterdir() if path.name.endswith(f"-{name}.txt"))
+        next(
+            path
+            for path in (tmp_path / "dump" / "rank0").iterdir()
+            if path.name.endswith(f"-{name}.txt")
+        )
         for name in ("extract", "accumulate")
     )
     assert "aten.addmm_.default" not in before.read_text()
@@ -214,7 +247,8 @@ def test_a_file_after_each_pass(
 
 @pytest.mark.slow
 def test_all_graphs_are_written(tmp_path: Path, tiny: Path, inspect: Callable[..., str]) -> None:
-    """As Python. The JSON of a graph holds every operation, and the line or the pass that each is from."""
+    """As Python. The JSON of a graph holds every operation, and the line or the pass that each is
+    from."""
     directory = tmp_path / "graphs" / "deep"
     files = inspect(f"{tiny}:two", "--graphs", directory).split()
     names = [f"stage{stage}_{name}.py" for stage in range(4) for name in ("F", "B", "W", "BW")]
@@ -222,7 +256,9 @@ def test_all_graphs_are_written(tmp_path: Path, tiny: Path, inspect: Callable[..
     for name in names:
         ast.parse((directory / name).read_text())
     for name in ("F", "B", "W"):
-        operations = json.loads(inspect(f"{tiny}:two", "--graph", f"2.{name}", "--json"))[f"graph 2.{name}"]
+        operations = json.loads(inspect(f"{tiny}:two", "--graph", f"2.{name}", "--json"))[
+            f"graph 2.{name}"
+        ]
         assert all(op["line"] or op["made_by"] for op in operations)
 
 
@@ -244,10 +280,17 @@ def test_fake_tensors_show_the_same(inspect: Callable[..., str]) -> None:
 
 
 def test_json_agrees_with_itself(inspect: Callable[..., str]) -> None:
-    data = json.loads(inspect(f"{TARGETS}:unet", "--json", "--microbatches", 4, "--schedule", "zbh1"))
+    data = json.loads(
+        inspect(f"{TARGETS}:unet", "--json", "--microbatches", 4, "--schedule", "zbh1")
+    )
     model, stages = data["model"], data["stages"]
     assert data["schema"] == "zbcompile.inspect/3"
-    assert (model["schedule"], model["ranks"], model["microbatches"], len(stages)) == ("zb-h1", 2, 4, 2)
+    assert (model["schedule"], model["ranks"], model["microbatches"], len(stages)) == (
+        "zb-h1",
+        2,
+        4,
+        2,
+    )
     assert sum(stage["parameters"] for stage in stages) == model["parameters"]
     assert [stage["rank"] for stage in stages] == [[0], [1]]
     assert data["bytes"][0]["sends"] == data["bytes"][1]["receives"] > 0
@@ -255,11 +298,18 @@ def test_json_agrees_with_itself(inspect: Callable[..., str]) -> None:
     assert stages[1]["cut after"] == "(the loss)"
     assert data["notes"]["notes"][0].startswith("- image: returned besides the loss")
     assert data["units"]["bytes"]["sends"] == "B per microbatch"
-    for rank, stage, kept, memory in zip(data["ranks"], stages, data["bytes"], data["memory"], strict=True):
+    for rank, stage, kept, memory in zip(
+        data["ranks"], stages, data["bytes"], data["memory"], strict=True
+    ):
         assert rank["FLOPs"] == 4 * sum(stage[op] for op in "FBW")
         assert rank["peak waiting"] >= kept["kept F..B"]
         assert memory["copies"] == 3 * 4 * stage["parameters"]  # with AdamW's two moments
-    sends = [action for order in data["orders"] for action in order["with messages"] if action.startswith("SEND")]
+    sends = [
+        action
+        for order in data["orders"]
+        for action in order["with messages"]
+        if action.startswith("SEND")
+    ]
     assert data["prediction"]["messages"] == len(sends) == 8
 
 
@@ -272,18 +322,25 @@ def test_a_sharded_output_layer_is_described(inspect: Callable[..., str]) -> Non
 
 def columns(data: Any) -> set[str]:
     """The names of all figures and tables."""
-    rows = (row for table in data.values() for row in (table if isinstance(table, list) else [table]))
+    rows = (
+        row for table in data.values() for row in (table if isinstance(table, list) else [table])
+    )
     return {*data, *(name for row in rows if isinstance(row, dict) for name in row)}
 
 
 @pytest.mark.slow
 def test_every_figure_is_explained(tiny: Path, inspect: Callable[..., str]) -> None:
-    section = (ROOT / "docs" / "inspect.md").read_text().partition("## `--json`")[2].partition("\n## ")[0]
+    section = (
+        (ROOT / "docs" / "inspect.md").read_text().partition("## `--json`")[2].partition("\n## ")[0]
+    )
     words = set(re.findall(r"`([^`]+)`", section))
     given = (f"{tiny}:two", "--schedule", "1f1b", "--json")
     data = json.loads(inspect(*given))
     assert columns(data) - words == {"schema"}
-    assert columns(json.loads(inspect(*given, "--compare", "1f1b", "--passes"))) <= {*words, "schema"}
+    assert columns(json.loads(inspect(*given, "--compare", "1f1b", "--passes"))) <= {
+        *words,
+        "schema",
+    }
 
 
 @pytest.mark.slow
@@ -317,7 +374,10 @@ def test_what_a_target_may_return(name: str, tiny: Path, monkeypatch: pytest.Mon
     assert isinstance(example, zbcompile.Example)
     monkeypatch.syspath_prepend(tiny.parent)
     again: Any = load_example(f"tiny:{name}")
-    assert (again.kwargs, [a.shape for a in again.args]) == (example.kwargs, [a.shape for a in example.args])
+    assert (again.kwargs, [a.shape for a in again.args]) == (
+        example.kwargs,
+        [a.shape for a in example.args],
+    )
 
 
 @pytest.mark.parametrize(
@@ -337,7 +397,9 @@ def test_what_a_target_may_return(name: str, tiny: Path, monkeypatch: pytest.Mon
         (".", "is a directory"),
     ],
 )
-def test_a_wrong_target_is_one_line(target: str, says: str, tiny: Path, refuse: Callable[..., str]) -> None:
+def test_a_wrong_target_is_one_line(
+    target: str, says: str, tiny: Path, refuse: Callable[..., str]
+) -> None:
     assert says in refuse(target.format(tiny=tiny))
 
 
@@ -359,11 +421,15 @@ def test_a_wrong_target_is_one_line(target: str, says: str, tiny: Path, refuse: 
         ("--compare", "1f1b,zb-x", "no schedule is called 'zb-x'"),
     ],
 )
-def test_a_wrong_option_is_one_line(option: str, value: str, says: str, tiny: Path, refuse: Callable[..., str]) -> None:
+def test_a_wrong_option_is_one_line(
+    option: str, value: str, says: str, tiny: Path, refuse: Callable[..., str]
+) -> None:
     assert says in refuse(f"{tiny}:two", option, value.format(tiny=tiny))
 
 
-def test_what_the_target_prints_is_no_part_of_the_report(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_the_target_prints_is_no_part_of_the_report(
+    tiny: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main([f"{tiny}:example", "--ranks", "1", "--schedule", "1f1b", "--json"]) == 0
     captured = capsys.readouterr()
     assert json.loads(captured.out)["model"]["model"] == "Linear"
@@ -389,7 +455,9 @@ def test_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(["--help"])
     assert stopped.value.code == 0
-    assert "python -m zbcompile.inspect examples/targets.py:gpt --graph 1.B" in capsys.readouterr().out
+    assert (
+        "python -m zbcompile.inspect examples/targets.py:gpt --graph 1.B" in capsys.readouterr().out
+    )
 
 
 EXCHANGING = """
@@ -417,7 +485,16 @@ def test_exchanges_beside_the_pipeline(tmp_path: Path, inspect: Callable[..., st
     (path := tmp_path / "exchanging.py").write_text(EXCHANGING)
     text = inspect(f"{path}:exchanging", "--schedule", "zb-h1", "--ranks", "2")
     assert not torch.distributed.is_initialized()  # the group that the target made is gone
-    rows = text.partition("Exchanges with ranks outside of the pipeline")[2].split("\n\n")[1].splitlines()[2:]
+    rows = (
+        text.partition("Exchanges with ranks outside of the pipeline")[2]
+        .split("\n\n")[1]
+        .splitlines()[2:]
+    )
     sent, found = ["group0", "all_reduce", "1", "64", "B"], [row.split() for row in rows]
-    assert [row[:7] for row in found] == [[str(stage), name, *sent] for stage in (0, 1) for name in ("F", "B")]
-    assert {"".join(row[9:]) for row in found if row[:2] == ["0", "B"]} <= {"ownW4x", "nothing4x"}, found
+    assert [row[:7] for row in found] == [
+        [str(stage), name, *sent] for stage in (0, 1) for name in ("F", "B")
+    ]
+    assert {"".join(row[9:]) for row in found if row[:2] == ["0", "B"]} <= {
+        "ownW4x",
+        "nothing4x",
+    }, found

@@ -23,26 +23,34 @@ MANIFEST = {"exact": False, "cuts": ["add_3"], "graphs": ["a"]}
 
 
 def simulated_record(costs: Costs, host: float = 0.0, late: float = 0.0) -> StepRecord:
-    """What the simulator says, as if it had been measured: `host` seconds pass before every pass that waits for
-    nothing, and rank 1's clock started `late`."""
+    """What the simulator says, as if it had been measured: `host` seconds pass before every pass
+    that waits for nothing, and rank 1's clock started `late`."""
     timeline = simulate(SCHEDULE, costs)
     spans: dict[int, list[RecordedSpan]] = {0: [], 1: []}
     for rank in (0, 1):
         for index, span in enumerate(timeline.spans_of(rank)):
             shift = late + host * index
             spans[rank].append(RecordedSpan(str(span.step), span.start + shift, span.end + shift))
-    return StepRecord(spans, {0: [10, 20], 1: [15]}, {0: 1, 1: 2}, 40.0, 5.0, False, SCHEDULE, MANIFEST)
+    return StepRecord(
+        spans, {0: [10, 20], 1: [15]}, {0: 1, 1: 2}, 40.0, 5.0, False, SCHEDULE, MANIFEST
+    )
 
 
 def test_what_was_simulated_is_found_again() -> None:
     """Costs, timeline and causes come back from spans alone."""
     costs = Costs((2, 3), (2, 2), (1, 1), comm=0.5)
     record, timeline = simulated_record(costs, late=7.0), simulate(SCHEDULE, costs)
-    assert (record.costs.forward, record.costs.backward, record.costs.weight) == ((2, 3), (2, 2), (1, 1))
+    assert (record.costs.forward, record.costs.backward, record.costs.weight) == (
+        (2, 3),
+        (2, 2),
+        (1, 1),
+    )
     assert record.costs.comm == pytest.approx(0.5)
     assert record.timeline.finish == pytest.approx(timeline.finish)
     for rank in (0, 1):
-        expected = {cause: pytest.approx(time) for cause, time in timeline.idle_by_cause[rank].items()}
+        expected = {
+            cause: pytest.approx(time) for cause, time in timeline.idle_by_cause[rank].items()
+        }
         assert {c: t for c, t in record.idle[rank].items() if c != "overhead"} == expected
 
 
@@ -54,7 +62,9 @@ def test_time_in_which_nothing_was_missing_is_overhead() -> None:
         assert sum(record.idle[rank].values()) == pytest.approx(whole - busy)
     assert record.idle[0]["overhead"] == pytest.approx(0.25 * sum(_waits_for_nothing(record)))
     path = critical_path(record.timeline)
-    assert sum(leg.end - leg.start + leg.travel + leg.overhead for leg in path) == pytest.approx(whole)
+    assert sum(leg.end - leg.start + leg.travel + leg.overhead for leg in path) == pytest.approx(
+        whole
+    )
     assert time_by_kind(path)["overhead"] > 0
     gaps = [gap for gap in record.timeline.idle if gap.cause == "overhead"]
     assert all(gap.action is None for gap in gaps)
@@ -73,7 +83,9 @@ def test_the_difference_is_attributed_without_a_rest() -> None:
     found = compare_step(slower, predicted, Basis(costs, "s", "by hand"), MANIFEST)
     ranks, passes = map(values_of, (found.ranks, found.passes))
     for rank in ranks:
-        assert sum(rank[part] for part in PARTS) == pytest.approx(found.measured.finish - predicted.finish)
+        assert sum(rank[part] for part in PARTS) == pytest.approx(
+            found.measured.finish - predicted.finish
+        )
     assert ranks[0]["compute"] == pytest.approx(2)  # two forwards, one second longer each
     assert ranks[1]["compute"] == pytest.approx(4)
     assert ranks[0]["overhead"] > 0
@@ -96,7 +108,9 @@ def test_another_program_is_said_to_be_one() -> None:
     assert exact.notes == ("recorded from another program: exact False there, True here",)
     graphs = compare_step(record, predicted, basis, {**MANIFEST, "graphs": ["b"]})
     assert graphs.notes == ("recorded from another program: its graphs differ",)
-    with pytest.raises(zbcompile.PipelineError, match="zb-h1 on 2 ranks with 2 microbatches; here it is 1f1b"):
+    with pytest.raises(
+        zbcompile.PipelineError, match="zb-h1 on 2 ranks with 2 microbatches; here it is 1f1b"
+    ):
         compare_step(record, simulate(build("1f1b", 2, 2)), basis, MANIFEST)
     with pytest.raises(zbcompile.PipelineError, match="--costs uniform has none"):
         compare_step(record, predicted, replace(basis, unit="passes"), MANIFEST)
@@ -129,14 +143,21 @@ def test_a_record_of_one_process_is_a_file_and_a_set_of_costs(tmp_path: Path) ->
     assert record is not None
     record.save(file)
     read = read_record(file)
-    assert (read.schedule, read.program) == (record.schedule, json.loads(json.dumps(record.program)))
+    assert (read.schedule, read.program) == (
+        record.schedule,
+        json.loads(json.dumps(record.program)),
+    )
     assert read.held_bytes == record.held_bytes
     for rank, spans in record.spans.items():
         assert [s.action for s in read.spans[rank]] == [s.action for s in spans]
-        assert [s.start for s in read.spans[rank]] == pytest.approx([s.start for s in spans], abs=1e-9)
+        assert [s.start for s in read.spans[rank]] == pytest.approx(
+            [s.start for s in spans], abs=1e-9
+        )
     costs = basis_of(pipe.program, str(file)).costs
     for stage in (0, 1):
-        assert costs.backward[stage] + costs.weight[stage] == pytest.approx(record.costs.backward[stage], abs=1e-8)
+        assert costs.backward[stage] + costs.weight[stage] == pytest.approx(
+            record.costs.backward[stage], abs=1e-8
+        )
         flops = pipe.program.stages[stage].flops
         assert costs.weight[stage] * flops["B"] == pytest.approx(costs.backward[stage] * flops["W"])
     assert costs.activation[0] == pipe.program.stages[0].crossing.kept
@@ -154,7 +175,8 @@ def test_costs_measured_on_this_machine() -> None:
 
 
 def test_a_notebook_shows_the_pictures() -> None:
-    """Of a schedule, its timeline, a program, a record and a comparison: one time axis, with a row for each step."""
+    """Of a schedule, its timeline, a program, a record and a comparison: one time axis, with a row
+    for each step."""
     pipe, batch = pipeline_of(Case("mlp", "zb-h1", 2, 4)), PROBLEMS["mlp"].batches(1, 8)[0]
     pipe.record = True
     pipe.step(*batch.args, target=batch.target)

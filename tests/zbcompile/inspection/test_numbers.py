@@ -1,7 +1,8 @@
-"""Numbers that were once wrong or misleading, each made by hand small enough to say what it must be.
+"""Numbers that were once wrong or misleading, each made by hand small enough to say what it must
+be.
 
-What is held while messages travel is counted in tests/zbcompile/prediction/test_rank_memory.py; FLOPs of experts in
-tests/passes/machine/test_flops.py.
+What is held while messages travel is counted in tests/zbcompile/prediction/test_rank_memory.py;
+FLOPs of experts in tests/passes/machine/test_flops.py.
 """
 
 import json
@@ -62,7 +63,9 @@ def inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[...,
     (tmp_path / "numbers_net.py").write_text(TARGET)
 
     def run(name: str, *options: str) -> Any:
-        assert main([f"{tmp_path / 'numbers_net.py'}:{name}", "--ranks", "2", "--json", *options]) == 0
+        assert (
+            main([f"{tmp_path / 'numbers_net.py'}:{name}", "--ranks", "2", "--json", *options]) == 0
+        )
         return json.loads(capsys.readouterr().out)
 
     return run
@@ -82,15 +85,22 @@ class Layer(nn.Module):
 @cache
 def layers(recompute: str = "off") -> Program:
     model = nn.Sequential(*(Layer() for _ in range(4)))
-    example = zbcompile.Example(model, (torch.ones(64, 256),), {}, nn.MSELoss(), torch.ones(64, 256))
+    example = zbcompile.Example(
+        model, (torch.ones(64, 256),), {}, nn.MSELoss(), torch.ones(64, 256)
+    )
     choices = Choices(recompute=recompute, hardware=Hardware.find("a100-80g"))
     return compile_example(example, build("zb-h1", 2, 4), choices).program
 
 
 @pytest.mark.slow
-def test_an_operation_of_unknown_cost_is_named_and_takes_its_bytes(inspect: Callable[..., Any]) -> None:
+def test_an_operation_of_unknown_cost_is_named_and_takes_its_bytes(
+    inspect: Callable[..., Any],
+) -> None:
     found = inspect("net", "--schedule", "zb-h1")
-    assert "FLOPs unknown, so timed by the bytes that they move: numbers.twice." in found["notes"]["notes"][0]
+    assert (
+        "FLOPs unknown, so timed by the bytes that they move: numbers.twice."
+        in found["notes"]["notes"][0]
+    )
     assert found["balance"][0]["F + B + W"] > 0
 
 
@@ -118,7 +128,9 @@ def test_the_cut_and_the_step_are_of_one_balance(inspect: Callable[..., Any]) ->
     found = inspect("net", "--schedule", "zb-h1")
     busy = [rank["busy"] for rank in found["ranks"]]
     ratio = max(busy) / (sum(busy) / len(busy))
-    assert f"the heaviest rank carries {ratio:.2f} times the mean load" in found["notes"]["balance"][0]
+    assert (
+        f"the heaviest rank carries {ratio:.2f} times the mean load" in found["notes"]["balance"][0]
+    )
 
 
 @pytest.mark.slow
@@ -142,13 +154,17 @@ def test_a_split_costs_something() -> None:
     costs = predicted_costs(layers())
     assert min(costs.saved) >= 0.99 * Hardware.find("a100-80g").start
     fused = simulate(build("1f1b", 2, 4), costs).busy[0]
-    assert fused == pytest.approx(simulate(build("zb-h1", 2, 4), costs).busy[0] - 4 * costs.saved[0])
+    assert fused == pytest.approx(
+        simulate(build("zb-h1", 2, 4), costs).busy[0] - 4 * costs.saved[0]
+    )
 
 
 def test_numbers_have_units_and_no_sign_of_nothing() -> None:
     assert format_share(-1e-16) == "0.0%"
     assert format_bytes(1.578e5) == "154.1 KiB"
-    costs = replace(Costs.uniform(2, 1e-3, 1e-3, 1e-3, activation=1.578e5), time_unit="s", memory_unit="B")
+    costs = replace(
+        Costs.uniform(2, 1e-3, 1e-3, 1e-3, activation=1.578e5), time_unit="s", memory_unit="B"
+    )
     shown = simulate(build("1f1b", 2, 4), costs)
     assert "makespan 15 ms" in summary(shown)
     assert summary(shown).endswith(" KiB")
@@ -157,7 +173,8 @@ def test_numbers_have_units_and_no_sign_of_nothing() -> None:
 
 
 def test_a_rank_that_is_never_idle_has_no_negative_bubble() -> None:
-    """0.1 + 0.2 + ... is a little more than its sum: the work of the only rank seems longer than its step."""
+    """0.1 + 0.2 + ... is a little more than its sum: the work of the only rank seems longer than
+    its step."""
     for count in range(1, 40):
         timeline = simulate(build("1f1b", 1, count), Costs.uniform(1, 0.1, 0.2, 0.3))
         assert "(bubble 0.0%), cost" in summary(timeline)
@@ -167,7 +184,11 @@ def test_a_rank_that_is_never_idle_has_no_negative_bubble() -> None:
 def test_no_number_has_an_exponent() -> None:
     """Nor where too many bytes are refused: tests/passes/partition/test_partition.py."""
     timeline = simulate(build("1f1b", 2, 4), Costs.uniform(2, 1e6, 1e6, 1e6, activation=1.578e6))
-    shown = (summary(timeline), grid(rank_table(timeline).rows), re.sub("<[^>]*>", " ", to_svg(timeline)))
+    shown = (
+        summary(timeline),
+        grid(rank_table(timeline).rows),
+        re.sub("<[^>]*>", " ", to_svg(timeline)),
+    )
     assert not [number for text in shown for number in re.findall(r"\d[.\d]*e[+-]\d+", text)]
 
 
@@ -182,16 +203,21 @@ def test_parameters_are_elements_on_every_page(inspect: Callable[..., Any]) -> N
 
 
 @pytest.mark.slow
-def test_a_bubble_beside_idle_ranks_says_whose_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bubble_beside_idle_ranks_says_whose_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The busiest of two unequal ranks has none, and the other one stands still."""
     (tmp_path / "numbers_net.py").write_text(TARGET)
     costs = tmp_path / "costs.json"
-    costs.write_text(json.dumps({"forward": [2, 1], "backward": [2, 1], "weight": [2, 1], "comm": 0}))
+    costs.write_text(
+        json.dumps({"forward": [2, 1], "backward": [2, 1], "weight": [2, 1], "comm": 0})
+    )
     options = ("--ranks", "2", "--schedule", "1f1b", "--costs", str(costs))
     assert main([f"{tmp_path / 'numbers_net.py'}:net", *options]) == 0
     text = " ".join(capsys.readouterr().out.split())
     share, idle = (
-        re.search(pattern, text) for pattern in (r"bubble of the busiest rank (\S+)%", r"idle of all ranks (\S+)%")
+        re.search(pattern, text)
+        for pattern in (r"bubble of the busiest rank (\S+)%", r"idle of all ranks (\S+)%")
     )
     assert share is not None
     assert idle is not None

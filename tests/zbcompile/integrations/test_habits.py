@@ -1,5 +1,7 @@
-"""What users of peft, transformers and Lightning do around training, by two processes, beside the same in eager mode:
-adapters that take turns, evaluations before the first step, saving, and the model that is whole again."""
+"""What users of peft, transformers and Lightning do around training, by two processes, beside the
+same in eager mode: adapters that take turns, evaluations before the first step, saving, and the
+model that is whole again.
+"""
 
 import copy
 import os
@@ -37,7 +39,9 @@ def gpt2() -> GPT2LMHeadModel:
     torch.manual_seed(1)
     off = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     sizes = {"vocab_size": 32, "n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 2}
-    return GPT2LMHeadModel(GPT2Config(**sizes, **off, bos_token_id=0, eos_token_id=0, use_cache=False))
+    return GPT2LMHeadModel(
+        GPT2Config(**sizes, **off, bos_token_id=0, eos_token_id=0, use_cache=False)
+    )
 
 
 def pipe_of(net: nn.Module) -> zbcompile.Pipeline:
@@ -85,7 +89,8 @@ def adapted() -> Any:
 
 
 def assert_not_merged(pipe: zbcompile.Pipeline, net: Any) -> None:
-    """While the module is not whole, a refusal comes before PEFT has written into the first layer."""
+    """While the module is not whole, a refusal comes before PEFT has written into the first
+    layer."""
     before = copy.deepcopy(pipe.state_dict())
     for merge in (net.merge_adapter, net.merge_and_unload):
         with pytest.raises(zbcompile.PipelineError, match="old values of it"):
@@ -126,15 +131,22 @@ def saved_as_transformers_does(folder: str) -> None:
     for _ in range(2):
         compare_step(pipe, theirs)
     assert_alike(pipe, theirs)
-    for refused in (lambda: ours.generate(IDS[:, :4], max_new_tokens=2), lambda: ours.save_pretrained(folder)):
+    for refused in (
+        lambda: ours.generate(IDS[:, :4], max_new_tokens=2),
+        lambda: ours.save_pretrained(folder),
+    ):
         with pytest.raises(zbcompile.PipelineError):
             refused()
     state = pipe.state_dict(full=True)
     if dist.get_rank() == 0:
         ours.save_pretrained(folder, state_dict=state)
-        assert_same_tensors(GPT2LMHeadModel.from_pretrained(folder).state_dict(), theirs.state_dict(), "saved")
+        assert_same_tensors(
+            GPT2LMHeadModel.from_pretrained(folder).state_dict(), theirs.state_dict(), "saved"
+        )
     close_whole(pipe, ours)
-    one, other = (net.generate(IDS[:, :4], max_new_tokens=4, do_sample=False) for net in (ours, theirs))
+    one, other = (
+        net.generate(IDS[:, :4], max_new_tokens=4, do_sample=False) for net in (ours, theirs)
+    )
     assert torch.equal(one, other)
 
 
@@ -156,10 +168,19 @@ class Validated(Pipelined):
 
 def fitted_by_lightning(folder: str) -> tuple[list[float], list[Tensor], dict[str, Tensor]]:
     """The losses, what was validated, and the parameters as they were saved."""
-    options: dict[str, Any] = {"microbatches": MICROBATCHES, "loss": torch.nn.functional.cross_entropy, "exact": True}
+    options: dict[str, Any] = {
+        "microbatches": MICROBATCHES,
+        "loss": torch.nn.functional.cross_entropy,
+        "exact": True,
+    }
     pipe = zbcompile.pipeline(model(), schedule="zb-h1", **options)
     module = Validated(pipe, folder)
-    quiet = {"enable_checkpointing": False, "enable_progress_bar": False, "logger": False, "devices": 1}
+    quiet = {
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "logger": False,
+        "devices": 1,
+    }
     trainer = lightning.Trainer(max_epochs=1, accelerator="cpu", num_sanity_val_steps=1, **quiet)  # type: ignore[arg-type]
     trainer.fit(module, loader(0), loader(1))
     later = zbcompile.pipeline(model(), schedule="1f1b", **options)
@@ -176,7 +197,9 @@ def assert_as_eager(fitted: Sequence[tuple[list[float], list[Tensor], dict[str, 
     for found, outputs, state in fitted:
         assert found == losses
         inputs = [batch[0] for batch in loader(1)]
-        for output, by, rows in zip(outputs, (first, *[net] * 6), (inputs[0], *inputs), strict=True):
+        for output, by, rows in zip(
+            outputs, (first, *[net] * 6), (inputs[0], *inputs), strict=True
+        ):
             torch.testing.assert_close(output, by(rows).detach())
         assert_same_tensors(state, net.state_dict(), "saved")
 
@@ -213,9 +236,18 @@ def test_all_of_it_in_a_script_that_torchrun_starts(tmp_path: Path) -> None:
     """Processes that share nothing, and no process group before the first pipeline."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        str(script),
+    ]
     paths = os.pathsep.join([str(ROOT), str(ROOT / "examples")])
     environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*command, str(tmp_path)], env=environment, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(
+        [*command, str(tmp_path)], env=environment, capture_output=True, text=True, timeout=600
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     assert_as_eager([torch.load(tmp_path / f"{rank}.pt") for rank in range(2)])

@@ -35,11 +35,16 @@ def test_what_cannot_work_is_refused(name: str, tmp_path: Path) -> None:
         PipelineTrainer(gpt2(), arguments(tmp_path, **{name: REFUSED[name]}), pipeline=TWO)
 
 
-def test_processes_that_accelerate_does_not_see(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_that_accelerate_does_not_see(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Under torchrun without a GPU, and without use_cpu=True, every process would save."""
     args = arguments(tmp_path)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(zbcompile.PipelineError, match=r"2 processes that Accelerate takes for one each.*use_cpu=True"):
+    with pytest.raises(
+        zbcompile.PipelineError,
+        match=r"2 processes that Accelerate takes for one each.*use_cpu=True",
+    ):
         PipelineTrainer(gpt2(), args, pipeline={"schedule": "1f1b"})
 
 
@@ -49,33 +54,44 @@ def test_what_the_trainer_decides_is_refused(tmp_path: Path) -> None:
             return super().compute_loss(*args, **kwargs)
 
     args = arguments(tmp_path)
-    with pytest.raises(zbcompile.PipelineError, match=r"Own\.compute_loss: pass compute_loss_func="):
+    with pytest.raises(
+        zbcompile.PipelineError, match=r"Own\.compute_loss: pass compute_loss_func="
+    ):
         Own(gpt2(), args, pipeline=TWO)
     with pytest.raises(zbcompile.PipelineError, match="model_init="):
         PipelineTrainer(model_init=gpt2, args=args, pipeline=TWO)
     with pytest.raises(zbcompile.PipelineError, match=r"pipeline=\{'loss': \.\.\.\}"):
         PipelineTrainer(gpt2(), args, pipeline={**TWO, "loss": len})
     optimizer = torch.optim.AdamW(gpt2().parameters())
-    with pytest.raises(zbcompile.PipelineError, match=r"optimizers=: pass optimizer_cls_and_kwargs="):
+    with pytest.raises(
+        zbcompile.PipelineError, match=r"optimizers=: pass optimizer_cls_and_kwargs="
+    ):
         PipelineTrainer(gpt2(), args, pipeline=TWO, optimizers=(optimizer, None))
 
 
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        *(({"pipeline": given}, "pipeline=.*; expected the options of") for given in ("zb-v", [1], {1: 2}, "")),
+        *(
+            ({"pipeline": given}, "pipeline=.*; expected the options of")
+            for given in ("zb-v", [1], {1: 2}, "")
+        ),
         ({"pipeline": {"model": 1}}, r"pipeline=\{'model': \.\.\.\}: pass model= to the trainer"),
         ({"pipeline": {"nope": 1}}, "pipeline={...}: .*nope"),
         ({"weights": 3}, "weights=3; expected a folder of safetensors"),
         *(({"model": given}, "model=.*; expected an nn.Module") for given in ("gpt2", None)),
     ],
 )
-def test_wrong_arguments_are_one_kind_of_error(options: dict[str, Any], says: str, tmp_path: Path) -> None:
+def test_wrong_arguments_are_one_kind_of_error(
+    options: dict[str, Any], says: str, tmp_path: Path
+) -> None:
     with pytest.raises(zbcompile.PipelineError, match=f"^PipelineTrainer.*{says}"):
         PipelineTrainer(**{"model": torch.nn.Linear(2, 2), "args": arguments(tmp_path), **options})
 
 
 def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "accelerate", None)
-    with pytest.raises(zbcompile.PipelineError, match=r"needs accelerate.*pip install 'zbcompile\[huggingface\]'"):
+    with pytest.raises(
+        zbcompile.PipelineError, match=r"needs accelerate.*pip install 'zbcompile\[huggingface\]'"
+    ):
         zbcompile.integrations.PipelineTrainer  # noqa: B018

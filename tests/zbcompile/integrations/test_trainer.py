@@ -33,7 +33,8 @@ TWO = {"ranks": 2, "schedule": "zb-v", "microbatches": 4}
 
 @pytest.fixture(scope="module", autouse=True)
 def _little_to_search() -> None:
-    """accelerate collects garbage before every training: that need not walk through what other tests left."""
+    """accelerate collects garbage before every training: that need not walk through what other
+    tests left."""
     leave_aside()
 
 
@@ -58,7 +59,9 @@ def gpt2(vocabulary: int = 32) -> GPT2LMHeadModel:
 def adapted(model: GPT2LMHeadModel) -> Any:
     """With LoRA, of which nothing is zero, and a head of its own that is trained whole."""
     peft = pytest.importorskip("peft")
-    kind = peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True, modules_to_save=["lm_head"])
+    kind = peft.LoraConfig(
+        r=2, target_modules=["c_attn"], fan_in_fan_out=True, modules_to_save=["lm_head"]
+    )
     found = peft.get_peft_model(model, kind)
     for name, parameter in found.named_parameters():
         if "lora_B" in name:
@@ -67,26 +70,38 @@ def adapted(model: GPT2LMHeadModel) -> Any:
 
 
 def arguments(folder: Path | str, **options: Any) -> TrainingArguments:
-    usual = {"max_steps": 4, "per_device_train_batch_size": 8, "logging_steps": 1, "learning_rate": 1e-2}
+    usual = {
+        "max_steps": 4,
+        "per_device_train_batch_size": 8,
+        "logging_steps": 1,
+        "learning_rate": 1e-2,
+    }
     quiet = {"report_to": [], "disable_tqdm": True, "use_cpu": True, "dataloader_pin_memory": False}
     return TrainingArguments(str(folder), **{**usual, **quiet, "save_strategy": "no", **options})
 
 
 def trained(
-    folder: Path | str, pipeline: Mapping[str, Any] | None, resume: str | None = None, **options: Any
+    folder: Path | str,
+    pipeline: Mapping[str, Any] | None,
+    resume: str | None = None,
+    **options: Any,
 ) -> Trainer:
-    """A trainer that has trained, as a pipeline if there are options for one. It evaluates batches of 8: of 20 samples
-    (`evaluated`) the last one has another size."""
+    """A trainer that has trained, as a pipeline if there are options for one. It evaluates batches
+    of 8: of 20 samples (`evaluated`) the last one has another size."""
     given: dict[str, Any] = {
         "train_dataset": samples(96),
         "eval_dataset": samples(options.pop("evaluated", 16), seed=3),
     }
-    given |= {name: options.pop(name) for name in ("compute_loss_func", "callbacks") if name in options}
+    given |= {
+        name: options.pop(name) for name in ("compute_loss_func", "callbacks") if name in options
+    }
     if stage := options.pop("zero", 0):
         given["optimizer_cls_and_kwargs"] = torch.optim.AdamW, {"lr": 1e-2, "zero": stage}
     model = adapted(gpt2()) if options.pop("adapters", False) else gpt2()
     made = PipelineTrainer if pipeline else Trainer
-    trainer = made(model, arguments(folder, **options), **given, **({"pipeline": pipeline} if pipeline else {}))
+    trainer = made(
+        model, arguments(folder, **options), **given, **({"pipeline": pipeline} if pipeline else {})
+    )
     trainer.train(resume_from_checkpoint=resume)
     return trainer
 
@@ -101,13 +116,15 @@ def largest_difference(one: list[float], other: list[float]) -> float:
 
 
 def on_a_rank(folder: str, options: dict[str, Any]) -> Found:
-    """A process's log and the loss of its evaluation; Accelerate finds the processes as torchrun's. Four of them are
-    two replicas."""
+    """A process's log and the loss of its evaluation; Accelerate finds the processes as torchrun's.
+    Four of them are two replicas."""
     rank, world = str(dist.get_rank()), str(dist.get_world_size())
     pipeline: dict[str, Any] = {"schedule": "zb-v", "microbatches": 4}
     if world == "4":
         pipeline["mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
-    with patch.dict(os.environ, RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world, LOCAL_WORLD_SIZE=world):
+    with patch.dict(
+        os.environ, RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world, LOCAL_WORLD_SIZE=world
+    ):
         trainer = trained(folder, pipeline, **options)
         found = trainer.state.log_history, trainer.evaluate()["eval_loss"]
         trainer.pipe.close()
@@ -118,19 +135,26 @@ def on_a_rank(folder: str, options: dict[str, Any]) -> Found:
 def found_on_both(found: list[Found]) -> Found:
     """What both ranks found, which is the same."""
     (first, evaluated), (second, other) = found
-    assert all(logged(first, key) == logged(second, key) for key in ("loss", "grad_norm", "learning_rate"))
+    assert all(
+        logged(first, key) == logged(second, key) for key in ("loss", "grad_norm", "learning_rate")
+    )
     assert evaluated == other
     return first, evaluated
 
 
 @pytest.mark.slow
 def test_twelve_steps_in_two_processes(tmp_path: Path, pool: Pool) -> None:
-    """The losses of the plain Trainer in one process; what is resumed at step 4 has the bits of what is not."""
+    """The losses of the plain Trainer in one process; what is resumed at step 4 has the bits of
+    what is not."""
     plain = trained(tmp_path / "plain", None, max_steps=12, evaluated=20)
     saving = {"save_strategy": "steps", "save_steps": 4, "save_total_limit": 3}
     resuming = {"resume": str(tmp_path / "checkpoint-4")}
     (whole, evaluated), (resumed, _) = (
-        found_on_both(pool.run(on_a_rank, str(tmp_path), {"max_steps": 12, "evaluated": 20, **each}, timeout=240))
+        found_on_both(
+            pool.run(
+                on_a_rank, str(tmp_path), {"max_steps": 12, "evaluated": 20, **each}, timeout=240
+            )
+        )
         for each in (saving, resuming)
     )
     for key in ("loss", "grad_norm"):
@@ -138,30 +162,47 @@ def test_twelve_steps_in_two_processes(tmp_path: Path, pool: Pool) -> None:
         assert logged(resumed, key) == logged(whole, key)
     assert abs(evaluated - plain.evaluate()["eval_loss"]) <= 1e-6
     assert logged(whole, "total_flos") == logged(plain.state.log_history, "total_flos")
-    plain.model.load_state_dict(GPT2LMHeadModel.from_pretrained(tmp_path / "checkpoint-12").state_dict())
+    plain.model.load_state_dict(
+        GPT2LMHeadModel.from_pretrained(tmp_path / "checkpoint-12").state_dict()
+    )
     assert abs(plain.evaluate()["eval_loss"] - evaluated) <= 1e-6
 
 
 @pytest.mark.beyond_sample
 @pytest.mark.slow
 def test_two_replicas(tmp_path: Path, pool: Pool) -> None:
-    """Of two ranks each; a replica takes the samples that DistributedDataParallel would give it: together they train on
-    batches of twice the size, with an optimizer whose state is sharded over replicas."""
+    """Of two ranks each; a replica takes the samples that DistributedDataParallel would give it:
+    together they train on batches of twice the size, with an optimizer whose state is sharded over
+    replicas."""
     options = {"data_seed": 7, "gradient_accumulation_steps": 2, "max_steps": 3}
     twice = {"per_device_train_batch_size": 16, "per_device_eval_batch_size": 16}
     plain = trained(tmp_path / "plain", None, **options, **twice)
     wanted = plain.evaluate()["eval_loss"]
-    for log, evaluated in pool.run(on_a_rank, str(tmp_path), {"zero": 1, **options}, ranks=4, timeout=240):
+    for log, evaluated in pool.run(
+        on_a_rank, str(tmp_path), {"zero": 1, **options}, ranks=4, timeout=240
+    ):
         assert largest_difference(logged(log), logged(plain.state.log_history)) <= 2e-6
         assert abs(evaluated - wanted) <= 2e-6
 
 
 @pytest.mark.slow
 def test_adapters_in_two_processes(tmp_path: Path, pool: Pool) -> None:
-    """PEFT: the losses of the plain Trainer, also where it goes on from adapters alone; PEFT reads what was saved."""
+    """PEFT: the losses of the plain Trainer, also where it goes on from adapters alone; PEFT reads
+    what was saved."""
     peft = pytest.importorskip("peft")
-    options = {"adapters": True, "max_steps": 4, "save_strategy": "steps", "save_steps": 2, "save_only_model": True}
-    options |= {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True, "learning_rate": 1e-3}
+    options = {
+        "adapters": True,
+        "max_steps": 4,
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "save_only_model": True,
+    }
+    options |= {
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "load_best_model_at_end": True,
+        "learning_rate": 1e-3,
+    }
     plain = trained(tmp_path / "plain", None, **options)
     wanted = plain.evaluate()["eval_loss"]
     for log, evaluated in pool.run(on_a_rank, str(tmp_path), options, timeout=240):
@@ -173,33 +214,49 @@ def test_adapters_in_two_processes(tmp_path: Path, pool: Pool) -> None:
     assert {"adapter_model.safetensors", "adapter_config.json"} <= names
     assert not {"model.safetensors", "model.safetensors.index.json", "pipeline"} & names
     read = peft.PeftModel.from_pretrained(gpt2(), tmp_path / "checkpoint-4")
-    again = PipelineTrainer(adapted(gpt2()), arguments(tmp_path), eval_dataset=samples(16, seed=3), pipeline=TWO)
+    again = PipelineTrainer(
+        adapted(gpt2()), arguments(tmp_path), eval_dataset=samples(16, seed=3), pipeline=TWO
+    )
     again._load_from_checkpoint(str(tmp_path / "checkpoint-4"))
     plain = Trainer(read, arguments(tmp_path), eval_dataset=samples(16, seed=3))
     assert abs(again.evaluate()["eval_loss"] - plain.evaluate()["eval_loss"]) <= 2e-6
     own = again.pipe.state_dict(full=True, frozen=False)
-    assert own.keys() == {name for name, each in again.model.named_parameters() if each.requires_grad}
-    with pytest.raises(zbcompile.PipelineError, match=r"weights= of a model with adapters: load its base"):
+    assert own.keys() == {
+        name for name, each in again.model.named_parameters() if each.requires_grad
+    }
+    with pytest.raises(
+        zbcompile.PipelineError, match=r"weights= of a model with adapters: load its base"
+    ):
         PipelineTrainer(adapted(gpt2()), arguments(tmp_path), pipeline=TWO, weights=tmp_path)
 
 
 @pytest.mark.beyond_sample
 @pytest.mark.slow
 def test_adapters_go_on_with_the_same_bits(tmp_path: Path, pool: Pool) -> None:
-    """A checkpoint of two processes, resumed in one, has no base model in it, and needs none but that of the model."""
-    options = {"adapters": True, "max_steps": 4, "save_strategy": "steps", "save_steps": 2, "learning_rate": 1e-3}
-    ((log, evaluated), _) = pool.run(on_a_rank, str(tmp_path), options, timeout=240)
+    """A checkpoint of two processes, resumed in one, has no base model in it, and needs none but
+    that of the model."""
+    options = {
+        "adapters": True,
+        "max_steps": 4,
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "learning_rate": 1e-3,
+    }
+    (log, evaluated), _ = pool.run(on_a_rank, str(tmp_path), options, timeout=240)
     resumed = trained(tmp_path, TWO, resume=str(tmp_path / "checkpoint-2"), **options)
     assert logged(resumed.state.log_history) == logged(log)
     assert resumed.evaluate()["eval_loss"] == evaluated
     (saved,) = checkpoints_in(tmp_path / "checkpoint-2" / "pipeline")
     trains = {name for name, each in resumed.model.named_parameters() if each.requires_grad}
-    assert {f"model.{name}" for name in trains} == {n for n in read_index(saved).tensors if n.startswith("model.")}
+    assert {f"model.{name}" for name in trains} == {
+        n for n in read_index(saved).tensors if n.startswith("model.")
+    }
 
 
 @pytest.mark.slow
 def test_accumulation_and_clipping(tmp_path: Path) -> None:
-    """Losses and norms of the plain Trainer, evaluation and predictions, callbacks, and the best model at the end."""
+    """Losses and norms of the plain Trainer, evaluation and predictions, callbacks, and the best
+    model at the end."""
 
     class Noted(TrainerCallback):
         def __init__(self) -> None:
@@ -211,53 +268,77 @@ def test_accumulation_and_clipping(tmp_path: Path) -> None:
         def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             self.events.append(("evaluate", state.global_step))
 
-    options = {"gradient_accumulation_steps": 3, "max_grad_norm": 0.5, "weight_decay": 0.1, "warmup_steps": 2}
-    options |= {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
+    options = {
+        "gradient_accumulation_steps": 3,
+        "max_grad_norm": 0.5,
+        "weight_decay": 0.1,
+        "warmup_steps": 2,
+    }
+    options |= {
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "save_strategy": "steps",
+        "save_steps": 2,
+    }
     options |= {"load_best_model_at_end": True, "eval_on_start": True, "evaluated": 20}
     runs = [(kind, Noted()) for kind in (None, TWO)]
-    plain, piped = (trained(tmp_path / str(bool(kind)), kind, callbacks=[noted], **options) for kind, noted in runs)
+    plain, piped = (
+        trained(tmp_path / str(bool(kind)), kind, callbacks=[noted], **options)
+        for kind, noted in runs
+    )
     for key in ("loss", "grad_norm", "eval_loss"):
         ours, theirs = (logged(each.state.log_history, key) for each in (piped, plain))
         assert largest_difference(ours, theirs) <= 2e-6, key
     assert runs[0][1].events == runs[1][1].events
-    assert largest_difference([piped.evaluate()["eval_loss"]], [plain.evaluate()["eval_loss"]]) <= 2e-6
+    assert (
+        largest_difference([piped.evaluate()["eval_loss"]], [plain.evaluate()["eval_loss"]]) <= 2e-6
+    )
     ours, theirs = (each.predict(samples(13, seed=9)) for each in (piped, plain))
-    torch.testing.assert_close(torch.tensor(ours.predictions), torch.tensor(theirs.predictions), rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        torch.tensor(ours.predictions), torch.tensor(theirs.predictions), rtol=0, atol=1e-5
+    )
     assert (ours.label_ids == theirs.label_ids).all()
 
 
 @pytest.mark.beyond_sample
 @pytest.mark.slow
 def test_bfloat16(tmp_path: Path) -> None:
-    """Autocast rounds each microbatch's weight gradients to bfloat16, where the plain Trainer rounds those of a batch:
-    each relative to 2^-9 of its size, which four updates carry into the loss."""
+    """Autocast rounds each microbatch's weight gradients to bfloat16, where the plain Trainer
+    rounds those of a batch: each relative to 2^-9 of its size, which four updates carry into the
+    loss."""
     options = {"gradient_accumulation_steps": 2, "bf16": True, "max_grad_norm": 0.5}
     plain, piped = (trained(tmp_path, kind, **options) for kind in (None, TWO))
-    assert largest_difference(logged(piped.state.log_history), logged(plain.state.log_history)) <= 1e-3
+    assert (
+        largest_difference(logged(piped.state.log_history), logged(plain.state.log_history)) <= 1e-3
+    )
     assert piped.predict(samples(8)).predictions.dtype == "float32"
 
 
 @pytest.mark.slow
 def test_losses_of_ones_own(tmp_path: Path) -> None:
-    """A loss function that counts items, and one that does not: the mean over the accumulated batches."""
+    """A loss function that counts items, and one that does not: the mean over the accumulated
+    batches."""
 
     def counted(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
         logits = outputs["logits"][:, :-1].reshape(-1, 32)
         return (
-            torch.nn.functional.cross_entropy(logits, labels[:, 1:].reshape(-1), reduction="sum") / num_items_in_batch
+            torch.nn.functional.cross_entropy(logits, labels[:, 1:].reshape(-1), reduction="sum")
+            / num_items_in_batch
         )
 
     options = {"gradient_accumulation_steps": 2, "compute_loss_func": counted, "max_steps": 2}
     plain, piped = (trained(tmp_path, kind, **options) for kind in (None, TWO))
-    assert largest_difference(logged(piped.state.log_history), logged(plain.state.log_history)) <= 2e-6
+    assert (
+        largest_difference(logged(piped.state.log_history), logged(plain.state.log_history)) <= 2e-6
+    )
     assert abs(piped.evaluate()["eval_loss"] - plain.evaluate()["eval_loss"]) <= 2e-6
 
 
 @pytest.mark.beyond_sample
 @pytest.mark.slow
 def test_a_collator_that_pads_to_few_lengths(tmp_path: Path) -> None:
-    """Seven lengths, two programs, and one where the mask of a batch is all ones, which GPT-2 asks about; losses are
-    those of the plain Trainer, which pads no further than it must."""
+    """Seven lengths, two programs, and one where the mask of a batch is all ones, which GPT-2 asks
+    about; losses are those of the plain Trainer, which pads no further than it must."""
 
     def collate(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
         pad = torch.nn.utils.rnn.pad_sequence
@@ -266,23 +347,31 @@ def test_a_collator_that_pads_to_few_lengths(tmp_path: Path) -> None:
     def fit(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
         batch = collate(rows)
         rest = -batch["labels"].shape[1] % 6
-        return {name: torch.nn.functional.pad(batch[name], (0, rest), value=value) for name, value in fill.items()}
+        return {
+            name: torch.nn.functional.pad(batch[name], (0, rest), value=value)
+            for name, value in fill.items()
+        }
 
     fill = {"input_ids": 0, "attention_mask": 0, "labels": -100}
 
     data = [{name: row[name][: 4 + at // 8] for name in row} for at, row in enumerate(samples(56))]
     order = {"train_sampling_strategy": "sequential", "max_steps": 7}
     plain = Trainer(gpt2(), arguments(tmp_path, **order), data_collator=collate, train_dataset=data)
-    piped = PipelineTrainer(gpt2(), arguments(tmp_path, **order), data_collator=fit, train_dataset=data, pipeline=TWO)
+    piped = PipelineTrainer(
+        gpt2(), arguments(tmp_path, **order), data_collator=fit, train_dataset=data, pipeline=TWO
+    )
     for trainer in (plain, piped):
         trainer.train()
-    assert largest_difference(logged(piped.state.log_history), logged(plain.state.log_history)) <= 2e-6
+    assert (
+        largest_difference(logged(piped.state.log_history), logged(plain.state.log_history)) <= 2e-6
+    )
     assert len(piped.pipe.compilations) == 3
 
 
 @pytest.mark.slow
 def test_weights_of_a_model_without_memory(tmp_path: Path) -> None:
-    """A model on the meta device gets its weights from a folder when the first batch compiles it."""
+    """A model on the meta device gets its weights from a folder when the first batch
+    compiles it."""
     accelerate = pytest.importorskip("accelerate")
     model = gpt2()
     model.save_pretrained(tmp_path / "theirs", max_shard_size="4KB")
@@ -291,7 +380,9 @@ def test_weights_of_a_model_without_memory(tmp_path: Path) -> None:
     empty.tie_weights()
     trainer = PipelineTrainer(empty, arguments(tmp_path), pipeline=TWO, weights=tmp_path / "theirs")
     trainer.evaluate(samples(8))
-    assert_same_tensors(trainer.pipe.state_dict(full=True), dict(model.state_dict()), "after the first batch:")
+    assert_same_tensors(
+        trainer.pipe.state_dict(full=True), dict(model.state_dict()), "after the first batch:"
+    )
 
 
 def other_batches() -> str:
@@ -307,4 +398,6 @@ def other_batches() -> str:
 @pytest.mark.slow
 def test_other_batches_on_other_ranks_are_refused(pool: Pool) -> None:
     for text in pool.run(other_batches):
-        assert text.startswith("labels of this batch differs between rank 0 and rank 1 of the pipeline")
+        assert text.startswith(
+            "labels of this batch differs between rank 0 and rank 1 of the pipeline"
+        )

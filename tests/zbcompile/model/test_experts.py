@@ -27,9 +27,13 @@ class Dropless(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         weights, chosen = self.route(x).softmax(-1).topk(self.chosen)
         order = chosen.flatten().argsort(stable=True)
-        counts = torch.zeros(self.experts, dtype=torch.int64).scatter_add(0, chosen.flatten(), torch.ones_like(order))
+        counts = torch.zeros(self.experts, dtype=torch.int64).scatter_add(
+            0, chosen.flatten(), torch.ones_like(order)
+        )
         ends = counts.cumsum(0).int()
-        made = F.grouped_mm(F.silu(F.grouped_mm(x[order // self.chosen], self.up, offs=ends)), self.down, offs=ends)
+        made = F.grouped_mm(
+            F.silu(F.grouped_mm(x[order // self.chosen], self.up, offs=ends)), self.down, offs=ends
+        )
         rows = torch.zeros_like(made).index_copy(0, order, made)
         return x + (rows.view(-1, self.chosen, x.shape[-1]) * weights.unsqueeze(-1)).sum(1)
 
@@ -38,13 +42,20 @@ class Dropless(nn.Module):
 @pytest.mark.mostly_slow(every=2)
 @pytest.mark.parametrize("schedule", ["zb-h1", "zb-v"])
 def test_a_layer_without_dropped_tokens(schedule: str) -> None:
-    """Bitwise, split into B and W, and its FLOPs are those of the rows: three products of 32 by 16 for each."""
+    """Bitwise, split into B and W, and its FLOPs are those of the rows: three products of 32 by 16
+    for each."""
     torch.manual_seed(0)
-    model, x, y = nn.Sequential(*(Dropless() for _ in range(4))), torch.randn(24, 16), torch.randn(24, 16)
+    model, x, y = (
+        nn.Sequential(*(Dropless() for _ in range(4))),
+        torch.randn(24, 16),
+        torch.randn(24, 16),
+    )
     eager = nn.Sequential(*(Dropless() for _ in range(4)))
     eager.load_state_dict(model.state_dict())
     expected = eager_step(eager, F.mse_loss, Batch((x,), {}, y), MICROBATCHES, 0)
-    pipe = zbcompile.pipeline(model, schedule=schedule, ranks=2, microbatches=MICROBATCHES, loss=F.mse_loss, exact=True)
+    pipe = zbcompile.pipeline(
+        model, schedule=schedule, ranks=2, microbatches=MICROBATCHES, loss=F.mse_loss, exact=True
+    )
     assert torch.equal(pipe.step(x, target=y), expected)
     assert_same_tensors(gradients_of(pipe), gradients_of(eager), "gradient of")
     stages = pipe.program.stages
@@ -56,12 +67,27 @@ def test_a_layer_without_dropped_tokens(schedule: str) -> None:
 
 def transformers_model(name: str) -> Any:
     transformers = pytest.importorskip("transformers")
-    sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16}
-    layers = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_experts_per_tok": 2, "use_cache": False}
+    sizes = {
+        "vocab_size": 96,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "moe_intermediate_size": 16,
+    }
+    layers = {
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_experts_per_tok": 2,
+        "use_cache": False,
+    }
     if name == "Qwen3Moe":
         own = {"num_experts": 8, "head_dim": 8, "num_key_value_heads": 2}
     else:
-        heads = {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "num_key_value_heads": 4}
+        heads = {
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 8,
+            "v_head_dim": 8,
+            "num_key_value_heads": 4,
+        }
         experts = {"n_routed_experts": 8, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
         own = {**heads, **experts, "q_lora_rank": 16, "kv_lora_rank": 16}
     torch.manual_seed(0)
@@ -73,12 +99,19 @@ def transformers_model(name: str) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "schedule"), [("Qwen3Moe", "zb-h1"), pytest.param("DeepseekV3", "zb-v", marks=pytest.mark.beyond_sample)]
+    ("name", "schedule"),
+    [("Qwen3Moe", "zb-h1"), pytest.param("DeepseekV3", "zb-v", marks=pytest.mark.beyond_sample)],
 )
 def test_grouped_products_of_transformers(name: str, schedule: str) -> None:
     """In float32, of which torch cannot infer the shape on a CPU."""
-    model, eager, x = transformers_model(name), transformers_model(name), torch.randint(0, 96, (8, 12))
+    model, eager, x = (
+        transformers_model(name),
+        transformers_model(name),
+        torch.randint(0, 96, (8, 12)),
+    )
     expected = eager_step(eager, None, Batch((), {"input_ids": x, "labels": x}), MICROBATCHES, 0)
-    pipe = zbcompile.pipeline(model, schedule=schedule, ranks=2, microbatches=MICROBATCHES, exact=True)
+    pipe = zbcompile.pipeline(
+        model, schedule=schedule, ranks=2, microbatches=MICROBATCHES, exact=True
+    )
     assert torch.equal(pipe.step(input_ids=x, labels=x), expected)
     assert_same_tensors(gradients_of(pipe), gradients_of(eager), "gradient of")

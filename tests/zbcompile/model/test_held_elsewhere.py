@@ -1,5 +1,5 @@
-"""A model in a pipeline of several processes: what other ranks train is refused wherever it would be read as if it were
-the trained model, and all else works as before."""
+"""A model in a pipeline of several processes: what other ranks train is refused wherever it would
+be read as if it were the trained model, and all else works as before."""
 
 import copy
 import io
@@ -33,7 +33,9 @@ class Net(nn.Module):
         super().__init__()
         torch.manual_seed(3)
         self.front = nn.Linear(WIDTH, WIDTH)
-        self.body = body or nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(4)], nn.BatchNorm1d(WIDTH))
+        self.body = body or nn.Sequential(
+            *[nn.Linear(WIDTH, WIDTH) for _ in range(4)], nn.BatchNorm1d(WIDTH)
+        )
         self.head = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -41,11 +43,19 @@ class Net(nn.Module):
 
 
 def pipe_of(model: nn.Module, **options: Any) -> zbcompile.Pipeline:
-    options = {"schedule": "1f1b", "ranks": 2, "microbatches": 2, "loss": F.mse_loss, "exact": True} | options
+    options = {
+        "schedule": "1f1b",
+        "ranks": 2,
+        "microbatches": 2,
+        "loss": F.mse_loss,
+        "exact": True,
+    } | options
     return zbcompile.pipeline(model, **options)
 
 
-def trained(model: nn.Module, steps: int = 2, **options: Any) -> tuple[zbcompile.Pipeline, list[Tensor]]:
+def trained(
+    model: nn.Module, steps: int = 2, **options: Any
+) -> tuple[zbcompile.Pipeline, list[Tensor]]:
     pipe, losses = pipe_of(model, **options), []
     optimizer = optimizer_of(pipe.compile(ROWS, target=ROWS).parameters())
     for _ in range(steps):
@@ -79,8 +89,8 @@ READS: dict[str, Callable[[nn.Module], Any]] = {
 
 
 def refusals() -> tuple[dict[str, str], str, str]:
-    """What each way to read the model says, in this process; what torch's clipping of own parameters and an average
-    made in time say."""
+    """What each way to read the model says, in this process; what torch's clipping of own
+    parameters and an average made in time say."""
     model = Net()
     later = averaged_later(model)
     pipe, _ = trained(model)
@@ -125,8 +135,8 @@ def test_in_one_process_the_model_is_whole() -> None:
 
 
 def usual_life() -> tuple[list[Tensor], dict[str, Tensor], dict[str, Tensor], str]:
-    """Steps of two shapes, of another mode and evaluations after the first one; the model made whole before and after
-    the end; what it says after one more step."""
+    """Steps of two shapes, of another mode and evaluations after the first one; the model made
+    whole before and after the end; what it says after one more step."""
     model = Net()
     names = [name for name, _ in model.named_modules()]
     pipe, losses = trained(model)
@@ -136,7 +146,10 @@ def usual_life() -> tuple[list[Tensor], dict[str, Tensor], dict[str, Tensor], st
     model.train().zero_grad()
     model.requires_grad_(True)
     assert [name for name, _ in model.named_modules()] == names
-    assert sum(parameter.numel() for parameter in model.parameters()) == 6 * (WIDTH + 1) * WIDTH + 2 * WIDTH
+    assert (
+        sum(parameter.numel() for parameter in model.parameters())
+        == 6 * (WIDTH + 1) * WIDTH + 2 * WIDTH
+    )
     pipe.load_state_dict(pipe.state_dict(full=True))
     losses.append(pipe.step(ROWS, target=ROWS))
     model.load_state_dict(pipe.state_dict(full=True))
@@ -165,7 +178,10 @@ def two_pipelines(frozen: bool, alike: bool) -> list[Tensor]:
     body = Net().body.requires_grad_(not frozen)
     first, second = Net(body), Net(body)
     cuts = {"balance": ["body.2"]}, {"balance": ["body.2" if alike else "body.3"]}
-    losses, pipes = [], [pipe_of(model, **cut) for model, cut in zip((first, second), cuts, strict=True)]
+    losses, pipes = (
+        [],
+        [pipe_of(model, **cut) for model, cut in zip((first, second), cuts, strict=True)],
+    )
     optimizers = [optimizer_of(pipe.compile(ROWS, target=ROWS).parameters()) for pipe in pipes]
     for _ in range(2):
         for pipe, optimizer in zip(pipes, optimizers, strict=True):
@@ -190,11 +206,15 @@ def test_two_pipelines_share_layers(frozen: bool, alike: bool, pool: Pool) -> No
 @pytest.mark.slow
 def test_two_pipelines_that_train_a_layer_on_different_ranks_are_refused(pool: Pool) -> None:
     outcomes = pool.outcomes(two_pipelines, False, False)
-    assert all("another pipeline of the same module has trained or loaded it" in outcome.text for outcome in outcomes)
+    assert all(
+        "another pipeline of the same module has trained or loaded it" in outcome.text
+        for outcome in outcomes
+    )
 
 
 def one_after_the_other() -> tuple[str, Tensor]:
-    """A second pipeline of the model, cut elsewhere, without and with the weights of the first one."""
+    """A second pipeline of the model, cut elsewhere, without and with the weights of the
+    first one."""
     model = Net()
     pipe, _ = trained(model, balance=["body.1"])
     weights = pipe.state_dict(full=True)
@@ -211,13 +231,16 @@ def one_after_the_other() -> tuple[str, Tensor]:
 def test_a_second_pipeline_does_not_start_from_old_values(pool: Pool) -> None:
     _, loss = one_after_the_other()
     both = pool.run(one_after_the_other)
-    assert "trained elsewhere by another pipeline, and not filled" in " ".join(says for says, _ in both)
+    assert "trained elsewhere by another pipeline, and not filled" in " ".join(
+        says for says, _ in both
+    )
     assert all(torch.equal(theirs, loss) for _, theirs in both)
 
 
 def parallel_state() -> tuple[set[str], bool, bool, bool]:
-    """Of a model with DTensors in a pipeline: which names of torch's state dict are DTensors here and not in the eager
-    one, or vice versa; whether values are the same; whether what torch loads arrives."""
+    """Of a model with DTensors in a pipeline: which names of torch's state dict are DTensors here
+    and not in the eager one, or vice versa; whether values are the same; whether what torch loads
+    arrives."""
     mesh = mesh_of(tp=dist.get_world_size())
     eager, model = parallelised(mesh["tp"], "plain", 1), parallelised(mesh["tp"], "plain", 1)
     pipe = zbcompile.pipeline(model, mesh=mesh, schedule="1f1b", microbatches=2, loss=loss_of)
@@ -226,15 +249,22 @@ def parallel_state() -> tuple[set[str], bool, bool, bool]:
     pipe.step(x, target=y)
     shown, expected = get_model_state_dict(model), get_model_state_dict(eager)
     unlike = {
-        name for name, value in shown.items() if isinstance(value, DTensor) != isinstance(expected[name], DTensor)
+        name
+        for name, value in shown.items()
+        if isinstance(value, DTensor) != isinstance(expected[name], DTensor)
     }
     same = all(torch.equal(whole(shown[name]), whole(expected[name])) for name in expected)
     set_model_state_dict(model, {name: value * 2 for name, value in expected.items()})
     found = pipe.state_dict(full=True)
     doubled = all(torch.equal(whole(found[name]), 2 * whole(expected[name])) for name in expected)
     model.load_state_dict(Llama(1).state_dict())
-    again = all(torch.equal(whole(value), whole(expected[name])) for name, value in model.state_dict().items())
-    with pytest.raises(zbcompile.PipelineError, match=r"differs from rank to rank"):  # plain parts of DTensors
+    again = all(
+        torch.equal(whole(value), whole(expected[name]))
+        for name, value in model.state_dict().items()
+    )
+    with pytest.raises(
+        zbcompile.PipelineError, match=r"differs from rank to rank"
+    ):  # plain parts of DTensors
         clip_grad_norm_(model.parameters(), 1.0)
     clip_grad_norm_([each for each in pipe.parameters() if isinstance(each, DTensor)], 1.0)
     pipe.close()

@@ -1,4 +1,5 @@
-"""Models built on the meta device: each rank makes its own share real, and nothing runs on what was never filled."""
+"""Models built on the meta device: each rank makes its own share real, and nothing runs on what was
+never filled."""
 
 from typing import Any
 
@@ -16,7 +17,8 @@ ROWS = torch.linspace(-1, 1, 8 * WIDTH).view(8, WIDTH)
 
 
 class Scaled(MLP):
-    """A tied weight, a buffer of the state dict, one that is in none, and a constant made in forward."""
+    """A tied weight, a buffer of the state dict, one that is in none, and a constant made in
+    forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,7 +27,9 @@ class Scaled(MLP):
         self.register_buffer("table", torch.arange(WIDTH) / WIDTH, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x + self.table) * self.scale + torch.tensor([1.0, -1.0]).repeat(WIDTH // 2)
+        return super().forward(x + self.table) * self.scale + torch.tensor([1.0, -1.0]).repeat(
+            WIDTH // 2
+        )
 
 
 def fill(name: str, tensor: Tensor) -> None:
@@ -39,7 +43,13 @@ def on_meta(make: Any = Scaled) -> nn.Module:
 
 
 def pipe_of(model: nn.Module, **options: Any) -> zbcompile.Pipeline:
-    options = {"schedule": "zb-v", "ranks": 2, "microbatches": 4, "loss": F.mse_loss, "exact": True} | options
+    options = {
+        "schedule": "zb-v",
+        "ranks": 2,
+        "microbatches": 4,
+        "loss": F.mse_loss,
+        "exact": True,
+    } | options
     return zbcompile.pipeline(model, **options)
 
 
@@ -48,13 +58,18 @@ def filled_by_init() -> tuple[Tensor, dict[str, Any], dict[str, Any], list[str]]
     model = on_meta()
     pipe = pipe_of(model, init=fill)
     loss = pipe.step(ROWS, target=ROWS)
-    real = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if not tensor.is_meta]
+    real = [
+        name
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
+        if not tensor.is_meta
+    ]
     return loss, gradients_of(pipe), pipe.state_dict(full=True), real
 
 
 @pytest.mark.slow
 def test_each_rank_makes_its_own_share_real(pool: Pool) -> None:
-    """The same values whatever the ranks, every tensor real somewhere, no rank with all of them; eager's gradients."""
+    """The same values whatever the ranks, every tensor real somewhere, no rank with all of them;
+    eager's gradients."""
     loss, gradients, state, real = filled_by_init()
     eager = Scaled()
     eager.load_state_dict(state)
@@ -71,12 +86,14 @@ def test_each_rank_makes_its_own_share_real(pool: Pool) -> None:
 
 @pytest.mark.slow
 def test_a_state_dict_fills_the_share() -> None:
-    """Until then a step and an evaluation are errors; a plain MLP has nothing that no state dict holds."""
+    """Until then a step and an evaluation are errors; a plain MLP has nothing that no state dict
+    holds."""
     eager, model = MLP(), on_meta(MLP)
     pipe = pipe_of(model)
     for run in (lambda: pipe.step(ROWS, target=ROWS), lambda: pipe.eval(ROWS)):
         with pytest.raises(
-            zbcompile.PipelineError, match=r"layers\.0\.bias.* and 12 more.*not filled.*load_state_dict"
+            zbcompile.PipelineError,
+            match=r"layers\.0\.bias.* and 12 more.*not filled.*load_state_dict",
         ):
             run()
     pipe.load_state_dict(eager.state_dict())
@@ -111,7 +128,10 @@ def init_not_callable() -> None:
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (buffers_without_init, "table: buffers on the meta device that no state dict holds.*init=fn"),
+        (
+            buffers_without_init,
+            "table: buffers on the meta device that no state dict holds.*init=fn",
+        ),
         (plain_attribute, "shift: a tensor in a plain attribute.*register_buffer"),
         (init_not_callable, r"init='normal'; expected a function init\(name, tensor\)"),
     ],
@@ -119,4 +139,6 @@ def init_not_callable() -> None:
 def test_never_garbage(function: Any, message: str, pool: Pool) -> None:
     with pytest.raises(zbcompile.PipelineError, match=message) as caught:
         function()
-    assert [(o.error, o.text) for o in pool.outcomes(function)] == [("PipelineError", str(caught.value))] * 2
+    assert [(o.error, o.text) for o in pool.outcomes(function)] == [
+        ("PipelineError", str(caught.value))
+    ] * 2

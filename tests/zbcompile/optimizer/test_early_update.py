@@ -1,5 +1,5 @@
-"""A stage that updates as soon as its gradients are summed, inside of the step, changes no bit; what contradicts it is
-refused."""
+"""A stage that updates as soon as its gradients are summed, inside of the step, changes no bit;
+what contradicts it is refused."""
 
 import time
 from collections.abc import Callable
@@ -29,9 +29,16 @@ def trained(early: bool, dtype: torch.dtype, *given: str) -> dict[str, Any]:
     """Groups, a scheduler, two optimizers; the second step inside no_sync."""
     pipe, batches = pipeline(*given)
     pipe._model.to(dtype)
-    options: dict[str, Any] = {"groups": [{"params": lambda _, p: p.ndim < 2, "weight_decay": 0.0}], "early": early}
-    matrices = pipe.optimizer(Muon, params=lambda name, p: p.ndim == 2 and "embed" not in name, lr=1e-2, early=early)
-    others = pipe.optimizer(AdamW, params=lambda name, p: p.ndim != 2 or "embed" in name, lr=1e-2, **options)
+    options: dict[str, Any] = {
+        "groups": [{"params": lambda _, p: p.ndim < 2, "weight_decay": 0.0}],
+        "early": early,
+    }
+    matrices = pipe.optimizer(
+        Muon, params=lambda name, p: p.ndim == 2 and "embed" not in name, lr=1e-2, early=early
+    )
+    others = pipe.optimizer(
+        AdamW, params=lambda name, p: p.ndim != 2 or "embed" in name, lr=1e-2, **options
+    )
     rate = torch.optim.lr_scheduler.ExponentialLR(others, 0.5)
     for number, batch in enumerate(batches):
         cast = [x.to(dtype) if x.is_floating_point() else x for x in (*batch.args, batch.target)]
@@ -56,7 +63,9 @@ def trained(early: bool, dtype: torch.dtype, *given: str) -> dict[str, Any]:
     ],
     ids=lambda each: str(each),
 )
-def test_every_bit_is_that_of_an_update_after_the_step(dtype: torch.dtype, given: tuple[str, str]) -> None:
+def test_every_bit_is_that_of_an_update_after_the_step(
+    dtype: torch.dtype, given: tuple[str, str]
+) -> None:
     assert_same_tensors(trained(True, dtype, *given), trained(False, dtype, *given), "state dict:")
 
 
@@ -143,7 +152,9 @@ def changed_rate(pipe: Any, optimizer: Any, step: Callable[[], Any]) -> None:
     ],
     ids=lambda each: getattr(each, "__name__", ""),
 )
-def test_what_contradicts_it_is_refused_in_one_line(fault: Callable[..., None], message: str) -> None:
+def test_what_contradicts_it_is_refused_in_one_line(
+    fault: Callable[..., None], message: str
+) -> None:
     pipe, (batch, *_) = pipeline()
     optimizer = pipe.optimizer(SGD, lr=0.1, early=True)
     with pytest.raises(zbcompile.PipelineError, match=message) as raised:
@@ -167,7 +178,11 @@ class Counting(SGD):
 
 @pytest.mark.parametrize(
     ("where", "named"),
-    [("group", r"param_groups\[0\]\['count'\]"), ("attribute", "count"), ("list", r"param_groups\[0\]\['list'\]")],
+    [
+        ("group", r"param_groups\[0\]\['count'\]"),
+        ("attribute", "count"),
+        ("list", r"param_groups\[0\]\['list'\]"),
+    ],
 )
 def test_an_optimizer_that_counts_steps_for_all_parameters_is_refused(
     where: str, named: str, monkeypatch: pytest.MonkeyPatch
@@ -176,7 +191,9 @@ def test_an_optimizer_that_counts_steps_for_all_parameters_is_refused(
     monkeypatch.setattr(Counting, "where", where)
     pipe, (batch, *_) = pipeline()
     pipe.optimizer(Counting, lr=0.1, early=True)
-    with pytest.raises(zbcompile.PipelineError, match=rf"Counting.step\(\) wrote its {named}, which belongs to all"):
+    with pytest.raises(
+        zbcompile.PipelineError, match=rf"Counting.step\(\) wrote its {named}, which belongs to all"
+    ):
         pipe.step(*batch.args, target=batch.target)
 
 
@@ -233,15 +250,27 @@ def ahead(folder: str, options: dict[str, Any]) -> tuple[list[float], list[str],
             Path(folder, str(number)).touch()
         optimizer.step()
         optimizer.zero_grad()
-    return [float(each) for each in losses], [type(each).__name__ for each in losses], pipe.state_dict(full=True)
+    return (
+        [float(each) for each in losses],
+        [type(each).__name__ for each in losses],
+        pipe.state_dict(full=True),
+    )
 
 
 @pytest.mark.parametrize("options", [{"early": True}, {"validate": "after", "clip": 1e6}], ids=str)
-def test_a_step_returns_before_other_ranks_have_updated(options: dict[str, Any], pool: Pool, tmp_path: Path) -> None:
+def test_a_step_returns_before_other_ranks_have_updated(
+    options: dict[str, Any], pool: Pool, tmp_path: Path
+) -> None:
     """Its loss is read later. An optimizer that is not early waits for all ranks."""
-    usual, folder = {key: value for key, value in options.items() if key == "clip"}, tmp_path / "early"
+    usual, folder = (
+        {key: value for key, value in options.items() if key == "clip"},
+        tmp_path / "early",
+    )
     folder.mkdir()
-    found = [pool.run(ahead, str(where), given, ranks=2) for where, given in ((tmp_path, usual), (folder, options))]
+    found = [
+        pool.run(ahead, str(where), given, ranks=2)
+        for where, given in ((tmp_path, usual), (folder, options))
+    ]
     for late, early in zip(*found, strict=True):
         assert early[0] == late[0]
         assert (late[1][0], early[1][0]) == ("Tensor", "PendingLoss")

@@ -1,4 +1,5 @@
-"""What `pipe.optimizer` returns updates as the same torch optimizer does in eager mode, in every bit."""
+"""What `pipe.optimizer` returns updates as the same torch optimizer does in eager mode, in every
+bit."""
 
 import copy
 from collections.abc import Callable, Mapping
@@ -19,13 +20,19 @@ from tests.support.training import ROWS, Case, assert_same_tensors, pipeline_of
 
 MICROBATCHES, STEPS, DIM = 4, 3, 8
 CLIP = 0.05  # below the norm of every step
-DECAYED: list[dict[str, Any]] = [{"params": lambda name, p: p.ndim < 2, "weight_decay": 0.0, "lr": 3e-3}]
+DECAYED: list[dict[str, Any]] = [
+    {"params": lambda name, p: p.ndim < 2, "weight_decay": 0.0, "lr": 3e-3}
+]
 
 
-def eager_optimizer(model: nn.Module, kind: type[torch.optim.Optimizer], **options: Any) -> torch.optim.Optimizer:
+def eager_optimizer(
+    model: nn.Module, kind: type[torch.optim.Optimizer], **options: Any
+) -> torch.optim.Optimizer:
     flat = [p for p in model.parameters() if p.ndim < 2]
     matrices = [p for p in model.parameters() if p.ndim >= 2]
-    return kind([{"params": flat, "weight_decay": 0.0, "lr": 3e-3}, {"params": matrices}], **options)
+    return kind(
+        [{"params": flat, "weight_decay": 0.0, "lr": 3e-3}, {"params": matrices}], **options
+    )
 
 
 def clip(model: nn.Module) -> Tensor:
@@ -55,7 +62,10 @@ def test_groups_schedulers_and_clipping_are_those_of_eager(
     model, pipe = problem.model(), pipeline_of(Case("small-tied", "zb-v", 2, MICROBATCHES))
     if compiled:
         pipe.compile(*batches[0].args, target=batches[0].target)
-    theirs, ours = eager_optimizer(model, kind, **options), pipe.optimizer(kind, groups=DECAYED, clip=CLIP, **options)
+    theirs, ours = (
+        eager_optimizer(model, kind, **options),
+        pipe.optimizer(kind, groups=DECAYED, clip=CLIP, **options),
+    )
     rates = CosineAnnealingLR(theirs, STEPS), CosineAnnealingLR(ours, STEPS)
     for step, batch in enumerate(batches):
         expected = eager_step(model, problem.loss, batch, MICROBATCHES, step)
@@ -70,7 +80,9 @@ def test_groups_schedulers_and_clipping_are_those_of_eager(
         ours.zero_grad()
         assert all(p.grad is None for p in pipe.parameters())
     assert_same_tensors(pipe.state_dict(full=True), model.state_dict(), "state dict:")
-    assert [group["lr"] for group in ours.param_groups] == [group["lr"] for group in theirs.param_groups]
+    assert [group["lr"] for group in ours.param_groups] == [
+        group["lr"] for group in theirs.param_groups
+    ]
     assert len(ours.state) == len(theirs.state)
 
 
@@ -80,7 +92,8 @@ def in_half_precision(dtype: torch.dtype) -> nn.Module:
 
 @dataclass
 class Masters:
-    """The reference for parameters in half precision: float32 masters, updated from float32 sums, rounded once."""
+    """The reference for parameters in half precision: float32 masters, updated from float32 sums,
+    rounded once."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -89,7 +102,9 @@ class Masters:
     def of(cls, model: nn.Module) -> "Masters":
         for parameter in model.parameters():
             parameter.grad_dtype = torch.float32
-        return cls(model, AdamW([nn.Parameter(p.detach().float()) for p in model.parameters()], lr=1e-2))
+        return cls(
+            model, AdamW([nn.Parameter(p.detach().float()) for p in model.parameters()], lr=1e-2)
+        )
 
     def step(self) -> None:
         masters = self.optimizer.param_groups[0]["params"]
@@ -103,11 +118,17 @@ class Masters:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_has_masters_in_single_precision(dtype: torch.dtype) -> None:
-    """Also after the parameters were written from outside, and after the state went through a state dict."""
+    """Also after the parameters were written from outside, and after the state went through a state
+    dict."""
     problem, model = PROBLEMS["mlp"], in_half_precision(dtype)
     theirs = Masters.of(model)
     pipe = zbcompile.pipeline(
-        in_half_precision(dtype), schedule="zb-h1", ranks=2, microbatches=MICROBATCHES, loss=problem.loss, exact=True
+        in_half_precision(dtype),
+        schedule="zb-h1",
+        ranks=2,
+        microbatches=MICROBATCHES,
+        loss=problem.loss,
+        exact=True,
     )
     ours = pipe.optimizer(AdamW, lr=1e-2)
     for step, batch in enumerate(problem.batches(4, MICROBATCHES * ROWS)):
@@ -118,10 +139,14 @@ def test_half_precision_has_masters_in_single_precision(dtype: torch.dtype) -> N
         theirs.step()
         ours.step()
         ours.zero_grad()
-        assert_same_tensors(pipe.state_dict(full=True), model.state_dict(), f"state dict after step {step}:")
+        assert_same_tensors(
+            pipe.state_dict(full=True), model.state_dict(), f"state dict after step {step}:"
+        )
         if step == 1:
             kept = copy.deepcopy(ours.state_dict())
-            assert {each.dtype for key, each in kept.items() if key.endswith(".master")} == {torch.float32}
+            assert {each.dtype for key, each in kept.items() if key.endswith(".master")} == {
+                torch.float32
+            }
             for master in ours.param_groups[0]["params"]:
                 master.detach().zero_()
             ours.load_state_dict(kept)
@@ -129,13 +154,17 @@ def test_half_precision_has_masters_in_single_precision(dtype: torch.dtype) -> N
             changed = {name: value + 1 for name, value in model.state_dict().items()}
             model.load_state_dict(changed)
             pipe.load_state_dict(changed)
-            for master, parameter in zip(theirs.optimizer.param_groups[0]["params"], model.parameters(), strict=True):
+            for master, parameter in zip(
+                theirs.optimizer.param_groups[0]["params"], model.parameters(), strict=True
+            ):
                 master.detach().copy_(parameter)
 
 
 class Normalised(nn.Module):
-    """Blocks of nn.RMSNorm, which multiplies a weight in half precision by float32, and a linear layer; `tie` ties
-    these to their neighbour's, to a distant block's ("far": on another stage), or not at all ("")."""
+    """Blocks of nn.RMSNorm, which multiplies a weight in half precision by float32, and a linear
+    layer; `tie` ties these to their neighbour's, to a distant block's ("far": on another stage), or
+    not at all ("").
+    """
 
     def __init__(self, tie: str) -> None:
         super().__init__()
@@ -144,7 +173,10 @@ class Normalised(nn.Module):
         self.linears = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(4))
         if tie:
             other = 1 if tie == "near" else 3
-            self.norms[other].weight, self.linears[other].weight = self.norms[0].weight, self.linears[0].weight
+            self.norms[other].weight, self.linears[other].weight = (
+                self.norms[0].weight,
+                self.linears[0].weight,
+            )
 
     def forward(self, x: Tensor) -> Tensor:
         for norm, linear in zip(self.norms, self.linears, strict=True):
@@ -154,12 +186,19 @@ class Normalised(nn.Module):
 
 @pytest.mark.parametrize("masters", [True, False])
 @pytest.mark.parametrize("tie", ["", "near", "far"])
-def test_gradients_of_half_precision_are_rounded_where_eager_rounds_them(tie: str, masters: bool) -> None:
+def test_gradients_of_half_precision_are_rounded_where_eager_rounds_them(
+    tie: str, masters: bool
+) -> None:
     """With masters not at all; without them each use of a parameter before the uses are added."""
     model, ours = (Normalised(tie).bfloat16() for _ in range(2))
     inputs, targets = torch.randn(2, MICROBATCHES * ROWS, DIM).bfloat16()
     pipe = zbcompile.pipeline(
-        ours, schedule="1f1b", ranks=2, microbatches=MICROBATCHES, loss=nn.functional.mse_loss, exact=True
+        ours,
+        schedule="1f1b",
+        ranks=2,
+        microbatches=MICROBATCHES,
+        loss=nn.functional.mse_loss,
+        exact=True,
     )
     if masters:
         Masters.of(model)
@@ -177,8 +216,17 @@ def in_half(batch: Any) -> Any:
 
 @pytest.mark.slow
 def test_what_is_frozen_has_no_master_until_it_trains() -> None:
-    problem, model, trained = PROBLEMS["mlp"], in_half_precision(torch.bfloat16), in_half_precision(torch.bfloat16)
-    options: dict[str, Any] = {"schedule": "zb-h1", "ranks": 2, "microbatches": MICROBATCHES, "exact": True}
+    problem, model, trained = (
+        PROBLEMS["mlp"],
+        in_half_precision(torch.bfloat16),
+        in_half_precision(torch.bfloat16),
+    )
+    options: dict[str, Any] = {
+        "schedule": "zb-h1",
+        "ranks": 2,
+        "microbatches": MICROBATCHES,
+        "exact": True,
+    }
     pipe = zbcompile.pipeline(trained, loss=problem.loss, **options)
     theirs, ours = Masters.of(model), pipe.optimizer(AdamW, lr=1e-2)
     frozen = next(iter(dict(model.named_parameters())))
@@ -188,18 +236,26 @@ def test_what_is_frozen_has_no_master_until_it_trains() -> None:
         half = in_half(batch)
         eager_step(model, problem.loss, half, MICROBATCHES, step)
         pipe.step(*half.args, target=half.target)
-        assert next(each for each in ours.slices.slices if each.name == frozen).is_master is (step > 0)
+        assert next(each for each in ours.slices.slices if each.name == frozen).is_master is (
+            step > 0
+        )
         theirs.step()
         ours.step()
         ours.zero_grad()
-        assert_same_tensors(pipe.state_dict(full=True), model.state_dict(), f"state dict after step {step}:")
+        assert_same_tensors(
+            pipe.state_dict(full=True), model.state_dict(), f"state dict after step {step}:"
+        )
 
 
 def test_masters_are_kept_by_an_optimizer_without_state(tmp_path: Path) -> None:
     """And a gradient may be replaced; torch's hooks for all optimizers run once."""
     problem, stepped = PROBLEMS["mlp"], []
     pipe = zbcompile.pipeline(
-        in_half_precision(torch.bfloat16), schedule="zb-h1", ranks=2, microbatches=MICROBATCHES, loss=problem.loss
+        in_half_precision(torch.bfloat16),
+        schedule="zb-h1",
+        ranks=2,
+        microbatches=MICROBATCHES,
+        loss=problem.loss,
     )
     optimizer = pipe.optimizer(SGD, lr=1e-3)
     batch = in_half(problem.batches(1, MICROBATCHES * ROWS)[0])
@@ -215,7 +271,10 @@ def test_masters_are_kept_by_an_optimizer_without_state(tmp_path: Path) -> None:
     assert_same_tensors(masters, expected, "master")
     kept = copy.deepcopy(optimizer.state_dict())
     zbcompile.save_checkpoint(tmp_path, pipe, optimizer)
-    for load in (lambda: optimizer.load_state_dict(kept), lambda: zbcompile.load_checkpoint(tmp_path, pipe, optimizer)):
+    for load in (
+        lambda: optimizer.load_state_dict(kept),
+        lambda: zbcompile.load_checkpoint(tmp_path, pipe, optimizer),
+    ):
         for master in masters:
             master.detach().zero_()
         load()
@@ -251,24 +310,54 @@ def closed(optimizer: Any) -> Any:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda pipe: pipe.optimizer(AdamW, early=True, clip=1.0), "before the norm of all gradients is known, by wh"),
+        (
+            lambda pipe: pipe.optimizer(AdamW, early=True, clip=1.0),
+            "before the norm of all gradients is known, by wh",
+        ),
         (lambda pipe: pipe.optimizer(torch.optim.LBFGS), r"LBFGS.step\(\) needs a closure"),
-        (lambda pipe: pipe.optimizer(AdamW, validate="never"), 'validate=\'never\'; expected "before" or "after"'),
+        (
+            lambda pipe: pipe.optimizer(AdamW, validate="never"),
+            'validate=\'never\'; expected "before" or "after"',
+        ),
         (lambda pipe: pipe.optimizer(AdamW, zero=2), "zero=2; expected 0 or 1"),
         (lambda pipe: pipe.optimizer(AdamW, zero=1), 'the mesh has no dimension "dp"'),
         (lambda pipe: pipe.optimizer(AdamW, clip=0.0), "clip=0.0; expected a norm above 0"),
         (lambda pipe: pipe.optimizer(AdamW, clip="1"), "clip='1'; expected a norm above 0"),
         (lambda pipe: pipe.optimizer(AdamW, groups=3), "groups=3; expected a list of groups"),
-        (lambda pipe: pipe.optimizer(AdamW, groups={"params": callable}), "expected a list of groups"),
-        (lambda pipe: pipe.optimizer(AdamW, params=3), "params=3; expected a function of a parameter's name"),
+        (
+            lambda pipe: pipe.optimizer(AdamW, groups={"params": callable}),
+            "expected a list of groups",
+        ),
+        (
+            lambda pipe: pipe.optimizer(AdamW, params=3),
+            "params=3; expected a function of a parameter's name",
+        ),
         (lambda pipe: pipe.optimizer(AdamW, early="yes"), "early='yes'; expected True or False"),
         (lambda pipe: pipe.optimizer(AdamW, zero=True), "zero=True; expected 0 or 1"),
-        (lambda pipe: pipe.optimizer(AdamW, learning_rate=1), "AdamW cannot be made: .*learning_rate"),
-        (lambda pipe: pipe.optimizer(AdamW(pipe.options.loss and [torch.ones(1)])), "expected a class of torch"),
-        (lambda pipe: pipe.optimizer(AdamW, groups=[{"params": []}]), 'has a group whose "params" is \\[\\]'),
-        (lambda pipe: pipe.optimizer(AdamW).step(), "is not compiled yet, so its optimizer is empty"),
-        (lambda pipe: pipe.optimizer(AdamW).load_state_dict({}), "optimizer is empty. Call pipe.compile with a batch"),
-        (lambda pipe: closed(pipe.optimizer(AdamW)).step(), "this optimizer is closed, or could not be made"),
+        (
+            lambda pipe: pipe.optimizer(AdamW, learning_rate=1),
+            "AdamW cannot be made: .*learning_rate",
+        ),
+        (
+            lambda pipe: pipe.optimizer(AdamW(pipe.options.loss and [torch.ones(1)])),
+            "expected a class of torch",
+        ),
+        (
+            lambda pipe: pipe.optimizer(AdamW, groups=[{"params": []}]),
+            'has a group whose "params" is \\[\\]',
+        ),
+        (
+            lambda pipe: pipe.optimizer(AdamW).step(),
+            "is not compiled yet, so its optimizer is empty",
+        ),
+        (
+            lambda pipe: pipe.optimizer(AdamW).load_state_dict({}),
+            "optimizer is empty. Call pipe.compile with a batch",
+        ),
+        (
+            lambda pipe: closed(pipe.optimizer(AdamW)).step(),
+            "this optimizer is closed, or could not be made",
+        ),
         (lambda pipe: pipe.optimizer(AdamW).add_param_group({"params": []}), "fixed. Pass them as"),
     ],
 )
@@ -288,7 +377,8 @@ def test_an_optimizer_that_cannot_take_a_parameter_says_so_once_it_is_known() ->
     pipe.step(*batch.args, target=batch.target)  # without it
     nothing: Any = {"params": lambda name, _: name == "nothing"}
     with pytest.raises(
-        zbcompile.PipelineError, match=r"params= takes none of the model's \d+ parameters, the first of"
+        zbcompile.PipelineError,
+        match=r"params= takes none of the model's \d+ parameters, the first of",
     ):
         pipe.optimizer(AdamW, **nothing)
     with pytest.raises(zbcompile.PipelineError, match=r"groups\[1\] takes none of the model's"):
@@ -304,7 +394,9 @@ def test_a_scheduler_may_cycle_momentum_before_anything_is_compiled() -> None:
     batch = PROBLEMS["mlp"].batches(1, MICROBATCHES * ROWS)[0]
     pipe.step(*batch.args, target=batch.target)
     after = optimizer.param_groups[0]
-    assert {key: after[key] for key in before if key != "params"} == {k: v for k, v in before.items() if k != "params"}
+    assert {key: after[key] for key in before if key != "params"} == {
+        k: v for k, v in before.items() if k != "params"
+    }
     optimizer.step()
     rate.step()
     assert after["lr"] > before["lr"]
@@ -313,7 +405,9 @@ def test_a_scheduler_may_cycle_momentum_before_anything_is_compiled() -> None:
 def test_a_closure_runs_first() -> None:
     """Lightning passes one to every step."""
     (batch,), model = PROBLEMS["mlp"].batches(1, 4), PROBLEMS["mlp"].model()
-    pipe = zbcompile.pipeline(model, schedule="1f1b", ranks=2, microbatches=2, loss=torch.nn.functional.mse_loss)
+    pipe = zbcompile.pipeline(
+        model, schedule="1f1b", ranks=2, microbatches=2, loss=torch.nn.functional.mse_loss
+    )
     optimizer = pipe.optimizer(torch.optim.SGD, lr=0.1)
     first = optimizer.step(lambda: pipe.step(*batch.args, target=batch.target))
     assert pipe.step(*batch.args, target=batch.target) < first

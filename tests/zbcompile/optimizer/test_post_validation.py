@@ -1,4 +1,5 @@
-"""Updates that do not wait for the norm of all gradients, and are corrected afterwards: every bit is the barrier's."""
+"""Updates that do not wait for the norm of all gradients, and are corrected afterwards: every bit
+is the barrier's."""
 
 import os
 import signal
@@ -37,16 +38,22 @@ def test_every_bit_is_that_of_the_barrier(schedule: str) -> None:
     plain = PROBLEMS["mlp"].batches(STEPS, MICROBATCHES * ROWS)
     batches = [disturbed(batch, step) for step, batch in enumerate(plain)]
     with compiled_once("mlp", exact=True):
-        late, after = (trained(pipeline_of(case), batches, validate=when) for when in ("before", "after"))
+        late, after = (
+            trained(pipeline_of(case), batches, validate=when) for when in ("before", "after")
+        )
     assert_bitwise(after, late)
     assert len(after[3]) >= len((*CLIPPED, INFINITE))
-    assert "undone" in after[3] or schedule != "zb-v"  # otherwise the second rank, which comes first here, knows it
+    assert (
+        "undone" in after[3] or schedule != "zb-v"
+    )  # otherwise the second rank, which comes first here, knows it
     assert STEPS - len(after[3]) > STEPS / 2
 
 
 def test_half_precision_is_corrected_as_well() -> None:
     """Masters are rounded again, and the options are those of the step that is corrected."""
-    batches = [disturbed(b, s) for s, b in enumerate(PROBLEMS["mlp"].batches(8, MICROBATCHES * ROWS))]
+    batches = [
+        disturbed(b, s) for s, b in enumerate(PROBLEMS["mlp"].batches(8, MICROBATCHES * ROWS))
+    ]
     halves = [Batch(tuple(x.bfloat16() for x in b.args), {}, b.target.bfloat16()) for b in batches]
     found = []
     for when in ("before", "after"):
@@ -59,11 +66,19 @@ def test_half_precision_is_corrected_as_well() -> None:
 
 @pytest.mark.mostly_slow(every=4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("given", [("mlp", "zb-v", "off"), ("small-dropout", "zb-h1", 1)], ids=lambda given: given[0])
-def test_the_copies_are_those_that_inspect_states(given: tuple[str, str, Any], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    "given", [("mlp", "zb-v", "off"), ("small-dropout", "zb-h1", 1)], ids=lambda given: given[0]
+)
+def test_the_copies_are_those_that_inspect_states(
+    given: tuple[str, str, Any], dtype: torch.dtype
+) -> None:
     """Per rank, counted by storage, but for AdamW's counters of steps."""
     problem = PROBLEMS[given[0]]
-    options: dict[str, Any] = {"schedule": given[1], "microbatches": MICROBATCHES, "vocab": given[2]}
+    options: dict[str, Any] = {
+        "schedule": given[1],
+        "microbatches": MICROBATCHES,
+        "vocab": given[2],
+    }
     pipe = zbcompile.pipeline(problem.model().to(dtype), ranks=2, loss=problem.loss, **options)
     optimizer = pipe.optimizer(AdamW, clip=1e9, validate="after")
     for batch in problem.batches(2, MICROBATCHES * ROWS):
@@ -80,15 +95,23 @@ def test_the_copies_are_those_that_inspect_states(given: tuple[str, str, Any], d
     if not pipe.program.late:
         here = {id(each.tensor): own for each, own in zip(kept, copies, strict=True)}
         for rank in range(2):
-            tensors = [each.tensor for s in pipe.program.stages_of(rank) for each in optimizer.slices.mine(s)]
-            assert stated[rank] == sum(copy.nbytes for tensor in tensors for copy in here[id(tensor)])
+            tensors = [
+                each.tensor
+                for s in pipe.program.stages_of(rank)
+                for each in optimizer.slices.mine(s)
+            ]
+            assert stated[rank] == sum(
+                copy.nbytes for tensor in tensors for copy in here[id(tensor)]
+            )
 
 
 class Annealed(SGD):
     """Its state of a parameter is no tensor."""
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        for parameter in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+        for parameter in (
+            p for group in self.param_groups for p in group["params"] if p.grad is not None
+        ):
             count = self.state[parameter].setdefault("count", [0])
             count[0] += 1
             parameter.add_(parameter.grad, alpha=-0.1 / count[0])
@@ -98,7 +121,9 @@ def test_state_that_is_no_tensor_is_corrected_as_well() -> None:
     found = []
     for when in ("before", "after"):
         pipe = pipeline_of(Case("mlp", "zb-v", 2, MICROBATCHES))
-        optimizer = pipe.optimizer(Annealed, clip=0.2, validate=when)  # the first stages know a smaller norm
+        optimizer = pipe.optimizer(
+            Annealed, clip=0.2, validate=when
+        )  # the first stages know a smaller norm
         for batch in PROBLEMS["mlp"].batches(4, MICROBATCHES * ROWS):
             pipe.step(*batch.args, target=batch.target)
             optimizer.step()
@@ -131,7 +156,9 @@ def test_gradients_that_a_correction_needs_must_not_be_written() -> None:
     pipe.step(*batch.args, target=batch.target)
     optimizer.step()
     pipe._model.zero_grad(set_to_none=False)
-    with pytest.raises(zbcompile.PipelineError, match=r"was written before the norm of all gradients was known"):
+    with pytest.raises(
+        zbcompile.PipelineError, match=r"was written before the norm of all gradients was known"
+    ):
         pipe.step(*batch.args, target=batch.target)
     with pytest.raises(zbcompile.PipelineError, match=r"before their updates were corrected"):
         pipe.step(*batch.args, target=batch.target)
@@ -149,11 +176,15 @@ def test_parameters_must_not_be_written_before_the_validation() -> None:
         optimizer.zero_grad()
         with torch.no_grad():
             where()[0].mul_(0.5)
-    with pytest.raises(zbcompile.PipelineError, match=r"was written before its update was validated"):
+    with pytest.raises(
+        zbcompile.PipelineError, match=r"was written before its update was validated"
+    ):
         pipe.step(*batch.args, target=batch.target)
 
 
-def steps(pipe: zbcompile.Pipeline, optimizer: Any, numbers: range, folder: Path | None = None) -> dict[str, Any]:
+def steps(
+    pipe: zbcompile.Pipeline, optimizer: Any, numbers: range, folder: Path | None = None
+) -> dict[str, Any]:
     for step, batch in enumerate(PROBLEMS["mlp"].batches(numbers.stop, MICROBATCHES * ROWS)):
         if step in numbers:
             given = disturbed(batch, step)
@@ -167,9 +198,11 @@ def steps(pipe: zbcompile.Pipeline, optimizer: Any, numbers: range, folder: Path
 
 @pytest.mark.skipif(not FORKS, reason=f"torch does not survive a fork on {sys.platform}")
 @pytest.mark.parametrize("step", [3, 4])
-def test_a_process_that_dies_before_the_validation_resumes_from_its_checkpoint(step: int, tmp_path: Path) -> None:
-    """With the bits of a run that did not die. The update that was not validated is in no checkpoint: a checkpoint
-    waits for it, and corrects that of step 4."""
+def test_a_process_that_dies_before_the_validation_resumes_from_its_checkpoint(
+    step: int, tmp_path: Path
+) -> None:
+    """With the bits of a run that did not die. The update that was not validated is in no
+    checkpoint: a checkpoint waits for it, and corrects that of step 4."""
     options: dict[str, Any] = {"lr": 1e-3, "clip": 1.0}
     case = Case("mlp", "zb-v", 2, MICROBATCHES)
     with compiled_once("mlp", exact=True):
@@ -200,7 +233,12 @@ def beside_replicas(schedule: str) -> list[History]:
     with compiled_once("short-mlp", exact=True):
         for options in ({"zero": 0}, *({"zero": zero, "validate": "after"} for zero in (0, 1))):
             pipe = zbcompile.pipeline(
-                problem.model(), schedule=schedule, microbatches=MICROBATCHES, loss=problem.loss, mesh=mesh, exact=True
+                problem.model(),
+                schedule=schedule,
+                microbatches=MICROBATCHES,
+                loss=problem.loss,
+                mesh=mesh,
+                exact=True,
             )
             plain = problem.batches(12, REPLICAS * MICROBATCHES * ROWS)
             own = [list(batch.parts(REPLICAS))[mesh["dp"].get_local_rank()] for batch in plain]
@@ -211,7 +249,9 @@ def beside_replicas(schedule: str) -> list[History]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["zb-v", pytest.param("zb-h2", marks=pytest.mark.beyond_sample)])
+@pytest.mark.parametrize(
+    "schedule", ["zb-v", pytest.param("zb-h2", marks=pytest.mark.beyond_sample)]
+)
 def test_every_bit_is_the_same_beside_replicas(schedule: str, pool: Pool) -> None:
     """Whole, and divided among replicas; the norms of the ranks before come as messages."""
     for late, *after in pool.run(beside_replicas, schedule, ranks=4):

@@ -1,4 +1,5 @@
-"""Gradients that travel between replicas in another dtype: rounded by each replica, added, and kept as they were."""
+"""Gradients that travel between replicas in another dtype: rounded by each replica, added, and kept
+as they were."""
 
 import pytest
 import torch
@@ -15,7 +16,8 @@ Named = dict[str, Tensor]
 
 
 class Tied(nn.Module):
-    """The first and the last layer have one weight, which is complete at the end of the step only."""
+    """The first and the last layer have one weight, which is complete at the end of the
+    step only."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,16 +30,23 @@ class Tied(nn.Module):
 
 
 def trained(zero: int, early: bool) -> tuple[Named, Named, Named]:
-    """The gradients of this replica alone, and its parameters before and after an update by those of all."""
-    mesh = init_device_mesh("cpu", (2, torch.distributed.get_world_size() // 2), mesh_dim_names=("dp", "pp"))
+    """The gradients of this replica alone, and its parameters before and after an update by those
+    of all."""
+    mesh = init_device_mesh(
+        "cpu", (2, torch.distributed.get_world_size() // 2), mesh_dim_names=("dp", "pp")
+    )
     x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(mesh["dp"].get_local_rank()))
-    pipe = zbcompile.pipeline(Tied(), schedule="zb-h1", microbatches=2, loss=nn.functional.mse_loss, mesh=mesh)
+    pipe = zbcompile.pipeline(
+        Tied(), schedule="zb-h1", microbatches=2, loss=nn.functional.mse_loss, mesh=mesh
+    )
     with pipe.no_sync():
         pipe.step(x, target=x)
     own = {name: p.grad.clone() for name, p in pipe.named_parameters() if p.grad is not None}
     for parameter in pipe.parameters():
         parameter.grad = None
-    optimizer = pipe.optimizer(torch.optim.SGD, lr=1.0, zero=zero, early=early, reduce_dtype=torch.bfloat16)
+    optimizer = pipe.optimizer(
+        torch.optim.SGD, lr=1.0, zero=zero, early=early, reduce_dtype=torch.bfloat16
+    )
     before = {name: p.detach().clone() for name, p in pipe.named_parameters()}
     pipe.step(x, target=x)
     optimizer.step()
@@ -47,7 +56,8 @@ def trained(zero: int, early: bool) -> tuple[Named, Named, Named]:
 
 
 @pytest.mark.parametrize(
-    ("zero", "early"), [(0, False), (1, True), *(pytest.param(z, z == 0, marks=pytest.mark.slow) for z in (0, 1))]
+    ("zero", "early"),
+    [(0, False), (1, True), *(pytest.param(z, z == 0, marks=pytest.mark.slow) for z in (0, 1))],
 )
 def test_sums_are_those_of_rounded_gradients(pool: Pool, zero: int, early: bool) -> None:
     assert WIDTH * WIDTH * 4 > ALONE_BYTES > WIDTH * 4
@@ -56,13 +66,16 @@ def test_sums_are_those_of_rounded_gradients(pool: Pool, zero: int, early: bool)
         own, before, after = results[here]
         theirs = results[other][0]
         sums = {name: (own[name].bfloat16() + theirs[name].bfloat16()).float() for name in own}
-        assert_same_tensors(after, {name: before[name] - sums[name] for name in before}, "after the update:")
+        assert_same_tensors(
+            after, {name: before[name] - sums[name] for name in before}, "after the update:"
+        )
 
 
 def test_what_is_no_such_dtype_is_refused() -> None:
     pipe = zbcompile.pipeline(nn.Linear(2, 2), ranks=1, microbatches=1, loss=nn.functional.mse_loss)
     for given in (torch.int8, "bfloat16", torch.add):
         with pytest.raises(
-            zbcompile.PipelineError, match=r"reduce_dtype=.*; expected a dtype of floating-point numbers"
+            zbcompile.PipelineError,
+            match=r"reduce_dtype=.*; expected a dtype of floating-point numbers",
         ):
             pipe.optimizer(torch.optim.SGD, reduce_dtype=given)  # type: ignore[arg-type]

@@ -8,7 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 import zbcompile
 from tests.support.pool import Pool
@@ -39,8 +42,12 @@ def frozen_in_between(pipe: zbcompile.Pipeline, optimizer: Any, batch: Any) -> N
 
 def different_on_ranks(pipe: zbcompile.Pipeline, optimizer: Any, batch: Any) -> None:
     optimizer.close()
-    with pytest.raises(zbcompile.PipelineError, match=r"options\[0\]\[lr\] is 1 on rank 0 and 2 on rank 1"):
-        pipe.optimizer(torch.optim.SGD, lr=1 + dist.get_rank()) and pipe.compile(*batch.args, target=batch.target)
+    with pytest.raises(
+        zbcompile.PipelineError, match=r"options\[0\]\[lr\] is 1 on rank 0 and 2 on rank 1"
+    ):
+        pipe.optimizer(torch.optim.SGD, lr=1 + dist.get_rank()) and pipe.compile(
+            *batch.args, target=batch.target
+        )
     pipe.optimizer(torch.optim.SGD, lr=0.1, clip=1.0 + dist.get_rank())
 
 
@@ -56,7 +63,13 @@ def written_on_the_way(pipe: zbcompile.Pipeline, optimizer: Any, batch: Any) -> 
 
 FAULTS = {
     each.__name__: each
-    for each in (stepped_without_sum, clipped_by_hand, frozen_in_between, different_on_ranks, written_on_the_way)
+    for each in (
+        stepped_without_sum,
+        clipped_by_hand,
+        frozen_in_between,
+        different_on_ranks,
+        written_on_the_way,
+    )
 }
 
 
@@ -74,31 +87,46 @@ class Scaled(nn.Module):
 
 
 def refusing(folder: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """What one pipeline with two replicas refuses and goes on from; the state before and after a checkpoint."""
+    """What one pipeline with two replicas refuses and goes on from; the state before and after a
+    checkpoint."""
     mesh = mesh_of_replicas()
-    pipe = zbcompile.pipeline(Scaled(), schedule="1f1b", microbatches=2, loss=nn.functional.mse_loss, mesh=mesh)
+    pipe = zbcompile.pipeline(
+        Scaled(), schedule="1f1b", microbatches=2, loss=nn.functional.mse_loss, mesh=mesh
+    )
     optimizer, batch = pipe.optimizer(torch.optim.AdamW, zero=1), torch.ones(4, 4)
     pipe.step(batch, target=batch)
     optimizer.step()
     pipe._model.zero_grad()
-    with pytest.raises(zbcompile.PipelineError, match=r"that an update has used already. Call optimizer.zero_grad\(\)"):
+    with pytest.raises(
+        zbcompile.PipelineError,
+        match=r"that an update has used already. Call optimizer.zero_grad\(\)",
+    ):
         pipe.step(batch, target=batch)
     optimizer.zero_grad()
-    with pytest.raises(zbcompile.PipelineError, match=r"linear.bias is in two optimizers .* with zero=1, early=F"):
+    with pytest.raises(
+        zbcompile.PipelineError, match=r"linear.bias is in two optimizers .* with zero=1, early=F"
+    ):
         pipe.optimizer(torch.optim.SGD)
     before = optimizer.state_dict()
     theirs: list[Any] = [None, None]
     dist.all_gather_object(theirs, before)
-    with pytest.raises(zbcompile.PipelineError, match=r"of another rank, or another zero=.*save_checkpoint"):
+    with pytest.raises(
+        zbcompile.PipelineError, match=r"of another rank, or another zero=.*save_checkpoint"
+    ):
         optimizer.load_state_dict(theirs[1 - dist.get_rank()])
     for torchs in (
         get_optimizer_state_dict,
         lambda *both: set_optimizer_state_dict(*both, {"state": {}, "param_groups": []}),
     ):
-        with pytest.raises(zbcompile.PipelineError, match=r"this one updates a part .* of linear.*save_checkpoint\("):
+        with pytest.raises(
+            zbcompile.PipelineError,
+            match=r"this one updates a part .* of linear.*save_checkpoint\(",
+        ):
             torchs(pipe._model, optimizer)
     zbcompile.save_checkpoint(folder, pipe, optimizer)
-    optimizer.load_state_dict({key: value for key, value in before.items() if not key.startswith("state.")})
+    optimizer.load_state_dict(
+        {key: value for key, value in before.items() if not key.startswith("state.")}
+    )
     zbcompile.load_checkpoint(folder, pipe, optimizer)
     after = copy.deepcopy(tensors_of(optimizer.state_dict()))
     pipe.step(batch, target=batch)
@@ -133,10 +161,22 @@ def failing(fault: str) -> None:
     ("fault", "message"),
     [
         ("stepped_without_sum", "is this replica's own: the last step was inside no_sync"),
-        ("clipped_by_hand", "clip_grad_norm_ needs whole gradients, and pipe.optimizer(zero=1) keeps this replica's"),
+        (
+            "clipped_by_hand",
+            (
+                "clip_grad_norm_ needs whole gradients, and pipe.optimizer(zero=1) keeps this"
+                " replica's"
+            ),
+        ),
         ("frozen_in_between", "this step does not train layers.0.bias, and the first one did"),
-        ("written_on_the_way", "layers.0.weight was written between optimizer.step() and the arrival of its updated"),
-        ("different_on_ranks", "the ranks made different optimizers: clip is 1.0 on rank 0 and 2.0 on rank 1"),
+        (
+            "written_on_the_way",
+            "layers.0.weight was written between optimizer.step() and the arrival of its updated",
+        ),
+        (
+            "different_on_ranks",
+            "the ranks made different optimizers: clip is 1.0 on rank 0 and 2.0 on rank 1",
+        ),
     ],
 )
 def test_every_rank_ends_with_one_line(fault: str, message: str, pool: Pool) -> None:

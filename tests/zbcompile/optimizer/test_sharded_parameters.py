@@ -1,4 +1,5 @@
-"""An optimizer that is divided among replicas trains as one that is not: every bit of losses, norms and parameters."""
+"""An optimizer that is divided among replicas trains as one that is not: every bit of losses, norms
+and parameters."""
 
 import pytest
 
@@ -37,7 +38,9 @@ SLOW = [
     ],
     ids=str,
 )
-def test_every_bit_is_that_of_an_optimizer_that_is_not_divided(training: Training, pool: Pool) -> None:
+def test_every_bit_is_that_of_an_optimizer_that_is_not_divided(
+    training: Training, pool: Pool
+) -> None:
     runs = pool.run(at_levels, training, ranks=4)
     assert_bitwise(runs)
     for whole, *sharded in runs:

@@ -1,4 +1,5 @@
-"""The protocol of updates that do not wait: over random histories of norms the result is that of the barrier."""
+"""The protocol of updates that do not wait: over random histories of norms the result is that of
+the barrier."""
 
 import math
 import random
@@ -42,7 +43,8 @@ class Step:
 
 
 def drawn(generator: random.Random, ranks: int, stages: int) -> Step:
-    """A usual step, one of a norm close to or above the limit, or one with infinities and NaNs on some ranks."""
+    """A usual step, one of a norm close to or above the limit, or one with infinities and NaNs on
+    some ranks."""
     scale = generator.choice([0.1, 0.1, 0.9, 1.0, 20.0]) / math.sqrt(ranks * stages)
     gradients = [[generator.gauss(0, scale) for _ in range(stages)] for _ in range(ranks)]
     if generator.random() < 0.2:
@@ -67,13 +69,17 @@ class Rank:
     kept: dict[int, Stage] = field(default_factory=dict)
 
 
-def without_barrier(model: list[list[Stage]], step: Step, generator: random.Random) -> tuple[int, int]:
-    """Returns how many stages have updated without waiting, and how many of these updates were undone."""
+def without_barrier(
+    model: list[list[Stage]], step: Step, generator: random.Random
+) -> tuple[int, int]:
+    """Returns how many stages have updated without waiting, and how many of these updates were
+    undone."""
     ranks, known = [Rank(stages) for stages in model], 0.0
     for rank, gradients in zip(ranks, step.gradients, strict=True):
         for number, gradient in enumerate(gradients):
             known += gradient * gradient
-            clips = step.clips(known) or generator.random() < 0.02  # another replica's sum may be rounded differently
+            # another replica's sum may be rounded differently
+            clips = step.clips(known) or generator.random() < 0.02
             if rank.speculation.may_update(clips):
                 rank.kept[number] = deepcopy(rank.stages[number])
                 rank.stages[number].update(gradient)

@@ -34,7 +34,9 @@ def largest_file(size: int) -> Iterator[None]:
 
 def small_pipe() -> zbcompile.Pipeline:
     model = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 4))
-    pipe = zbcompile.pipeline(model, schedule="1f1b", ranks=2, microbatches=2, loss=nn.functional.mse_loss)
+    pipe = zbcompile.pipeline(
+        model, schedule="1f1b", ranks=2, microbatches=2, loss=nn.functional.mse_loss
+    )
     return pipe.compile(torch.randn(4, 4), target=torch.randn(4, 4))
 
 
@@ -53,7 +55,9 @@ def test_the_bits_are_those_of_the_step(tmp_path: Path) -> None:
     assert [each.name for each in checkpoints_in(tmp_path)] == ["step-00000002", "step-00000003"]
     for step, path in enumerate(checkpoints_in(tmp_path), 2):
         zbcompile.load_checkpoint(path, pipe := small_pipe())
-        assert [p.unique().tolist() for p in pipe.parameters()] == [[10 * step + n] for n in range(4)]
+        assert [p.unique().tolist() for p in pipe.parameters()] == [
+            [10 * step + n] for n in range(4)
+        ]
 
 
 def test_a_load_waits_for_the_save(tmp_path: Path) -> None:
@@ -77,7 +81,9 @@ def test_an_error_of_the_thread_surfaces(surfaces: str, tmp_path: Path) -> None:
         "a load": lambda: zbcompile.load_checkpoint(tmp_path, pipe),
         "close": pipe.close,
     }
-    with pytest.raises(zbcompile.PipelineError, match=r"part-00000.safetensors cannot be written: File too large"):
+    with pytest.raises(
+        zbcompile.PipelineError, match=r"part-00000.safetensors cannot be written: File too large"
+    ):
         later[surfaces]()
     zbcompile.save_checkpoint(tmp_path, pipe, step=3)
     pipe.close()
@@ -97,9 +103,14 @@ def test_a_full_disk_is_one_message_and_leaves_what_was_there(size: int, tmp_pat
     with largest_file(size), pytest.raises(zbcompile.PipelineError, match=str(tmp_path)):
         zbcompile.save_checkpoint(tmp_path, model, step=2)
     assert list(tmp_path.iterdir()) == [first]
-    with largest_file(size), pytest.raises(zbcompile.PipelineError, match=r"cannot be written: File too large"):
-        zbcompile.save_weights(tmp_path / "weights.safetensors", model) if size < 1000 else zbcompile.save_weights(
-            tmp_path / "weights.safetensors", nn.Linear(64, 64)
+    with (
+        largest_file(size),
+        pytest.raises(zbcompile.PipelineError, match=r"cannot be written: File too large"),
+    ):
+        (
+            zbcompile.save_weights(tmp_path / "weights.safetensors", model)
+            if size < 1000
+            else zbcompile.save_weights(tmp_path / "weights.safetensors", nn.Linear(64, 64))
         )
     assert list(tmp_path.iterdir()) == [first]
     zbcompile.load_checkpoint(tmp_path, model)
@@ -141,7 +152,8 @@ def test_the_first_rank_waits_for_the_parts_of_all(
 
 
 def refused(program: str, folder: str) -> None:
-    """Rank 1's disk is full. Afterwards no rank counts as one that waits: its watch would end the pipeline."""
+    """Rank 1's disk is full. Afterwards no rank counts as one that waits: its watch would end the
+    pipeline."""
     pipe, optimizer = begin(program)
     batch = PROBLEM.batches(1, SIZE)[0]
     pipe.step(*batch.args, target=batch.target)

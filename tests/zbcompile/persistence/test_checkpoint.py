@@ -1,4 +1,5 @@
-"""Checkpoints: saved at any number of ranks, loaded at any other, with the bits of a training that never stopped."""
+"""Checkpoints: saved at any number of ranks, loaded at any other, with the bits of a training that
+never stopped."""
 
 import os
 import shutil
@@ -15,11 +16,24 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 import zbcompile
-from tests.support.checkpointing import PROBLEM, SIZE, State, begin, state_of, train_eager, train_pipe
+from tests.support.checkpointing import (
+    PROBLEM,
+    SIZE,
+    State,
+    begin,
+    state_of,
+    train_eager,
+    train_pipe,
+)
 from tests.support.oracle import optimizer_of
 from tests.support.pool import Pool
 from tests.support.training import assert_same_tensors
-from zbcompile.persistence.checkpoint_directory import INDEX, begin as begin_checkpoint, checkpoints_in, publish
+from zbcompile.persistence.checkpoint_directory import (
+    INDEX,
+    begin as begin_checkpoint,
+    checkpoints_in,
+    publish,
+)
 from zbcompile.persistence.checkpoint_files import read_index
 
 
@@ -59,8 +73,11 @@ def train_and_save(program: str, folder: str, steps: int) -> None:
 
 
 @pytest.mark.slow
-def test_from_one_process_to_a_pipeline(small_program: Callable[[str, int], Path], tmp_path: Path) -> None:
-    """A plain model is saved after three steps; a pipeline trains on, and another one starts from its weights."""
+def test_from_one_process_to_a_pipeline(
+    small_program: Callable[[str, int], Path], tmp_path: Path
+) -> None:
+    """A plain model is saved after three steps; a pipeline trains on, and another one starts from
+    its weights."""
     model = PROBLEM.model()
     optimizer = optimizer_of(model.parameters())
     train_eager(model, optimizer, 0, 3)
@@ -75,16 +92,26 @@ def test_from_one_process_to_a_pipeline(small_program: Callable[[str, int], Path
 def test_a_load_needs_a_compiled_pipeline(tmp_path: Path) -> None:
     """An evaluation compiles the model; the optimizer needs a step."""
     batch = PROBLEM.batches(1, SIZE)[0]
-    options = {"schedule": "zb-h1", "ranks": 2, "microbatches": 4, "loss": PROBLEM.loss, "exact": True}
+    options = {
+        "schedule": "zb-h1",
+        "ranks": 2,
+        "microbatches": 4,
+        "loss": PROBLEM.loss,
+        "exact": True,
+    }
     model = PROBLEM.model()
-    zbcompile.save_checkpoint(tmp_path, model, torch.optim.AdamW(model.parameters()), step=1, extra="seen")
+    zbcompile.save_checkpoint(
+        tmp_path, model, torch.optim.AdamW(model.parameters()), step=1, extra="seen"
+    )
     pipe = zbcompile.pipeline(PROBLEM.model(), **options)
     optimizer = pipe.optimizer(torch.optim.AdamW, lr=0.1)
     for folder, required in ((tmp_path, True), (tmp_path / "none", False)):
         with pytest.raises(zbcompile.PipelineError, match=r"not compiled yet.*pipe\.compile\("):
             zbcompile.load_checkpoint(folder, pipe, optimizer, required=required)
     pipe.eval(*batch.args)
-    with pytest.raises(zbcompile.PipelineError, match=r"its optimizer is empty\. Call pipe\.compile"):
+    with pytest.raises(
+        zbcompile.PipelineError, match=r"its optimizer is empty\. Call pipe\.compile"
+    ):
         zbcompile.load_checkpoint(tmp_path, pipe, optimizer)
     assert pipe.step_index == 0
     pipe.compile(*batch.args, target=batch.target)
@@ -93,7 +120,9 @@ def test_a_load_needs_a_compiled_pipeline(tmp_path: Path) -> None:
     assert_same_tensors(pipe.state_dict(full=True), model.state_dict(), "weight")
 
 
-def test_torchs_own_reader_reads_it(small_program: Callable[[str, int], Path], tmp_path: Path) -> None:
+def test_torchs_own_reader_reads_it(
+    small_program: Callable[[str, int], Path], tmp_path: Path
+) -> None:
     train_pipe(str(small_program("zb-h1", 2)), str(tmp_path), 2)
     model = PROBLEM.model()
     optimizer = optimizer_of(model.parameters())
@@ -101,17 +130,25 @@ def test_torchs_own_reader_reads_it(small_program: Callable[[str, int], Path], t
     weights, moments = get_state_dict(model, optimizer, options=options)
     moved = {key: each for key, each in moments.items() if key.startswith("state.")}
     state: dict[str, Any] = {"model": weights, "optimizer": moved}
-    planner = dcp.DefaultLoadPlanner(allow_partial_load=True)  # a tied parameter is there under its first name alone
+    planner = dcp.DefaultLoadPlanner(
+        allow_partial_load=True
+    )  # a tied parameter is there under its first name alone
     reader = dcp.HuggingFaceStorageReader(str(checkpoints_in(tmp_path)[-1]))
     dcp.load(state, storage_reader=reader, planner=planner, no_dist=True)
     set_state_dict(
-        model, optimizer, model_state_dict=weights, optim_state_dict=moments | state["optimizer"], options=options
+        model,
+        optimizer,
+        model_state_dict=weights,
+        optim_state_dict=moments | state["optimizer"],
+        options=options,
     )
     assert_same_state(state_of(model, optimizer), uninterrupted(2))
 
 
 @pytest.mark.slow
-def test_every_tensor_is_written_once(small_program: Callable[[str, int], Path], pool: Pool, tmp_path: Path) -> None:
+def test_every_tensor_is_written_once(
+    small_program: Callable[[str, int], Path], pool: Pool, tmp_path: Path
+) -> None:
     """Under dualpipe-v both ranks hold all stages; the tied matrix is in two of them."""
     pool.run(train_and_save, str(small_program("dualpipe-v", 2)), str(tmp_path), 1)
     tensors = read_index(checkpoints_in(tmp_path)[0]).tensors
@@ -123,11 +160,14 @@ def test_every_tensor_is_written_once(small_program: Callable[[str, int], Path],
 
 
 class Normed(nn.Module):
-    """Buffers that change, one of which is a number; a parameter without gradient, one that is frozen."""
+    """Buffers that change, one of which is a number; a parameter without gradient, one that is
+    frozen."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(2))
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(2)
+        )
         self.unused = nn.Parameter(torch.ones(2))
         self.frozen = nn.Parameter(torch.ones(4), requires_grad=False)
 
@@ -138,22 +178,29 @@ class Normed(nn.Module):
 
 
 def test_buffers_groups_and_what_is_extra(tmp_path: Path) -> None:
-    """All that belongs to a run comes back, also into a plain model: buffers, options per group, generators, extra."""
+    """All that belongs to a run comes back, also into a plain model: buffers, options per group,
+    generators, extra."""
     torch.manual_seed(0)
     model, x = Normed(), torch.randn(8, 4)
-    pipe = zbcompile.pipeline(model, schedule="1f1b", ranks=2, microbatches=2, loss=nn.functional.mse_loss)
+    pipe = zbcompile.pipeline(
+        model, schedule="1f1b", ranks=2, microbatches=2, loss=nn.functional.mse_loss
+    )
     pipe.compile(x, target=x)
 
     def optimizer_over(named: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
         first = [p for name, p in named.items() if name.endswith("weight")]
         rest = [p for name, p in named.items() if not name.endswith("weight")]
-        return torch.optim.SGD([{"params": first, "weight_decay": 0.5}, {"params": rest}], lr=0.1, momentum=0.9)
+        return torch.optim.SGD(
+            [{"params": first, "weight_decay": 0.5}, {"params": rest}], lr=0.1, momentum=0.9
+        )
 
     optimizer = optimizer_over(dict(pipe.named_parameters()))
     pipe.step(x, target=x)
     optimizer.step()
     optimizer.param_groups[1]["lr"] = 0.05
-    zbcompile.save_checkpoint(tmp_path, pipe, optimizer, extra={"seen": [1, 2], "rate": torch.ones(2)})
+    zbcompile.save_checkpoint(
+        tmp_path, pipe, optimizer, extra={"seen": [1, 2], "rate": torch.ones(2)}
+    )
     drawn = torch.rand(3)
     other = Normed()
     others = optimizer_over(dict(other.named_parameters()))
@@ -181,12 +228,17 @@ def test_old_ones_are_dropped_and_none_is_replaced(tmp_path: Path) -> None:
     for step in (1, 2, 2, 30, 4):
         publish(begin_checkpoint(tmp_path, step), keep=2)
     names = [path.name for path in checkpoints_in(tmp_path)]
-    assert names == ["step-00000002.1", "step-00000004", "step-00000030"]  # a later one is left alone
+    assert names == [
+        "step-00000002.1",
+        "step-00000004",
+        "step-00000030",
+    ]  # a later one is left alone
     assert zbcompile.latest_checkpoint(tmp_path) == tmp_path / names[-1]
 
 
 def test_what_killed_runs_did_not_drop_is_dropped_by_the_next(tmp_path: Path) -> None:
-    """Before its own checkpoint has its name: however many are killed there, one too many is the most."""
+    """Before its own checkpoint has its name: however many are killed there, one too many is the
+    most."""
     for step in (1, 2, 3, 4):
         publish(begin_checkpoint(tmp_path, step), keep=None)
     rename = Path.rename
@@ -217,7 +269,9 @@ def test_a_directory_that_is_not_shared_is_refused(
     small_program: Callable[[str, int], Path], pool: Pool, tmp_path: Path
 ) -> None:
     (tmp_path / "elsewhere").mkdir()
-    outcomes = pool.outcomes(save_in, str(small_program("zb-h1", 2)), str(tmp_path), str(tmp_path / "elsewhere"))
+    outcomes = pool.outcomes(
+        save_in, str(small_program("zb-h1", 2)), str(tmp_path), str(tmp_path / "elsewhere")
+    )
     assert [outcome.error for outcome in outcomes] == ["PipelineError"] * 2
     assert all("need a directory that all ranks share" in outcome.text for outcome in outcomes)
 
@@ -235,11 +289,16 @@ def test_ranks_that_count_other_steps_are_refused(
 ) -> None:
     outcomes = pool.outcomes(save_at, str(small_program("zb-h1", 2)), str(tmp_path), [3, 4])
     assert [outcome.error for outcome in outcomes] == ["PipelineError"] * 2
-    assert all("different arguments: step is 3 on rank 0 and 4 on rank 1" in outcome.text for outcome in outcomes)
+    assert all(
+        "different arguments: step is 3 on rank 0 and 4 on rank 1" in outcome.text
+        for outcome in outcomes
+    )
     assert not list(tmp_path.iterdir())
 
 
-def test_a_save_goes_on_after_its_folder_was_removed(tmp_path: Path, small_program: Callable[[str, int], Path]) -> None:
+def test_a_save_goes_on_after_its_folder_was_removed(
+    tmp_path: Path, small_program: Callable[[str, int], Path]
+) -> None:
     model = PROBLEM.model()
     pipe = zbcompile.load(small_program("zb-h1", 2), state_dict=model.state_dict())
     zbcompile.save_checkpoint(tmp_path / "all", pipe, step=1)
@@ -250,7 +309,9 @@ def test_a_save_goes_on_after_its_folder_was_removed(tmp_path: Path, small_progr
 
 def test_a_step_that_is_no_count_is_not_saved(tmp_path: Path) -> None:
     for step in (-1, True, "7", 1.0):
-        with pytest.raises(zbcompile.PipelineError, match="expected how many steps have been trained"):
+        with pytest.raises(
+            zbcompile.PipelineError, match="expected how many steps have been trained"
+        ):
             zbcompile.save_checkpoint(tmp_path, nn.Linear(1, 1), step=step)  # type: ignore[arg-type]
 
 
@@ -284,7 +345,9 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     zbcompile.save_checkpoint(tmp_path, model, optimizer)
     with pytest.raises(zbcompile.PipelineError, match="saved with AdamW, but this is SGD"):
         zbcompile.load_checkpoint(tmp_path, model, torch.optim.SGD(model.parameters()))
-    with pytest.raises(zbcompile.PipelineError, match=r"weight has shape \[2, 2\] in .* and \[2, 3\] in the model"):
+    with pytest.raises(
+        zbcompile.PipelineError, match=r"weight has shape \[2, 2\] in .* and \[2, 3\] in the model"
+    ):
         zbcompile.load_checkpoint(tmp_path, nn.Linear(3, 2))
     with pytest.raises(zbcompile.PipelineError, match=r"missing nothing, unexpected \['bias'\]"):
         zbcompile.load_checkpoint(tmp_path, nn.Linear(2, 2, bias=False))
@@ -293,7 +356,10 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     with pytest.raises(zbcompile.PipelineError, match="no checkpoint can be written"):
         zbcompile.save_checkpoint(checkpoints_in(tmp_path)[0] / INDEX, model)
     for function in (zbcompile.save_checkpoint, zbcompile.load_checkpoint):
-        with pytest.raises(zbcompile.PipelineError, match=r"received a list; expected one torch optimizer. Save each"):
+        with pytest.raises(
+            zbcompile.PipelineError,
+            match=r"received a list; expected one torch optimizer. Save each",
+        ):
             function(tmp_path, model, [optimizer])
     names = read_index(checkpoints_in(tmp_path)[0]).tensors
     assert all(name.startswith(("model.", "optimizer.", "random.")) for name in names)
@@ -305,13 +371,16 @@ def save_without_frozen(folder: str) -> None:
     for layer in model:
         layer.weight.requires_grad_(False)
     x = torch.ones(4, 4)
-    pipe = zbcompile.pipeline(model, schedule="1f1b", microbatches=2, loss=nn.functional.mse_loss, balance=("1",))
+    pipe = zbcompile.pipeline(
+        model, schedule="1f1b", microbatches=2, loss=nn.functional.mse_loss, balance=("1",)
+    )
     pipe.step(x, target=x)
     zbcompile.save_checkpoint(folder, pipe, frozen=False)
 
 
 def test_frozen_parameters_may_stay_out(tmp_path: Path, pool: Pool) -> None:
-    """Those of another rank as well; who loads keeps its own, and another model is still refused."""
+    """Those of another rank as well; who loads keeps its own, and another model is still
+    refused."""
     pool.run(save_without_frozen, str(tmp_path))
     other = nn.Sequential(*(nn.Linear(4, 4) for _ in range(2)))
     own = [layer.weight.clone() for layer in other]
@@ -319,12 +388,18 @@ def test_frozen_parameters_may_stay_out(tmp_path: Path, pool: Pool) -> None:
     torch.manual_seed(0)
     saved = nn.Sequential(*(nn.Linear(4, 4) for _ in range(2)))
     assert all(torch.equal(layer.weight, weight) for layer, weight in zip(other, own, strict=True))
-    assert all(torch.equal(layer.bias, theirs.bias) for layer, theirs in zip(other, saved, strict=True))
-    assert {name for name in read_index(checkpoints_in(tmp_path)[0]).tensors if "model." in name} == {
+    assert all(
+        torch.equal(layer.bias, theirs.bias) for layer, theirs in zip(other, saved, strict=True)
+    )
+    assert {
+        name for name in read_index(checkpoints_in(tmp_path)[0]).tensors if "model." in name
+    } == {
         "model.0.bias",
         "model.1.bias",
     }
-    with pytest.raises(zbcompile.PipelineError, match=r"missing nothing, unexpected \['0.bias', '0.weight'\]"):
+    with pytest.raises(
+        zbcompile.PipelineError, match=r"missing nothing, unexpected \['0.bias', '0.weight'\]"
+    ):
         zbcompile.load_checkpoint(tmp_path, nn.Sequential(nn.Identity(), nn.Linear(4, 4)))
 
 
@@ -339,7 +414,8 @@ def test_options_are_those_of_a_parameter_that_was_trained(tmp_path: Path) -> No
 
 
 class Words(nn.Module):
-    """An output layer of five words, tied to the embedding: four ranks have 2, 2, 1 and 0 of its rows."""
+    """An output layer of five words, tied to the embedding: four ranks have 2, 2, 1 and 0 of its
+    rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -383,7 +459,11 @@ def train_rows(program: str, folder: str, until: int) -> State:
     zbcompile.save_weights(Path(folder, "weights"), pipe)
     zbcompile.load_weights(Path(folder, "weights"), pipe)
     names = {id(parameter): name for name, parameter in pipe.named_parameters()}
-    moments = {f"{names[id(p)]} {key}": value for p, kept in optimizer.state.items() for key, value in kept.items()}
+    moments = {
+        f"{names[id(p)]} {key}": value
+        for p, kept in optimizer.state.items()
+        for key, value in kept.items()
+    }
     weights = pipe.state_dict(full=True)
     pipe.close()
     return State(weights, moments)
@@ -391,7 +471,8 @@ def train_rows(program: str, folder: str, until: int) -> State:
 
 @pytest.mark.slow
 def test_rows_of_an_output_layer_are_put_together(pool: Pool, tmp_path: Path) -> None:
-    """Two ranks save, four go on (one of which has no rows), one process reads: rows in the order of the words."""
+    """Two ranks save, four go on (one of which has no rows), one process reads: rows in the order
+    of the words."""
     for ranks, until in ((2, 2), (4, 3)):
         program = save_sharded(tmp_path / f"program-{ranks}", ranks)
         check_rows(tmp_path, pool.run(train_rows, program, str(tmp_path), until, ranks=ranks))
@@ -412,7 +493,8 @@ def check_rows(folder: Path, ranks: list[State]) -> None:
 
 
 def saved_with_extra(folder: str) -> list[str]:
-    """What a save says whose extra differs between ranks: in a number, in a tensor, in a tensor that one rank lacks."""
+    """What a save says whose extra differs between ranks: in a number, in a tensor, in a tensor
+    that one rank lacks."""
     first, rank = PROBLEM.batches(1, SIZE)[0], dist.get_rank()
     pipe = zbcompile.pipeline(PROBLEM.model(), schedule="1f1b", microbatches=2, loss=PROBLEM.loss)
     pipe.compile(*first.args, target=first.target)
@@ -437,6 +519,8 @@ def test_extra_that_differs_between_ranks_is_refused(pool: Pool, tmp_path: Path)
     for said in pool.run(saved_with_extra, str(tmp_path)):
         assert len(said) == 3
         assert all("save one checkpoint with different values: " in text for text in said)
-        for text, place in zip(said, ("[seen][dict][rows][1] is 0", "[extra.rate]", "[rate] is None"), strict=True):
+        for text, place in zip(
+            said, ("[seen][dict][rows][1] is 0", "[extra.rate]", "[rate] is None"), strict=True
+        ):
             assert place in text
         assert all("Pass the same on every rank" in text for text in said)

@@ -1,4 +1,5 @@
-"""The format of checkpoints: values that are no tensors, chunks of tensors, damage, and pickles, which are refused."""
+"""The format of checkpoints: values that are no tensors, chunks of tensors, damage, and pickles,
+which are refused."""
 
 import json
 from collections import Counter, OrderedDict
@@ -21,7 +22,9 @@ from zbcompile.persistence.checkpoint_files import _with_digest
 from zbcompile.persistence.checkpoint_values import from_data, to_data
 from zbcompile.persistence.safetensors_files import bytes_of, write_safetensors
 
-numbers = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(), st.binary())
+numbers = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(), st.binary()
+)
 hashable = st.one_of(numbers, st.tuples(st.integers(), st.text()))
 values = st.recursive(
     st.one_of(numbers, st.complex_numbers(allow_nan=False)),
@@ -40,7 +43,11 @@ def typed(value: Any) -> Any:
     """`value` with the type of everything in it, so that 1, True and 1.0 differ."""
     if isinstance(value, dict):
         return type(value), [(typed(key), typed(each)) for key, each in value.items()]
-    return (type(value), [typed(each) for each in value]) if isinstance(value, list | tuple) else (type(value), value)
+    return (
+        (type(value), [typed(each) for each in value])
+        if isinstance(value, list | tuple)
+        else (type(value), value)
+    )
 
 
 @pytest.mark.slow
@@ -76,10 +83,23 @@ def test_a_list_that_contains_itself_is_refused(tmp_path: Path) -> None:
 
 @given(st.data())
 @examples(25)
-def test_parts_are_safetensors(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
-    kinds = (torch.float32, torch.bfloat16, torch.bool, torch.int64, torch.uint8, torch.complex64, torch.float8_e5m2)
+def test_parts_are_safetensors(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    kinds = (
+        torch.float32,
+        torch.bfloat16,
+        torch.bool,
+        torch.int64,
+        torch.uint8,
+        torch.complex64,
+        torch.float8_e5m2,
+    )
     shapes = data.draw(st.lists(st.lists(st.integers(0, 3), max_size=3), max_size=4))
-    tensors = {f"t{i}": torch.randn(each).to(data.draw(st.sampled_from(kinds))) for i, each in enumerate(shapes)}
+    tensors = {
+        f"t{i}": torch.randn(each).to(data.draw(st.sampled_from(kinds)))
+        for i, each in enumerate(shapes)
+    }
     path = tmp_path_factory.mktemp("part") / "part.safetensors"
     write_safetensors(path, tensors)
     found = load_file(path)
@@ -104,9 +124,14 @@ def test_every_dtype_and_shape(tmp_path: Path) -> None:
     model, other = Rotary(), Rotary()
     zbcompile.save_checkpoint(tmp_path, model)
     zbcompile.load_checkpoint(tmp_path, other)
-    assert all(torch.equal(value, other.state_dict()[name]) for name, value in model.state_dict().items())
+    assert all(
+        torch.equal(value, other.state_dict()[name]) for name, value in model.state_dict().items()
+    )
     model.angles = model.angles.to(torch.complex128)
-    with pytest.raises(zbcompile.PipelineError, match=r"model\.angles is torch\.complex128, which safetensors cannot"):
+    with pytest.raises(
+        zbcompile.PipelineError,
+        match=r"model\.angles is torch\.complex128, which safetensors cannot",
+    ):
         zbcompile.save_checkpoint(tmp_path, model)
 
 
@@ -115,7 +140,9 @@ SCHEDULERS: list[Any] = [
     lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.1, 10),
     lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o),
     lambda o: torch.optim.lr_scheduler.SequentialLR(
-        o, [torch.optim.lr_scheduler.ConstantLR(o), torch.optim.lr_scheduler.CosineAnnealingLR(o, 5)], [2]
+        o,
+        [torch.optim.lr_scheduler.ConstantLR(o), torch.optim.lr_scheduler.CosineAnnealingLR(o, 5)],
+        [2],
     ),
 ]
 
@@ -127,7 +154,9 @@ def test_schedulers_and_tensor_options_come_back(make: Any, tmp_path: Path) -> N
     scheduler = make(optimizer)
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
-    scheduler.step(*((1.0,) if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau) else ()))
+    scheduler.step(
+        *((1.0,) if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau) else ())
+    )
     zbcompile.save_checkpoint(tmp_path, model, optimizer, extra=scheduler.state_dict())
     other = torch.optim.AdamW(model.parameters())
     at = zbcompile.load_checkpoint(tmp_path, model, other)
@@ -164,7 +193,9 @@ def trained() -> tuple[nn.Linear, torch.optim.Optimizer]:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_pickles_are_never_read(trained: tuple[nn.Linear, torch.optim.Optimizer], tmp_path: Path) -> None:
+def test_pickles_are_never_read(
+    trained: tuple[nn.Linear, torch.optim.Optimizer], tmp_path: Path
+) -> None:
     """Of torch.distributed.checkpoint, and of earlier releases: one line."""
     old, trap = pickled(tmp_path / "step-00000003", *trained, tmp_path / "trap"), tmp_path / "trap"
     model = nn.Linear(3, 2)
@@ -174,13 +205,18 @@ def test_pickles_are_never_read(trained: tuple[nn.Linear, torch.optim.Optimizer]
     with pytest.raises(zbcompile.PipelineError, match=r"pickles, which are never read"):
         zbcompile.verify_checkpoint(old)
     (old / "checkpoint.json").write_text("{}")
-    with pytest.raises(zbcompile.PipelineError, match=r"is of an older release, whose format is not read\.$"):
+    with pytest.raises(
+        zbcompile.PipelineError, match=r"is of an older release, whose format is not read\.$"
+    ):
         zbcompile.load_checkpoint(tmp_path, model)
     assert not trap.exists()
 
 
 def test_a_folder_that_is_missing_or_empty_is_said_to_be_so(tmp_path: Path) -> None:
-    for path, says in ((tmp_path / "missing", "there is no folder"), (tmp_path, "holds no checkpoint")):
+    for path, says in (
+        (tmp_path / "missing", "there is no folder"),
+        (tmp_path, "holds no checkpoint"),
+    ):
         with pytest.raises(zbcompile.PipelineError, match=says):
             zbcompile.verify_checkpoint(path)
 
@@ -195,7 +231,9 @@ def test_damage_is_found(tmp_path: Path) -> None:
     whole = file.read_bytes()
     damage = {
         r"its SHA-256 differs": whole[:-1] + bytes([whole[-1] ^ 1]),
-        r"its header differs": whole.replace(b"float", b"float").replace(b"BF16", b"F16 ").replace(b"U8", b"I8"),
+        r"its header differs": (
+            whole.replace(b"float", b"float").replace(b"BF16", b"F16 ").replace(b"U8", b"I8")
+        ),
         r"has another size": whole[:-1],
     }
     for says, content in damage.items():
@@ -225,6 +263,9 @@ def test_a_step_that_is_no_count_is_refused(step: Any, tmp_path: Path) -> None:
 def test_what_is_no_folder_is_called_that(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "link").symlink_to("nowhere")
-    for name, says in (("file", "it is a file"), ("link", "it is a link to nowhere, which does not exist")):
+    for name, says in (
+        ("file", "it is a file"),
+        ("link", "it is a link to nowhere, which does not exist"),
+    ):
         with pytest.raises(zbcompile.PipelineError, match=says):
             zbcompile.save_checkpoint(tmp_path / name, nn.Linear(1, 1))

@@ -1,4 +1,5 @@
-"""Checkpoints of models whose tensors are sharded beside the pipeline: saved on one mesh, loaded on another."""
+"""Checkpoints of models whose tensors are sharded beside the pipeline: saved on one mesh, loaded on
+another."""
 
 import math
 import re
@@ -27,7 +28,9 @@ def begun(sizes: Sizes, seed: int) -> tuple[Any, torch.optim.Optimizer]:
     """A pipeline that has trained one step."""
     mesh = mesh_of(**sizes)
     model = parallelised(mesh["tp"], "plain", layers=1) if "tp" in sizes else Llama(layers=1)
-    pipe = zbcompile.pipeline(model, mesh=mesh, schedule="zb-h1", microbatches=MICROBATCHES, loss=loss_of)
+    pipe = zbcompile.pipeline(
+        model, mesh=mesh, schedule="zb-h1", microbatches=MICROBATCHES, loss=loss_of
+    )
     torch.manual_seed(seed)
     x, y = torch.randint(VOCABULARY, (2, ROWS, LENGTH)).unbind()
     pipe.compile(x, target=y)
@@ -47,7 +50,9 @@ def contents(named: Any, optimizer: torch.optim.Optimizer) -> State:
     found = {}
     for name, parameter in named:
         found[name] = whole(parameter)
-        found |= {f"{name}.{key}": whole(value) for key, value in optimizer.state[parameter].items()}
+        found |= {
+            f"{name}.{key}": whole(value) for key, value in optimizer.state[parameter].items()
+        }
     return found
 
 
@@ -61,7 +66,8 @@ def require_weights(folder: Path, source: Any, found: State) -> None:
 
 
 def trained(sizes: Sizes, earlier: Path | None, folder: Path) -> tuple[State, State]:
-    """What a pipeline on this mesh reads from an `earlier` checkpoint, and what it saves in `folder` a step later."""
+    """What a pipeline on this mesh reads from an `earlier` checkpoint, and what it saves in
+    `folder` a step later."""
     pipe, optimizer = begun(sizes, seed=1)
     before: State = {}
     if earlier is not None:
@@ -91,16 +97,24 @@ MORE: tuple[Sizes, ...] = ({"pp": 2, "tp": 2}, {"tp": 2, "dp": 2}, {"tp": 4}, {"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("meshes", [FEW, pytest.param(MORE, marks=pytest.mark.beyond_sample)], ids=["few", "more"])
-def test_parameters_and_moments_of_another_mesh(meshes: tuple[Sizes, ...], pool: Pool, tmp_path: Path) -> None:
-    """From mesh to mesh, and from each to one process. The rows of embedding and head are uneven along "tp"."""
+@pytest.mark.parametrize(
+    "meshes", [FEW, pytest.param(MORE, marks=pytest.mark.beyond_sample)], ids=["few", "more"]
+)
+def test_parameters_and_moments_of_another_mesh(
+    meshes: tuple[Sizes, ...], pool: Pool, tmp_path: Path
+) -> None:
+    """From mesh to mesh, and from each to one process. The rows of embedding and head are uneven
+    along "tp"."""
     earlier, expected = None, State()
     for number, sizes in enumerate(meshes):
         folder = tmp_path / str(number)
         parts = pool.run(trained, sizes, earlier, folder, ranks=math.prod(sizes.values()))
         for read, _ in parts:
             assert_same_tensors(read, {name: expected[name] for name in read}, "read")
-        earlier, expected = folder, {name: value for _, written in parts for name, value in written.items()}
+        earlier, expected = (
+            folder,
+            {name: value for _, written in parts for name, value in written.items()},
+        )
         assert_same_tensors(in_one_process(folder), expected, "saved")
 
 
@@ -108,7 +122,11 @@ def by_hand(folder: Path) -> tuple[State, State, State]:
     """What was saved, what there was a step later, and what was loaded then."""
     mesh = mesh_of(pp=2, tp=2)
     model = TensorParallel(mesh, "plain")
-    options: dict[str, Any] = {"loss": F.mse_loss, "placements": model.PLACEMENTS, "microbatches": MICROBATCHES}
+    options: dict[str, Any] = {
+        "loss": F.mse_loss,
+        "placements": model.PLACEMENTS,
+        "microbatches": MICROBATCHES,
+    }
     pipe = zbcompile.pipeline(model, mesh=mesh, schedule="zb-h1", **options)
     torch.manual_seed(0)
     x, y = torch.randn(2, ROWS, POSITIONS, WIDTH).unbind()
@@ -121,7 +139,10 @@ def by_hand(folder: Path) -> tuple[State, State, State]:
         if act is not None:
             act(folder, pipe, optimizer)
         found.append(contents(pipe.named_parameters(), optimizer))
-    with pytest.raises(zbcompile.PipelineError, match=r"is sharded by hand, so torch\.distributed\.checkpoint would"):
+    with pytest.raises(
+        zbcompile.PipelineError,
+        match=r"is sharded by hand, so torch\.distributed\.checkpoint would",
+    ):
         dcp.save({"model": pipe}, checkpoint_id=folder)
     pipe.close()
     return found[0], found[1], found[2]
@@ -132,5 +153,7 @@ def test_what_is_sharded_by_hand_is_kept_rank_by_rank(pool: Pool, tmp_path: Path
     for saved, later, loaded in pool.run(by_hand, tmp_path, ranks=4):
         assert not any(torch.equal(later[name], saved[name]) for name in saved)
         assert_same_tensors(loaded, saved, "saved")
-    with pytest.raises(zbcompile.PipelineError, match=re.escape("unexpected ['layers.0.columns (tp 0 of 2)'")):
+    with pytest.raises(
+        zbcompile.PipelineError, match=re.escape("unexpected ['layers.0.columns (tp 0 of 2)'")
+    ):
         zbcompile.load_checkpoint(tmp_path, TensorParallel(None, "plain"))

@@ -1,4 +1,5 @@
-"""A sample of what the scripts `damage.py` and `killed_saves.py` in `tests/support` count in full."""
+"""A sample of what the scripts `damage.py` and `killed_saves.py` in `tests/support` count
+in full."""
 
 from pathlib import Path
 
@@ -12,7 +13,12 @@ def test_flipped_bits_of_a_checkpoint_are_refused(tmp_path: Path) -> None:
     counts = flip_checkpoints(tmp_path, 40, seed=1)
     assert counts["verification: refused"] == 40
     assert counts["index: refused"] > 0
-    assert counts.keys() <= {"verification: refused", "index: refused", "refused", "silent"}  # silent: of a tensor
+    assert counts.keys() <= {
+        "verification: refused",
+        "index: refused",
+        "refused",
+        "silent",
+    }  # silent: of a tensor
 
 
 def test_flipped_bits_of_a_program_are_refused(tmp_path: Path) -> None:
@@ -22,7 +28,10 @@ def test_flipped_bits_of_a_program_are_refused(tmp_path: Path) -> None:
 
 def test_a_disk_that_is_full_at_any_call_is_one_message(tmp_path: Path) -> None:
     counts = fill_disks(tmp_path)
-    assert counts.keys() == {"refused", "without effect"}  # removing a name that is not there may fail
+    assert counts.keys() == {
+        "refused",
+        "without effect",
+    }  # removing a name that is not there may fail
     assert counts["refused"] >= 7
 
 

@@ -1,4 +1,5 @@
-"""Folders as `save_pretrained` writes them: read into a pipeline without memory, and written again, bit for bit."""
+"""Folders as `save_pretrained` writes them: read into a pipeline without memory, and written again,
+bit for bit."""
 
 import json
 from collections.abc import Mapping
@@ -15,7 +16,13 @@ from tests.support.training import assert_same_tensors
 
 transformers = pytest.importorskip("transformers")
 INDEX = "model.safetensors.index.json"
-TINY = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2, "num_key_value_heads": 1}
+TINY = {
+    "vocab_size": 16,
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
 
 
 def mixtral() -> Any:
@@ -28,7 +35,9 @@ def mixtral() -> Any:
 def gpt2() -> Any:
     """Its head is tied to the embedding."""
     sizes = {"vocab_size": 16, "n_positions": 16, "n_embd": 8, "n_layer": 2, "n_head": 2}
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)
+    )
 
 
 MODELS = {"mixtral": mixtral, "gpt2": gpt2}
@@ -48,7 +57,8 @@ def weight_map(folder: Path) -> Mapping[str, str]:
 
 
 def read_and_write(name: str, folder: str) -> tuple[dict[str, torch.Tensor], int]:
-    """A model without memory, its weights read and written again: this rank's share, and how many elements it holds."""
+    """A model without memory, its weights read and written again: this rank's share, and how many
+    elements it holds."""
     accelerate = pytest.importorskip("accelerate")
     with accelerate.init_empty_weights():
         model = MODELS[name]()
@@ -60,13 +70,17 @@ def read_and_write(name: str, folder: str) -> tuple[dict[str, torch.Tensor], int
     zbcompile.save_weights(f"{folder}/ours", pipe)
     share = {name: tensor.clone() for name, tensor in pipe.state_dict().items()}
     pipe.close()
-    return share, sum(parameter.numel() for parameter in model.parameters() if not parameter.is_meta)
+    return share, sum(
+        parameter.numel() for parameter in model.parameters() if not parameter.is_meta
+    )
 
 
 def same_folder(model: Any, folder: Path) -> None:
     """What was written is what `save_pretrained` writes, and `from_pretrained` reads it back."""
     assert weight_map(folder / "ours").keys() == weight_map(folder / "theirs").keys()
-    assert (folder / "ours" / "config.json").read_text() == (folder / "theirs" / "config.json").read_text()
+    assert (folder / "ours" / "config.json").read_text() == (
+        folder / "theirs" / "config.json"
+    ).read_text()
     found, info = type(model).from_pretrained(folder / "ours", output_loading_info=True)
     assert not any(info.values())
     assert_same_tensors(dict(found.state_dict()), dict(model.state_dict()), "read by transformers:")
@@ -109,10 +123,20 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     model = written("mixtral", tmp_path)
     lost = "model.layers.0.block_sparse_moe.experts.3.w1.weight"
     file = tmp_path / weight_map(tmp_path)[lost]
-    save_file({name: tensor for name, tensor in load_file(file).items() if name != lost}, file, {"format": "pt"})
-    index = {"weight_map": {name: each for name, each in weight_map(tmp_path).items() if name != lost}}
+    save_file(
+        {name: tensor for name, tensor in load_file(file).items() if name != lost},
+        file,
+        {"format": "pt"},
+    )
+    index = {
+        "weight_map": {name: each for name, each in weight_map(tmp_path).items() if name != lost}
+    }
     (tmp_path / INDEX).write_text(json.dumps(index))
-    with pytest.raises(zbcompile.PipelineError, match=r"experts\.gate_up_proj cannot be made of .*\(21 tensors\)"):
+    with pytest.raises(
+        zbcompile.PipelineError, match=r"experts\.gate_up_proj cannot be made of .*\(21 tensors\)"
+    ):
         zbcompile.load_weights(tmp_path, model)
     with pytest.raises(zbcompile.PipelineError, match="is of another model: missing"):
-        zbcompile.load_weights(tmp_path, transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY)))
+        zbcompile.load_weights(
+            tmp_path, transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY))
+        )

@@ -1,4 +1,5 @@
-"""Programs as directories: saved, checked, and run again with the same bits and without the model's source."""
+"""Programs as directories: saved, checked, and run again with the same bits and without the model's
+source."""
 
 import hashlib
 import json
@@ -60,7 +61,10 @@ def save(case: Case, directory: str) -> None:
 def bytes_of(directory: Path) -> dict[str, str]:
     """The hash of every file."""
     files = [path for path in sorted(directory.rglob("*")) if path.is_file()]
-    return {str(path.relative_to(directory)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+    return {
+        str(path.relative_to(directory)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in files
+    }
 
 
 @pytest.fixture(scope="module")
@@ -78,12 +82,16 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Case], Path]:
 
 
 def train_loaded(directory: str, case: Case) -> Any:
-    return train(zbcompile.load(directory, state_dict=problem_of(case.problem).model().state_dict()), case)
+    return train(
+        zbcompile.load(directory, state_dict=problem_of(case.problem).model().state_dict()), case
+    )
 
 
 @pytest.mark.mostly_slow(every=3)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_a_loaded_program_trains_with_the_same_bits(case: Case, saved: Callable[[Case], Path]) -> None:
+def test_a_loaded_program_trains_with_the_same_bits(
+    case: Case, saved: Callable[[Case], Path]
+) -> None:
     ours, theirs = train_loaded(str(saved(case)), case), reference(case)
     assert list(ours.state) == list(theirs.state)
     assert_bitwise(ours, theirs)
@@ -107,11 +115,14 @@ def save_and_train(directory: str, case: Case) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [CASES[0], pytest.param(CASES[2], marks=pytest.mark.beyond_sample)], ids=str)
+@pytest.mark.parametrize(
+    "case", [CASES[0], pytest.param(CASES[2], marks=pytest.mark.beyond_sample)], ids=str
+)
 def test_each_rank_writes_and_reads_its_own_part(
     case: Case, saved: Callable[[Case], Path], pool: Pool, tmp_path: Path
 ) -> None:
-    """Two processes write the bytes that one process writes for both ranks, and train with eager's bits."""
+    """Two processes write the bytes that one process writes for both ranks, and train with eager's
+    bits."""
     directory = tmp_path / "program"
     assert_bitwise(join(pool.run(save_and_train, str(directory), case)), reference(case))
     assert bytes_of(directory) == bytes_of(saved(case))
@@ -136,7 +147,9 @@ def test_replicas_of_a_program(pool: Pool, tmp_path: Path) -> None:
     pool.run(step_replicas, str(tmp_path), ranks=4)
 
 
-def rewrite(directory: Path, name: str, change: Callable[[dict[str, Any]], None], digest: bool = True) -> None:
+def rewrite(
+    directory: Path, name: str, change: Callable[[dict[str, Any]], None], digest: bool = True
+) -> None:
     """Change a JSON file; with `digest` also every hash that would betray it."""
     data = json.loads((directory / name).read_text())
     change(data)
@@ -166,7 +179,11 @@ def edit_byte(directory: Path, name: str) -> None:
 
 def call(directory: Path, operator: str, *args: Any) -> None:
     """Let the first operation of the last stage be another one."""
-    rewrite(directory, STAGE, lambda data: first_call(data).update(call=operator, args=[*args], kwargs={}))
+    rewrite(
+        directory,
+        STAGE,
+        lambda data: first_call(data).update(call=operator, args=[*args], kwargs={}),
+    )
 
 
 def call_with_result(data: dict[str, Any], operator: str, *args: Any, **more: Any) -> None:
@@ -188,45 +205,77 @@ def repeat_forward(data: dict[str, Any]) -> None:
 STAGE = "rank-0001/stage-0001.json"
 Damage = tuple[Callable[[Path], object], str]
 DAMAGES: dict[str, Damage] = {
-    "no manifest": (lambda d: (d / "manifest.json").unlink(), "is not a program, or saving it was interrupted"),
+    "no manifest": (
+        lambda d: (d / "manifest.json").unlink(),
+        "is not a program, or saving it was interrupted",
+    ),
     "a truncated manifest": (lambda d: truncate(d, "manifest.json"), "is damaged or incomplete"),
     "an edited manifest": (
-        lambda d: rewrite(d, "manifest.json", lambda data: data["step"].update(seed=1), digest=False),
+        lambda d: rewrite(
+            d, "manifest.json", lambda data: data["step"].update(seed=1), digest=False
+        ),
         "was changed after it was written",
     ),
-    "another format": (lambda d: rewrite(d, "manifest.json", lambda data: data.update(version=99)), "reads version 6"),
+    "another format": (
+        lambda d: rewrite(d, "manifest.json", lambda data: data.update(version=99)),
+        "reads version 6",
+    ),
     "another torch": (
         lambda d: rewrite(d, "manifest.json", lambda data: data.update(torch="1.0.0")),
         "compiled with torch 1.0.0 and this is torch",
     ),
-    "a missing file": (lambda d: (d / STAGE).unlink(), "cannot be read .* Copy all of the directory"),
+    "a missing file": (
+        lambda d: (d / STAGE).unlink(),
+        "cannot be read .* Copy all of the directory",
+    ),
     "a missing rank": (lambda d: shutil.rmtree(d / "rank-0001"), "cannot be read"),
     "a truncated graph": (lambda d: truncate(d, STAGE), "is not what was saved"),
-    "truncated constants": (lambda d: truncate(d, "rank-0000/constants.safetensors"), "is not what was saved"),
+    "truncated constants": (
+        lambda d: truncate(d, "rank-0000/constants.safetensors"),
+        "is not what was saved",
+    ),
     "an edited graph": (lambda d: edit_byte(d, STAGE), "is not what was saved"),
     "an edited schedule": (lambda d: edit_byte(d, "schedule.json"), "is not what was saved"),
-    "a seed": (lambda d: call(d, "aten.manual_seed.default"), "is not an operator that a graph may call"),
-    "a mode": (lambda d: call(d, "aten.set_grad_enabled.default"), "is not an operator that a graph may call"),
-    "metadata": (lambda d: call(d, "aten.resize_.default"), "is not an operator that a graph may call"),
+    "a seed": (
+        lambda d: call(d, "aten.manual_seed.default"),
+        "is not an operator that a graph may call",
+    ),
+    "a mode": (
+        lambda d: call(d, "aten.set_grad_enabled.default"),
+        "is not an operator that a graph may call",
+    ),
+    "metadata": (
+        lambda d: call(d, "aten.resize_.default"),
+        "is not an operator that a graph may call",
+    ),
     "100,000,000 ranks": (
         lambda d: rewrite(d, "manifest.json", lambda data: data.update(ranks=10**8)),
         "100000000 ran",
     ),
     "100,000,000 chunks": (
-        lambda d: rewrite(d, "schedule.json", lambda data: data.update(placement="looped:100000000")),
+        lambda d: rewrite(
+            d, "schedule.json", lambda data: data.update(placement="looped:100000000")
+        ),
         "with 100000000 chunks each; expected at most",
     ),
-    "an F that is repeated": (lambda d: rewrite(d, "schedule.json", repeat_forward), r"rank 0, step 1: F0\.0"),
+    "an F that is repeated": (
+        lambda d: rewrite(d, "schedule.json", repeat_forward),
+        r"rank 0, step 1: F0\.0",
+    ),
     "a number where there is a name": (
         lambda d: rewrite(d, STAGE, lambda data: data["pieces"].update(F=7)),
         "holds data that no release writes",
     ),
     "a foreign operator": (
-        lambda d: rewrite(d, STAGE, lambda data: first_call(data).update(call="other.evil.default")),
+        lambda d: rewrite(
+            d, STAGE, lambda data: first_call(data).update(call="other.evil.default")
+        ),
         r'pass operators=\["other::evil"\]',
     ),
     "an operator that writes files": (
-        lambda d: rewrite(d, STAGE, lambda data: first_call(data).update(call="aten.from_file.default")),
+        lambda d: rewrite(
+            d, STAGE, lambda data: first_call(data).update(call="aten.from_file.default")
+        ),
         "is not an operator that a graph may call",
     ),
     "a function": (
@@ -234,7 +283,9 @@ DAMAGES: dict[str, Damage] = {
         "'os.system' is not the name of an operator",
     ),
     "code as a name": (
-        lambda d: rewrite(d, STAGE, lambda data: data["pieces"].update({"x=exit()": data["pieces"]["F"]})),
+        lambda d: rewrite(
+            d, STAGE, lambda data: data["pieces"].update({"x=exit()": data["pieces"]["F"]})
+        ),
         "'x=exit\\(\\)' is not the name of a pass",
     ),
     "code as a keyword": (
@@ -245,7 +296,9 @@ DAMAGES: dict[str, Damage] = {
         lambda d: rewrite(
             d,
             STAGE,
-            lambda data: call_with_result(data, "aten.gelu.default", kwargs={"approximate": '"), 0)); exit(1); ('}),
+            lambda data: call_with_result(
+                data, "aten.gelu.default", kwargs={"approximate": '"), 0)); exit(1); ('}
+            ),
         ),
         "expected only letters, digits, spaces and",
     ),
@@ -265,7 +318,9 @@ DAMAGES: dict[str, Damage] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_what_was_not_saved_like_this_is_refused(damage: str, saved: Callable[[Case], Path], tmp_path: Path) -> None:
+def test_what_was_not_saved_like_this_is_refused(
+    damage: str, saved: Callable[[Case], Path], tmp_path: Path
+) -> None:
     break_, message = DAMAGES[damage]
     shutil.copytree(saved(SMALL), tmp_path / "program")
     break_(tmp_path / "program")
@@ -283,8 +338,10 @@ def library() -> Iterator[None]:
 
 
 def reach_exec(directory: Path, packet: str, code: str) -> None:
-    """Let the first graph of the last stage begin with seven operations that call `exec` through the methods of an
-    operator's packet: its constructor makes a packet of anything, and what it does not have it asks of that."""
+    """Let the first graph of the last stage begin with seven operations that call `exec` through
+    the methods of an operator's packet: its constructor makes a packet of anything, and what it
+    does not have it asks of that.
+    """
     whole = packet.replace(".", "::", 1)
 
     def insert(data: dict[str, Any]) -> None:
@@ -298,7 +355,9 @@ def reach_exec(directory: Path, packet: str, code: str) -> None:
             (f"{packet}.__init__", [whole, "x", {"node": first + 4}, []]),
             (f"{packet}.__call__", [code]),
         ]
-        data["pieces"]["F"]["nodes"][:0] = [{"call": target, "args": args} for target, args in calls]
+        data["pieces"]["F"]["nodes"][:0] = [
+            {"call": target, "args": args} for target, args in calls
+        ]
 
     rewrite(directory, STAGE, insert)
 
@@ -307,7 +366,8 @@ def reach_exec(directory: Path, packet: str, code: str) -> None:
 def test_the_methods_of_an_operator_reach_no_code(
     packet: str, saved: Callable[[Case], Path], tmp_path: Path, library: None
 ) -> None:
-    """Neither while a program is loaded, although its operators are trusted, nor while it is inspected."""
+    """Neither while a program is loaded, although its operators are trusted, nor while it is
+    inspected."""
     directory, mark = tmp_path / "program", tmp_path / "mark"
     shutil.copytree(saved(SMALL), directory)
     reach_exec(directory, packet, f"open({str(mark)!r}, 'w')")
@@ -326,7 +386,9 @@ def test_hostile_programs_are_refused_or_train_the_same(tmp_path: Path) -> None:
     expected = {name: hostile_programs.expected_of(path, name) for name, path in programs.items()}
     for seed in range(4):
         name = sorted(programs)[seed % 2]
-        for outcome, text in hostile_programs.attack(programs[name], tmp_path, expected[name], 3000 + seed):
+        for outcome, text in hostile_programs.attack(
+            programs[name], tmp_path, expected[name], 3000 + seed
+        ):
             assert not hostile_programs.is_bad(outcome), f"{outcome}: {text}"
 
 
@@ -334,7 +396,9 @@ def load_parts(directory: str) -> None:
     zbcompile.load(directory, state_dict=problem_of(SMALL.problem).model().state_dict())
 
 
-def test_a_damaged_part_is_refused_on_every_rank(saved: Callable[[Case], Path], pool: Pool, tmp_path: Path) -> None:
+def test_a_damaged_part_is_refused_on_every_rank(
+    saved: Callable[[Case], Path], pool: Pool, tmp_path: Path
+) -> None:
     shutil.copytree(saved(SMALL), tmp_path / "program")
     edit_byte(tmp_path / "program", STAGE)
     outcomes = pool.outcomes(load_parts, str(tmp_path / "program"))
@@ -345,7 +409,17 @@ def test_a_damaged_part_is_refused_on_every_rank(saved: Callable[[Case], Path], 
 def test_a_program_is_read_as_it_was_saved(saved: Callable[[Case], Path]) -> None:
     case = CASES[0]
     ours, theirs = zbcompile.load(saved(case)).program, compiled(case).program
-    for name in ("inputs", "call", "cuts", "homes", "choices", "lowered", "step", "loss_dtype", "manifest"):
+    for name in (
+        "inputs",
+        "call",
+        "cuts",
+        "homes",
+        "choices",
+        "lowered",
+        "step",
+        "loss_dtype",
+        "manifest",
+    ):
         assert getattr(ours, name) == getattr(theirs, name), name
     for our, their in zip(ours.stages, theirs.stages, strict=True):
         assert replace(our, pieces={}) == replace(their, pieces={})
@@ -379,15 +453,21 @@ def test_what_a_loaded_program_cannot_do_is_said(saved: Callable[[Case], Path]) 
         pipe.step(*batch.args, target=batch.target)
     pipe.load_state_dict(problem_of(SMALL.problem).model().state_dict())
     wider = torch.cat([*batch.args, *batch.args])
-    with pytest.raises(zbcompile.PipelineError, match=r"compiled for microbatches of args\[0\]: float32\[2, "):
+    with pytest.raises(
+        zbcompile.PipelineError, match=r"compiled for microbatches of args\[0\]: float32\[2, "
+    ):
         pipe.step(wider, target=wider)
-    with pytest.raises(zbcompile.PipelineError, match="holds the training step alone, and cannot compute eval"):
+    with pytest.raises(
+        zbcompile.PipelineError, match="holds the training step alone, and cannot compute eval"
+    ):
         pipe.eval(*batch.args)
     with pytest.raises(zbcompile.PipelineError, match="was loaded from a directory"):
         pipe.program.save("elsewhere")
 
 
-def test_a_directory_with_other_files_is_left_alone(saved: Callable[[Case], Path], tmp_path: Path) -> None:
+def test_a_directory_with_other_files_is_left_alone(
+    saved: Callable[[Case], Path], tmp_path: Path
+) -> None:
     shutil.copytree(saved(SMALL), tmp_path / "program")
     pipe = compiled(SMALL)
     pipe.program.save(tmp_path / "program")  # a program is replaced
@@ -402,7 +482,8 @@ def test_a_directory_with_other_files_is_left_alone(saved: Callable[[Case], Path
 
 
 class Tables(nn.Module):
-    """Values that no state dict holds: a buffer, a constant with a stride of 0, one that is transposed."""
+    """Values that no state dict holds: a buffer, a constant with a stride of 0, one that is
+    transposed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -421,13 +502,17 @@ class Tables(nn.Module):
 def test_values_that_no_state_dict_holds(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, x = Tables(), torch.randn(4, 8)
-    pipe = zbcompile.pipeline(model, schedule="1f1b", microbatches=2, ranks=2, loss=_mean, exact=True)
+    pipe = zbcompile.pipeline(
+        model, schedule="1f1b", microbatches=2, ranks=2, loss=_mean, exact=True
+    )
     pipe.compile(x, target=x)
     pipe.program.save(tmp_path)
     other = zbcompile.load(tmp_path, state_dict=model.state_dict())
     assert torch.equal(pipe.step(x, target=x), other.step(x, target=x))
     theirs = {name: parameter.grad for name, parameter in pipe.named_parameters()}
-    assert_same_tensors({name: p.grad for name, p in other.named_parameters()}, theirs, "gradient of")
+    assert_same_tensors(
+        {name: p.grad for name, p in other.named_parameters()}, theirs, "gradient of"
+    )
     assert_same_tensors(other.state_dict(), pipe.state_dict(), "state dict:")
     assert "table" not in other.state_dict()
 
@@ -474,19 +559,26 @@ def load_for_others(directory: str, own: str) -> None:
     zbcompile.load(directory if torch.distributed.get_rank() == 0 else own)
 
 
-def test_ranks_that_differ_are_refused_on_every_rank(saved: Callable[[Case], Path], pool: Pool, tmp_path: Path) -> None:
+def test_ranks_that_differ_are_refused_on_every_rank(
+    saved: Callable[[Case], Path], pool: Pool, tmp_path: Path
+) -> None:
     directory, other = str(saved(SMALL)), str(saved(CASES[0]))
     whole = "Every rank must load the same directory, with the same torch and number of threads"
     for outcomes, reason in (
         (pool.outcomes(load_with_threads, directory), "threads is 1 on rank 0 and 2 on rank 1"),
         (pool.outcomes(load_for_others, directory, other), "loaded different programs: digest is"),
-        (pool.outcomes(load_for_others, directory, str(tmp_path / "nowhere")), "nowhere has no manifest.json"),
+        (
+            pool.outcomes(load_for_others, directory, str(tmp_path / "nowhere")),
+            "nowhere has no manifest.json",
+        ),
     ):
         assert [outcome.error for outcome in outcomes] == ["PipelineError"] * 2
         assert all(reason in outcome.text for outcome in outcomes), outcomes
         assert whole in outcomes[0].text or "Compile and save the program again" in outcomes[0].text
     outcomes = pool.outcomes(load_parts, directory, ranks=4)
-    assert ["compiled for 2 ranks, but there are 4" in outcome.text for outcome in outcomes] == [True] * 4
+    assert ["compiled for 2 ranks, but there are 4" in outcome.text for outcome in outcomes] == [
+        True
+    ] * 4
 
 
 def save_for_ever(program: Program, directory: Path, begun: Event) -> None:
@@ -520,6 +612,8 @@ def test_a_save_that_is_killed_leaves_a_whole_program_or_none(tmp_path: Path) ->
         process.join()
         refusals.append(refusal(tmp_path))
     assert any(refusals)
-    assert all(not each or "is not a program, or saving it was interrupted" in each for each in refusals), refusals
+    assert all(
+        not each or "is not a program, or saving it was interrupted" in each for each in refusals
+    ), refusals
     program.save(tmp_path)
     assert bytes_of(tmp_path) == whole

@@ -16,4 +16,6 @@ def test_gradients_are_eagers_bits(models: tuple[str, ...], tmp_path: Path) -> N
     for (model, ranks), ours in run_alone(tmp_path, models).items():
         theirs = expected(model, ranks)
         assert_same_tensors(ours.losses, theirs.losses, f"{model} at {ranks}: loss of step")
-        assert_same_tensors(ours.gradients[0], theirs.gradients[0], f"{model} at {ranks}: gradient of")
+        assert_same_tensors(
+            ours.gradients[0], theirs.gradients[0], f"{model} at {ranks}: gradient of"
+        )

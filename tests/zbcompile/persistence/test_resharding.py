@@ -1,4 +1,5 @@
-"""Checkpoints and weights go from any layout to any other: replicas, stages, schedules and divided optimizers."""
+"""Checkpoints and weights go from any layout to any other: replicas, stages, schedules and divided
+optimizers."""
 
 from itertools import pairwise
 from pathlib import Path
@@ -17,21 +18,35 @@ from tests.support.pool import Pool
 from tests.support.training import assert_same_tensors
 
 WIDTH, LAYERS, ROWS = 6, 8, 8
-Layout = tuple[int, int, str, int, int, str]  # dp, pp, schedule, chunks, zero, dtype: of bfloat16 masters are kept
-PLACES = [(4, 1, "looped-bfs", 4), (2, 2, "zb-v", 2), (2, 2, "looped-bfs", 4), (1, 4, "zb-h1", 1), (2, 2, "1f1b", 1)]
+Layout = tuple[
+    int, int, str, int, int, str
+]  # dp, pp, schedule, chunks, zero, dtype: of bfloat16 masters are kept
+PLACES = [
+    (4, 1, "looped-bfs", 4),
+    (2, 2, "zb-v", 2),
+    (2, 2, "looped-bfs", 4),
+    (1, 4, "zb-h1", 1),
+    (2, 2, "1f1b", 1),
+]
 
 
 def model_of(dtype: str = "float32") -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))).to(getattr(torch, dtype))
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))).to(
+        getattr(torch, dtype)
+    )
 
 
-def begun(layout: Layout, model: nn.Module | None = None, **options: Any) -> tuple[Any, Any, Tensor]:
+def begun(
+    layout: Layout, model: nn.Module | None = None, **options: Any
+) -> tuple[Any, Any, Tensor]:
     """A compiled pipeline, its optimizer and a batch."""
     dp, pp, schedule, chunks, zero, dtype = layout
     model = model_of(dtype) if model is None else model
     made = {"schedule": schedule, "microbatches": 4, "loss": mse_loss, **options}
-    pipe = zbcompile.pipeline(model, mesh=mesh_of(dp=dp, pp=pp), chunks=chunks if chunks > 1 else None, **made)
+    pipe = zbcompile.pipeline(
+        model, mesh=mesh_of(dp=dp, pp=pp), chunks=chunks if chunks > 1 else None, **made
+    )
     optimizer = pipe.optimizer(torch.optim.AdamW, lr=1e-2, zero=zero if dp > 1 else 0)
     x = torch.linspace(-1, 1, ROWS * WIDTH).view(ROWS, WIDTH).to(getattr(torch, dtype))
     pipe.compile(x, target=x)
@@ -45,8 +60,8 @@ def update(pipe: Any, optimizer: Any, x: Tensor) -> None:
 
 
 def moved(layouts: list[Layout], folder: Path) -> list[dict[str, Tensor]]:
-    """Train one step, save, and let each next layout load that and save it again, as a checkpoint and as weights; the
-    parameters at each."""
+    """Train one step, save, and let each next layout load that and save it again, as a checkpoint
+    and as weights; the parameters at each."""
     torch.set_num_threads(1)
     found = []
     for number, layout in enumerate(layouts):
@@ -72,7 +87,10 @@ def require_same_at_all(layouts: list[Layout], pool: Pool, folder: Path) -> None
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         zbcompile.load_checkpoint(folder / str(number), model, optimizer)
         kept = optimizer.state_dict()["state"].items()
-        whole.append(model.state_dict() | {f"{i}.{key}": value for i, own in kept for key, value in own.items()})
+        whole.append(
+            model.state_dict()
+            | {f"{i}.{key}": value for i, own in kept for key, value in own.items()}
+        )
         weights = model_of(layouts[0][-1])
         zbcompile.load_weights(folder / f"{number}.safetensors", weights)
         assert_same_tensors(weights.state_dict(), model.state_dict(), "weight")
@@ -82,7 +100,9 @@ def require_same_at_all(layouts: list[Layout], pool: Pool, folder: Path) -> None
 @pytest.mark.slow
 @pytest.mark.beyond_sample
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_from_divided_optimizers_to_whole_ones_and_back(dtype: str, pool: Pool, tmp_path: Path) -> None:
+def test_from_divided_optimizers_to_whole_ones_and_back(
+    dtype: str, pool: Pool, tmp_path: Path
+) -> None:
     ways = [(*PLACES[0], 1), (*PLACES[1], 0), (*PLACES[1], 1), (*PLACES[3], 0), (*PLACES[2], 1)]
     require_same_at_all([(*each, dtype) for each in ways], pool, tmp_path)
 
@@ -91,10 +111,14 @@ def test_from_divided_optimizers_to_whole_ones_and_back(dtype: str, pool: Pool, 
 @settings(examples(3), suppress_health_check=list(HealthCheck))
 @given(
     ways=strategies.lists(
-        strategies.tuples(strategies.sampled_from(PLACES), strategies.integers(0, 1)), min_size=2, max_size=4
+        strategies.tuples(strategies.sampled_from(PLACES), strategies.integers(0, 1)),
+        min_size=2,
+        max_size=4,
     ),
     dtype=strategies.sampled_from(["float32", "bfloat16"]),
 )
-def test_from_any_layout_to_any_other(ways: Any, dtype: str, pool: Pool, tmp_path_factory: Any) -> None:
+def test_from_any_layout_to_any_other(
+    ways: Any, dtype: str, pool: Pool, tmp_path_factory: Any
+) -> None:
     folder = tmp_path_factory.mktemp("any")
     require_same_at_all([(*place, zero, dtype) for place, zero in ways], pool, folder)

@@ -1,4 +1,5 @@
-"""A checkpoint of any layout goes on in any other with the bits of the same checkpoint by way of a plain model."""
+"""A checkpoint of any layout goes on in any other with the bits of the same checkpoint by way of a
+plain model."""
 
 from itertools import pairwise
 from pathlib import Path
@@ -9,7 +10,13 @@ import torch
 from torch import Tensor, nn
 
 import zbcompile
-from tests.support.dtensor_models import LENGTH, VOCABULARY, Llama, loss_of as llama_loss, parallelised
+from tests.support.dtensor_models import (
+    LENGTH,
+    VOCABULARY,
+    Llama,
+    loss_of as llama_loss,
+    parallelised,
+)
 from tests.support.meshes import mesh_of
 from tests.support.pool import Pool
 from tests.support.training import assert_same_tensors
@@ -42,18 +49,26 @@ def begun(is_llama: bool, layout: Layout) -> Any:
     mesh = mesh_of(**sizes)
     torch.manual_seed(4)
     if is_llama:
-        model: Any = parallelised(mesh["tp"], "plain", layers=2) if "tp" in sizes else Llama(layers=2)
+        model: Any = (
+            parallelised(mesh["tp"], "plain", layers=2) if "tp" in sizes else Llama(layers=2)
+        )
         x, y = torch.randint(VOCABULARY, (2, 8, LENGTH)).unbind()
     else:
         model, x, y = Words(), TOKENS, TOKENS
-    options: dict[str, Any] = {"loss": llama_loss if is_llama else loss_of, "schedule": schedule, "microbatches": 4}
+    options: dict[str, Any] = {
+        "loss": llama_loss if is_llama else loss_of,
+        "schedule": schedule,
+        "microbatches": 4,
+    }
     pipe = zbcompile.pipeline(model, mesh=mesh, vocab=vocab, **options)
     optimizer = pipe.optimizer(torch.optim.AdamW, lr=0.5, zero=zero)
     pipe.compile(x, target=y)
     return pipe, optimizer, x, y
 
 
-def trained(folder: Path | None, is_llama: bool, layout: Layout, steps: int, to: Path | None) -> dict[str, Tensor]:
+def trained(
+    folder: Path | None, is_llama: bool, layout: Layout, steps: int, to: Path | None
+) -> dict[str, Tensor]:
     """The parameters after some more steps, which are saved as well."""
     torch.set_num_threads(1)
     pipe, optimizer, x, y = begun(is_llama, layout)
@@ -66,7 +81,8 @@ def trained(folder: Path | None, is_llama: bool, layout: Layout, steps: int, to:
     if to is not None:
         zbcompile.save_checkpoint(to, pipe, optimizer, wait=False)
     found = {
-        name: getattr(each, "full_tensor", lambda each=each: each)() for name, each in pipe.state_dict(True).items()
+        name: getattr(each, "full_tensor", lambda each=each: each)()
+        for name, each in pipe.state_dict(True).items()
     }
     pipe.close()
     return found

@@ -37,12 +37,17 @@ def test_two_ranks_write_what_others_read(
     shares = pool.run(write_and_read, str(small_program("zb-h1", 2)), str(tmp_path))
     assert_same_tensors(shares[0] | shares[1], theirs, "read back:")
     single, parts = load_file(tmp_path / "single.safetensors"), tmp_path / "parts"
-    once = {name: tensor for name, tensor in theirs.items() if name != "head.weight"}  # tied to the embedding
+    once = {
+        name: tensor for name, tensor in theirs.items() if name != "head.weight"
+    }  # tied to the embedding
     assert_same_tensors(single, once, "in the file:")
     index = json.loads((parts / "model.safetensors.index.json").read_text())
     assert index["weight_map"].keys() == once.keys()
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in once.values())
-    assert {path.name for path in parts.iterdir()} == {*index["weight_map"].values(), "model.safetensors.index.json"}
+    assert {path.name for path in parts.iterdir()} == {
+        *index["weight_map"].values(),
+        "model.safetensors.index.json",
+    }
     other = PROBLEM.make()
     load_model(other, str(tmp_path / "single.safetensors"))
     assert_same_tensors(dict(other.state_dict()), theirs, "loaded by safetensors:")
@@ -64,7 +69,8 @@ def test_files_of_others(small_program: Callable[[str, int], Path], tmp_path: Pa
 
 
 def test_to_and_from_transformers(tmp_path: Path) -> None:
-    """Its shards with their index are read; what is written, in one file or a directory, it reads."""
+    """Its shards with their index are read; what is written, in one file or a directory, it
+    reads."""
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         **{"vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1},
@@ -79,7 +85,9 @@ def test_to_and_from_transformers(tmp_path: Path) -> None:
         zbcompile.save_weights(tmp_path / target, other)
         config.save_pretrained(tmp_path / target.partition("/")[0])
         found = transformers.LlamaForCausalLM.from_pretrained(tmp_path / target.partition("/")[0])
-        assert_same_tensors(dict(found.state_dict()), dict(model.state_dict()), "read by transformers:")
+        assert_same_tensors(
+            dict(found.state_dict()), dict(model.state_dict()), "read by transformers:"
+        )
 
 
 BROKEN: list[tuple[dict[str, bytes], str]] = [
@@ -87,27 +95,42 @@ BROKEN: list[tuple[dict[str, bytes], str]] = [
     ({"pytorch_model.bin": b""}, "only pytorch_model.bin. .* saved as safetensors first"),
     ({INDEX: b"{}"}, 'expected {"weight_map"'),
     ({INDEX: b"[]"}, 'expected {"weight_map"'),
-    ({INDEX: b'{"weight_map": {"weight": 3}}'}, "weight is in 3; expected the name of a file in the same folder"),
-    ({INDEX: b'{"weight_map": {"weight": "../good/model.safetensors"}}'}, "weight is in '../good/model.safetensors'"),
+    (
+        {INDEX: b'{"weight_map": {"weight": 3}}'},
+        "weight is in 3; expected the name of a file in the same folder",
+    ),
+    (
+        {INDEX: b'{"weight_map": {"weight": "../good/model.safetensors"}}'},
+        "weight is in '../good/model.safetensors'",
+    ),
     ({SINGLE: b""}, "neither a safetensors file nor an index of such files: .*header too small"),
     ({SINGLE: (2).to_bytes(8, "little") + b"[]"}, "invalid JSON in header"),
 ]
 
 
 @pytest.mark.parametrize(("files", "says"), BROKEN)
-def test_a_folder_that_cannot_be_read_says_why(files: dict[str, bytes], says: str, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_read_says_why(
+    files: dict[str, bytes], says: str, tmp_path: Path
+) -> None:
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
     with pytest.raises(zbcompile.PipelineError, match=says):
         zbcompile.load_weights(tmp_path, nn.Linear(2, 2))
 
 
-@pytest.mark.parametrize(("stored", "named"), [(torch.complex64, "C64"), (torch.int32, "I32"), (torch.bool, "BOOL")])
-def test_values_of_another_kind_are_refused(stored: torch.dtype, named: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("stored", "named"), [(torch.complex64, "C64"), (torch.int32, "I32"), (torch.bool, "BOOL")]
+)
+def test_values_of_another_kind_are_refused(
+    stored: torch.dtype, named: str, tmp_path: Path
+) -> None:
     model = nn.Linear(2, 2, bias=False)
     before = model.weight.clone()
     save_file({"weight": torch.ones(2, 2, dtype=stored)}, tmp_path / SINGLE)
-    with pytest.raises(zbcompile.PipelineError, match=f"weight is stored as {named} and is torch.float32 in the model"):
+    with pytest.raises(
+        zbcompile.PipelineError,
+        match=f"weight is stored as {named} and is torch.float32 in the model",
+    ):
         zbcompile.load_weights(tmp_path, model)
     assert torch.equal(model.weight, before)
 
@@ -130,7 +153,9 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     with pytest.raises(zbcompile.PipelineError, match="is neither a safetensors file"):
         zbcompile.load_weights(path, model)
     zbcompile.save_weights(path, model)
-    with pytest.raises(zbcompile.PipelineError, match=r"weight has shape \[2, 2\] in .* and \[2, 3\] in the model"):
+    with pytest.raises(
+        zbcompile.PipelineError, match=r"weight has shape \[2, 2\] in .* and \[2, 3\] in the model"
+    ):
         zbcompile.load_weights(path, nn.Linear(3, 2))
     with pytest.raises(zbcompile.PipelineError, match=r"missing nothing, unexpected \['bias'\]"):
         zbcompile.load_weights(path, nn.Linear(2, 2, bias=False))

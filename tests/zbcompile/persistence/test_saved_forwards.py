@@ -25,7 +25,17 @@ def whole() -> tuple[nn.Module, Tensor, Tensor]:
 
 
 def compiled(directory: Path, *flags: str) -> None:
-    arguments = [TARGET, "--schedule", "zb-h1", "--ranks", "2", "--microbatches", "4", "--output", str(directory)]
+    arguments = [
+        TARGET,
+        "--schedule",
+        "zb-h1",
+        "--ranks",
+        "2",
+        "--microbatches",
+        "4",
+        "--output",
+        str(directory),
+    ]
     assert zbcompile.compile.main([*arguments, *flags]) == 0
 
 
@@ -55,17 +65,24 @@ def test_a_forward_alone(tmp_path: Path, whole: Any, capsys: pytest.CaptureFixtu
     assert not any('"BW"' in path.read_text() for path in tmp_path.rglob("stage-*.json"))
     pipe = zbcompile.load(tmp_path, state_dict=model.state_dict())
     assert torch.equal(pipe.log_probs(tokens, labels=tokens), log_probs_of(logits, tokens))
-    with pytest.raises(zbcompile.PipelineError, match="holds log_probs alone, and no step to train with"):
+    with pytest.raises(
+        zbcompile.PipelineError, match="holds log_probs alone, and no step to train with"
+    ):
         pipe.step(tokens, target=tokens)
     with pytest.raises(zbcompile.PipelineError, match="holds log_probs, and cannot compute eval"):
         pipe.eval(tokens)
     assert zbcompile.inspect.main([str(tmp_path)]) == 0
     assert "schedule        forward-only\nranks           2\n" in capsys.readouterr().out
     assert zbcompile.inspect.main([str(tmp_path), "--graphs", str(tmp_path / "graphs")]) == 0
-    assert [path.name for path in sorted(tmp_path.glob("*/*_*.py"))] == ["stage0_F.py", "stage1_F.py"]
+    assert [path.name for path in sorted(tmp_path.glob("*/*_*.py"))] == [
+        "stage0_F.py",
+        "stage1_F.py",
+    ]
     assert zbcompile.inspect.main([str(tmp_path), "--graph", "1.B"]) == 2
     assert "the program is a forward alone, which has no B" in capsys.readouterr().err
-    with pytest.raises(zbcompile.PipelineError, match=r"microbatches\[0\] is .* \(args, kwargs, labels\)"):
+    with pytest.raises(
+        zbcompile.PipelineError, match=r"microbatches\[0\] is .* \(args, kwargs, labels\)"
+    ):
         pipe.log_probs(microbatches=[((tokens,), {})])
 
 
@@ -95,13 +112,18 @@ def counting() -> tuple[nn.Module, tuple[Tensor, ...]]:
     return Counting(), (torch.ones(2, 4),)
 
 
-def test_numbers_are_those_of_one_microbatch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A batch of several would have others; and --vocab without an output layer to shard is refused."""
+def test_numbers_are_those_of_one_microbatch(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A batch of several would have others; and --vocab without an output layer to shard is
+    refused."""
     arguments = [f"{__file__}:counting", "--schedule", "1f1b", "--ranks", "2", "--only", "eval"]
     assert zbcompile.compile.main([*arguments, "--output", str(tmp_path)]) == 0
     pipe = zbcompile.load(tmp_path, state_dict=Counting().state_dict())
     assert pipe.eval(torch.ones(2, 4))["count"] == 2
-    with pytest.raises(zbcompile.PipelineError, match=r"numbers that may depend on the rows.*Pass batches of 2,"):
+    with pytest.raises(
+        zbcompile.PipelineError, match=r"numbers that may depend on the rows.*Pass batches of 2,"
+    ):
         pipe.eval(torch.ones(4, 4))
     assert zbcompile.compile.main([*arguments, "--vocab", "1", "--output", str(tmp_path)]) == 2
     assert "--only eval has none. Leave --vocab out" in capsys.readouterr().err

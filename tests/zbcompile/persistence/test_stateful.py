@@ -1,4 +1,5 @@
-"""A pipeline and its optimizer are Stateful for torch.distributed.checkpoint, which takes them as they are."""
+"""A pipeline and its optimizer are Stateful for torch.distributed.checkpoint, which takes them as
+they are."""
 
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,12 @@ from tests.zbcompile.persistence.test_checkpoint import TOKENS, Words, loss_of
 def begun(layout: Any, seed: int, dtype: torch.dtype) -> Any:
     sizes, schedule, zero, vocab = layout
     torch.manual_seed(seed)
-    options: dict[str, Any] = {"schedule": schedule, "microbatches": 2, "vocab": vocab, "loss": loss_of}
+    options: dict[str, Any] = {
+        "schedule": schedule,
+        "microbatches": 2,
+        "vocab": vocab,
+        "loss": loss_of,
+    }
     pipe = zbcompile.pipeline(Words().to(dtype), mesh=mesh_of(**sizes), **options)
     optimizer = pipe.optimizer(torch.optim.AdamW, lr=0.1 + seed, zero=zero)
     return pipe.compile(TOKENS, target=TOKENS), optimizer
@@ -37,7 +43,10 @@ LAYOUTS: tuple[tuple[dict[str, int], str, int, Any], ...] = (
     ({"pp": 2, "dp": 2}, "zb-h1", 0, "off"),
     ({"pp": 1, "dp": 4}, "looped-bfs", 1, "off"),
 )
-ROWS: tuple[tuple[dict[str, int], str, int, Any], ...] = (({"pp": 4}, "1f1b", 0, 1), ({"pp": 2, "dp": 2}, "1f1b", 1, 1))
+ROWS: tuple[tuple[dict[str, int], str, int, Any], ...] = (
+    ({"pp": 4}, "1f1b", 0, 1),
+    ({"pp": 2, "dp": 2}, "1f1b", 1, 1),
+)
 
 
 def moved(folder: Path, layouts: Any, dtype: torch.dtype) -> None:
@@ -63,7 +72,9 @@ def moved(folder: Path, layouts: Any, dtype: torch.dtype) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("layouts", "dtype"), [(LAYOUTS, torch.float32), (LAYOUTS, torch.bfloat16), (ROWS, torch.float32)], ids=str
+    ("layouts", "dtype"),
+    [(LAYOUTS, torch.float32), (LAYOUTS, torch.bfloat16), (ROWS, torch.float32)],
+    ids=str,
 )
 def test_torchs_save_and_load(layouts: Any, dtype: torch.dtype, pool: Pool, tmp_path: Path) -> None:
     pool.run(moved, tmp_path, layouts, dtype, ranks=4)
@@ -72,7 +83,12 @@ def test_torchs_save_and_load(layouts: Any, dtype: torch.dtype, pool: Pool, tmp_
 def test_one_process_has_the_bits_of_five_more_steps(tmp_path: Path) -> None:
     def begin(seed: int) -> Any:
         torch.manual_seed(seed)
-        options: dict[str, Any] = {"schedule": "zb-h1", "microbatches": 2, "loss": loss_of, "ranks": 2}
+        options: dict[str, Any] = {
+            "schedule": "zb-h1",
+            "microbatches": 2,
+            "loss": loss_of,
+            "ranks": 2,
+        }
         pipe = zbcompile.pipeline(Words(), **options)
         return pipe.compile(TOKENS, target=TOKENS), pipe.optimizer(torch.optim.AdamW, lr=0.1 + seed)
 

@@ -1,4 +1,5 @@
-"""`schedule="auto"` takes the name with the shortest predicted step, `memory=` the first recomputation that fits."""
+"""`schedule="auto"` takes the name with the shortest predicted step, `memory=` the first
+recomputation that fits."""
 
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,9 @@ def test_no_name_has_a_shorter_predicted_step() -> None:
     for name in names():
         if name not in ("auto", "dualpipe") and admits(name, 2, 4):
             other, _ = pipeline(name, exact=False)
-            assert simulate(other.program.schedule, predicted_costs(other.program)).makespan >= best * (1 - 1e-6), name
+            assert simulate(
+                other.program.schedule, predicted_costs(other.program)
+            ).makespan >= best * (1 - 1e-6), name
 
 
 def test_what_is_asked_for_is_kept() -> None:
@@ -86,7 +89,9 @@ def test_a_sharded_output_layer(barriers: int) -> None:
 
 def chosen_in_processes() -> tuple[str, float]:
     (batch,) = PROBLEM.batches(1, ROWS)
-    pipe = zbcompile.pipeline(PROBLEM.model(), schedule="auto", loss=PROBLEM.loss, exact=True, microbatches=4)
+    pipe = zbcompile.pipeline(
+        PROBLEM.model(), schedule="auto", loss=PROBLEM.loss, exact=True, microbatches=4
+    )
     return f"{pipe.compile(*batch.args, target=batch.target).program.plan}", float(
         pipe.step(*batch.args, target=batch.target)
     )
@@ -96,7 +101,9 @@ def chosen_in_processes() -> tuple[str, float]:
 def test_all_ranks_choose_alike(pool: Pool) -> None:
     (plan, loss), (other, same) = pool.run(chosen_in_processes)
     assert (plan, loss) == (other, same)
-    assert loss == float(eager_step(PROBLEM.model(), PROBLEM.loss, PROBLEM.batches(1, ROWS)[0], 4, 0))
+    assert loss == float(
+        eager_step(PROBLEM.model(), PROBLEM.loss, PROBLEM.batches(1, ROWS)[0], 4, 0)
+    )
 
 
 class Wide(nn.Module):
@@ -122,13 +129,18 @@ def within(memory: float | None, **options: Any) -> zbcompile.Pipeline:
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1f1b", "auto"])
 def test_a_limit_of_memory_is_kept_by_recomputing(schedule: str) -> None:
-    peaks = [peak_bytes(within(None, recompute=policy).program) for policy in ("hints", "selective", "full")]
+    peaks = [
+        peak_bytes(within(None, recompute=policy).program)
+        for policy in ("hints", "selective", "full")
+    ]
     assert peaks[0] > peaks[1] > peaks[2]
     for policy, peak in zip(("hints", "selective", "full"), peaks, strict=True):
         program = within(peak, schedule=schedule).program
         assert peak_bytes(program) <= peak
         assert program.choices.recompute == policy or schedule == "auto"
-    with pytest.raises(zbcompile.PartitionError, match=r"memory=.* is too small: under .* with recompute='full'"):
+    with pytest.raises(
+        zbcompile.PartitionError, match=r"memory=.* is too small: under .* with recompute='full'"
+    ):
         within(10_000, schedule=schedule)
 
 
@@ -141,7 +153,12 @@ def test_the_recomputation_that_is_asked_for_is_kept() -> None:
 
 
 def test_schedules_that_change_memory_or_bits_are_not_chosen() -> None:
-    """Two copies of the model, and weight gradients in another order than that of the microbatches."""
-    found = [name for each in names_by_placement(lambda name: build(name, 4, 8)).values() for name in each]
+    """Two copies of the model, and weight gradients in another order than that of the
+    microbatches."""
+    found = [
+        name
+        for each in names_by_placement(lambda name: build(name, 4, 8)).values()
+        for name in each
+    ]
     assert {"dualpipe", "zb-h1-lazy", "auto"}.isdisjoint(found)
     assert {"1f1b", "zb-h1", "zb-v", "interleaved-1f1b"} <= set(found)

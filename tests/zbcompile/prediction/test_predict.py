@@ -39,7 +39,9 @@ def _recorded(name: str, schedule: str) -> zbcompile.Pipeline:
 
 @pytest.mark.slow
 @pytest.mark.mostly_slow(every=4)
-@pytest.mark.parametrize(("name", "schedule"), [("gpt", "zb-v"), ("gpt", "1f1b"), ("llama", "zb-h1"), ("unet", "zb-v")])
+@pytest.mark.parametrize(
+    ("name", "schedule"), [("gpt", "zb-v"), ("gpt", "1f1b"), ("llama", "zb-h1"), ("unet", "zb-v")]
+)
 def test_what_is_predicted_happens(name: str, schedule: str) -> None:
     pipe = _recorded(name, schedule)
     timeline = simulate(pipe.program.schedule, predicted_costs(pipe.program))
@@ -53,10 +55,13 @@ def test_what_is_predicted_happens(name: str, schedule: str) -> None:
 
 @pytest.mark.parametrize("source", ["uniform", "flops"])
 def test_an_empty_pass_takes_no_time(source: str) -> None:
-    """The first stage is one layer, which has nothing to do in B; the second is frozen and has nothing to do in W."""
+    """The first stage is one layer, which has nothing to do in B; the second is frozen and has
+    nothing to do in W."""
     model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))
     model[1:].requires_grad_(False)
-    example = zbcompile.Example(model, (torch.ones(2, 8),), loss=torch.nn.MSELoss(), target=torch.ones(2, 8))
+    example = zbcompile.Example(
+        model, (torch.ones(2, 8),), loss=torch.nn.MSELoss(), target=torch.ones(2, 8)
+    )
     program = compile_example(example, build("zb-h1", 2, 4), Choices(balance=("1",))).program
     costs = basis_of(program, source).costs
     assert costs.backward[0] == costs.weight[1] == 0
@@ -64,13 +69,20 @@ def test_an_empty_pass_takes_no_time(source: str) -> None:
 
 
 def test_equal_stages_are_priced_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where some get their values from a stage on their own rank: of these only the running bytes differ."""
+    """Also where some get their values from a stage on their own rank: of these only the running
+    bytes differ."""
     model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(8)))
-    example = zbcompile.Example(model, (torch.ones(2, 8),), loss=torch.nn.MSELoss(), target=torch.ones(2, 8))
+    example = zbcompile.Example(
+        model, (torch.ones(2, 8),), loss=torch.nn.MSELoss(), target=torch.ones(2, 8)
+    )
     program = compile_example(example, build("zb-v", 4, 8), Choices()).program
     priced: list[int] = []
-    monkeypatch.setattr(predict, "price_of", lambda stage, *how: priced.append(stage.stage) or price_of(stage, *how))
+    monkeypatch.setattr(
+        predict, "price_of", lambda stage, *how: priced.append(stage.stage) or price_of(stage, *how)
+    )
     prices = prices_of(program)
-    assert len(priced) == len({stage.original for stage in program.stages}) < len(program.stages) == 8
+    assert (
+        len(priced) == len({stage.original for stage in program.stages}) < len(program.stages) == 8
+    )
     assert prices[1] == prices[2]
     assert prices[3] == prices[1]._replace(running=prices[3].running)

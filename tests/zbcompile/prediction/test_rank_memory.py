@@ -1,4 +1,5 @@
-"""What ranks are predicted to hold, against an independent count of the storages that live in a step."""
+"""What ranks are predicted to hold, against an independent count of the storages that live in a
+step."""
 
 import gc
 from collections import defaultdict
@@ -32,8 +33,10 @@ TARGETS = Path(__file__).parents[3] / "examples" / "targets.py"
 
 
 def counted_and_predicted(schedule: str, microbatches: int) -> tuple[int, int]:
-    """Bytes of gradients, activations and messages on this rank: the most that lived, and what was predicted. Of all
-    steps the least counts: on a busy machine a message that leaves late is one more tensor that lives."""
+    """Bytes of gradients, activations and messages on this rank: the most that lived, and what was
+    predicted. Of all steps the least counts: on a busy machine a message that leaves late is one
+    more tensor that lives.
+    """
     torch.manual_seed(0)
     return _counted_and_predicted(load_example(f"{TARGETS}:gpt"), schedule, microbatches)
 
@@ -41,11 +44,15 @@ def counted_and_predicted(schedule: str, microbatches: int) -> tuple[int, int]:
 def skips_counted_and_predicted(schedule: str, microbatches: int) -> tuple[int, int]:
     torch.manual_seed(0)
     x = torch.randn(64, 32)
-    return _counted_and_predicted(Example(UNet(), (x,), target=x, loss=mse_loss), schedule, microbatches)
+    return _counted_and_predicted(
+        Example(UNet(), (x,), target=x, loss=mse_loss), schedule, microbatches
+    )
 
 
 def _counted_and_predicted(example: Example, schedule: str, microbatches: int) -> tuple[int, int]:
-    tokens, target = (torch.cat([each] * microbatches) for each in (example.args[0], example.target))
+    tokens, target = (
+        torch.cat([each] * microbatches) for each in (example.args[0], example.target)
+    )
     before = leave_aside()
     options = {"schedule": schedule, "microbatches": microbatches, "loss": example.loss}
     pipe = zbcompile.pipeline(example.model, **options)
@@ -57,7 +64,9 @@ def _counted_and_predicted(example: Example, schedule: str, microbatches: int) -
             pipe.step(tokens, target=target)
         lived.append(alive.most)
     state = dict(example.model.named_parameters()) | dict(example.model.named_buffers())
-    memory = rank_memories(pipe.program, predicted_costs(pipe.program), state)[torch.distributed.get_rank()]
+    memory = rank_memories(pipe.program, predicted_costs(pipe.program), state)[
+        torch.distributed.get_rank()
+    ]
     return min(lived), memory.peak - memory.parameters - memory.optimizer_state
 
 
@@ -83,7 +92,9 @@ def _memory(dtype: torch.dtype, sharding: ReplicaSharding) -> RankMemory:
     x = torch.ones(4, 64, dtype=dtype)
     example = zbcompile.Example(model, (x,), loss=nn.MSELoss(), target=x)
     program = compile_example(example, build("1f1b", 2, 4), Choices(balance=("1",))).program
-    return rank_memories(program, predicted_costs(program), dict(model.named_parameters()), sharding)[0]
+    return rank_memories(
+        program, predicted_costs(program), dict(model.named_parameters()), sharding
+    )[0]
 
 
 @pytest.mark.parametrize("zero", [0, 1])
@@ -102,14 +113,24 @@ def test_what_replicas_divide(zero: int) -> None:
 WIDTH, LAYERS = 768, 4  # a layer's weight is large enough to travel by itself
 
 
-def held_after_each_action(zero: int, schedule: str, chunks: int | None) -> list[tuple[str, int, int]]:
-    """Of one of two replicas, after each action of a step: the bytes that live, and what is predicted. Of three steps
-    the least counts: a thread may let a sum go late."""
+def held_after_each_action(
+    zero: int, schedule: str, chunks: int | None
+) -> list[tuple[str, int, int]]:
+    """Of one of two replicas, after each action of a step: the bytes that live, and what is
+    predicted. Of three steps the least counts: a thread may let a sum go late."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp"))
     before, executed = leave_aside(), RankRun._execute
     lived: defaultdict[Action, list[int]] = defaultdict(list)
-    model, x = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))), torch.ones(4, WIDTH)
-    options: dict[str, Any] = {"schedule": schedule, "chunks": chunks, "microbatches": 2, "mesh": mesh}
+    model, x = (
+        nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))),
+        torch.ones(4, WIDTH),
+    )
+    options: dict[str, Any] = {
+        "schedule": schedule,
+        "chunks": chunks,
+        "microbatches": 2,
+        "mesh": mesh,
+    }
     pipe = zbcompile.pipeline(model, loss=nn.functional.mse_loss, **options)
     optimizer = pipe.optimizer(torch.optim.AdamW, zero=zero)
 
@@ -128,7 +149,13 @@ def held_after_each_action(zero: int, schedule: str, chunks: int | None) -> list
         optimizer.step()
         optimizer.zero_grad()
 
-    for observed in (False, False, True, True, True):  # at first there is no state yet, but sums to compare ranks by
+    for observed in (
+        False,
+        False,
+        True,
+        True,
+        True,
+    ):  # at first there is no state yet, but sums to compare ranks by
         step(observed)
     parameters = {name: torch.empty(p.shape, device="meta") for name, p in model.named_parameters()}
     sharding, program = ReplicaSharding(2, zero), pipe.program
@@ -136,9 +163,16 @@ def held_after_each_action(zero: int, schedule: str, chunks: int | None) -> list
     memory = rank_memories(program, costs, parameters, sharding)[0]
     gradients = sum(parameter.nbytes for parameter in parameters.values())
     stays = memory.parameters + memory.optimizer_state + gradients
-    held = {each.after: stays + each.total for each in held_in_step(program, costs, running, parameters, 0)}
+    held = {
+        each.after: stays + each.total
+        for each in held_in_step(program, costs, running, parameters, 0)
+    }
     pipe.close()
-    return [(str(action), min(each), int(held[action])) for action, each in lived.items() if action in held]
+    return [
+        (str(action), min(each), int(held[action]))
+        for action, each in lived.items()
+        if action in held
+    ]
 
 
 RARE = pytest.mark.beyond_sample  # each takes 10 seconds
@@ -154,11 +188,15 @@ RARE = pytest.mark.beyond_sample  # each takes 10 seconds
         pytest.param(0, "looped-bfs", 4, marks=RARE),
     ],
 )
-def test_what_lives_after_each_action_is_predicted(pool: Pool, zero: int, schedule: str, chunks: int | None) -> None:
-    """Predicted are gradients from the begin of the step on; without `zero=1` they are there from the first W of their
-    stage on."""
+def test_what_lives_after_each_action_is_predicted(
+    pool: Pool, zero: int, schedule: str, chunks: int | None
+) -> None:
+    """Predicted are gradients from the begin of the step on; without `zero=1` they are there from
+    the first W of their stage on."""
     for replica in pool.run(held_after_each_action, zero, schedule, chunks):
-        complete = max(i for i, (action, *_) in enumerate(replica) if action.endswith("0") and "W" in action)
+        complete = max(
+            i for i, (action, *_) in enumerate(replica) if action.endswith("0") and "W" in action
+        )
         for number, (action, lived, predicted) in enumerate(replica):
             assert lived <= 1.005 * predicted, action
             if zero == 1 or number >= complete:
@@ -166,15 +204,18 @@ def test_what_lives_after_each_action_is_predicted(pool: Pool, zero: int, schedu
 
 
 def held_by_replicas(zero: int) -> tuple[int, int, int, int]:
-    """Of one of two replicas, all but the parameters: the most bytes that lived in a step, what was predicted, and the
-    most in an update; the bytes of the parameters. The first step has no state yet, but sums to compare the ranks by.
+    """Of one of two replicas, all but the parameters: the most bytes that lived in a step, what was
+    predicted, and the most in an update; the bytes of the parameters. The first step has no state
+    yet, but sums to compare the ranks by.
     """
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp"))
     before = leave_aside()
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
     before += living_tensors()
     x = torch.ones(4, WIDTH)
-    pipe = zbcompile.pipeline(model, schedule="1f1b", microbatches=2, loss=nn.functional.mse_loss, mesh=mesh)
+    pipe = zbcompile.pipeline(
+        model, schedule="1f1b", microbatches=2, loss=nn.functional.mse_loss, mesh=mesh
+    )
     optimizer = pipe.optimizer(torch.optim.AdamW, zero=zero)
     pipe.step(x, target=x)
     optimizer.step()
@@ -202,8 +243,8 @@ def held_by_replicas(zero: int) -> tuple[int, int, int, int]:
     [(0, 3.6), (1, 3.1)],
 )
 def test_storages_of_replicas_are_predicted(pool: Pool, zero: int, most: float) -> None:
-    """`most` is in units of the parameters' bytes, beside the parameters. AdamW itself takes as much as two of the four
-    layers while it updates one."""
+    """`most` is in units of the parameters' bytes, beside the parameters. AdamW itself takes as
+    much as two of the four layers while it updates one."""
     for lived, predicted, in_update, parameters in pool.run(held_by_replicas, zero):
         assert predicted == pytest.approx(lived, rel=0.02)
         assert max(lived, in_update) <= most * parameters

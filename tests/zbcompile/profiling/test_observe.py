@@ -1,4 +1,5 @@
-"""What a user can see of a running pipeline: labels in the profiler, records, traces, and the source of a NaN."""
+"""What a user can see of a running pipeline: labels in the profiler, records, traces, and the
+source of a NaN."""
 
 import json
 from pathlib import Path
@@ -34,7 +35,9 @@ def profiled() -> set[str]:
 
 def test_profiler_labels_are_those_of_torch() -> None:
     program = pipeline_of(CASE)._compiled.schedule
-    wanted = {f"PP:{format_step(step, 'torch')}" for order in program.orders for step in flatten(order)}
+    wanted = {
+        f"PP:{format_step(step, 'torch')}" for order in program.orders for step in flatten(order)
+    }
     found = profiled()
     assert wanted <= found
     assert {"PP:0F3", "PP:1I2", "PP:0W0"} <= found
@@ -61,7 +64,10 @@ def test_record_and_trace_of_two_processes(pool: Pool, tmp_path: Path) -> None:
     assert abs(ahead) < 0.01  # both processes read the clock of one machine
     boundary = 2 * WIDTH * 4  # a microbatch of two rows of floats
     assert first.bytes_sent == {0: 4 * boundary, 1: 4 * boundary}
-    passes = {rank: [s for s in spans if parse_step(s.action)[0] in COMPUTE] for rank, spans in first.spans.items()}
+    passes = {
+        rank: [s for s in spans if parse_step(s.action)[0] in COMPUTE]
+        for rank, spans in first.spans.items()
+    }
     compute = [s for spans in passes.values() for s in spans]
     for rank, causes in first.idle.items():
         busy = sum(s.end - s.start for s in passes[rank])
@@ -85,7 +91,9 @@ def assert_ordered(record: StepRecord) -> None:
 
 def assert_trace(events: list[dict[str, Any]], record: StepRecord) -> None:
     actions = [event for event in events if event["ph"] == "X" and event["cat"] != "idle"]
-    assert len(actions) == sum(parse_step(s.action)[0] in COMPUTE for spans in record.spans.values() for s in spans)
+    assert len(actions) == sum(
+        parse_step(s.action)[0] in COMPUTE for spans in record.spans.values() for s in spans
+    )
     assert {event["tid"] for event in actions} == {0, 1}
     assert all(e["ts"] >= 0 for e in actions)
     assert_bound([event for event in events if event["ph"] in "sf"], actions)
@@ -95,7 +103,11 @@ def assert_bound(ends: list[dict[str, Any]], actions: list[dict[str, Any]]) -> N
     """Each message begins in the pass that makes it and ends in one on the other rank."""
     assert len(ends) == 2 * 8
     for end in ends:
-        around = [a["name"] for a in actions if a["tid"] == end["tid"] and a["ts"] <= end["ts"] <= a["ts"] + a["dur"]]
+        around = [
+            a["name"]
+            for a in actions
+            if a["tid"] == end["tid"] and a["ts"] <= end["ts"] <= a["ts"] + a["dur"]
+        ]
         assert (end["name"] in around) == (end["ph"] == "s")
         assert around
 
@@ -107,7 +119,9 @@ def test_trace_in_one_process(tmp_path: Path) -> None:
     pipe.step(*batch.args, target=batch.target)
     assert pipe.last_step is not None
     pipe.last_step.chrome_trace(tmp_path / "step.json")
-    names = {event["name"] for event in json.loads((tmp_path / "step.json").read_text())["traceEvents"]}
+    names = {
+        event["name"] for event in json.loads((tmp_path / "step.json").read_text())["traceEvents"]
+    }
     assert {"F0.0", "B1.3", "W0.3"} <= names
 
 
@@ -128,17 +142,25 @@ class Masked(nn.Module):
 
 @pytest.mark.slow
 def test_the_source_of_a_nan() -> None:
-    pipe = zbcompile.pipeline(Masked(), schedule="1f1b", microbatches=4, ranks=2, loss=F.mse_loss, debug_nan=True)
+    pipe = zbcompile.pipeline(
+        Masked(), schedule="1f1b", microbatches=4, ranks=2, loss=F.mse_loss, debug_nan=True
+    )
     x = torch.linspace(0.1, 1, 8 * WIDTH).view(8, WIDTH)
     pipe.step(x, target=x)
     bad = x.clone()
     bad[5] = 0
-    message = r"rank 1 failed at F1\.2 of step 1: FloatingPointError: a NaN first appears in F of stage 1, in aten.div"
+    message = (
+        r"rank 1 failed at F1\.2 of step 1: FloatingPointError: a NaN first appears in F of stage"
+        r" 1, in aten.div"
+    )
     with pytest.raises(zbcompile.FaultError, match=message) as caught:
         pipe.step(bad, target=x)
     assert "test_observe.py" in str(caught.value)
     assert "return x / size" in str(caught.value)
-    message = r"rank 1 failed at F1\.2 of eval: FloatingPointError: a NaN first appears in F of stage 1, in aten.div"
+    message = (
+        r"rank 1 failed at F1\.2 of eval: FloatingPointError: a NaN first appears in F of stage 1,"
+        r" in aten.div"
+    )
     with pytest.raises(zbcompile.FaultError, match=message):
         pipe.eval(bad)
 
@@ -146,7 +168,9 @@ def test_the_source_of_a_nan() -> None:
 def test_a_nan_that_was_there_before() -> None:
     """In the batch or in a parameter no operation makes it."""
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
-    pipe = zbcompile.pipeline(model, schedule="1f1b", microbatches=4, ranks=2, loss=F.mse_loss, debug_nan=True)
+    pipe = zbcompile.pipeline(
+        model, schedule="1f1b", microbatches=4, ranks=2, loss=F.mse_loss, debug_nan=True
+    )
     x = torch.ones(8, WIDTH)
     pipe.step(x, target=x)
     bad = x.clone()
@@ -155,13 +179,18 @@ def test_a_nan_that_was_there_before() -> None:
         (lambda: pipe.step(bad, target=x), r"F0\.2 of step 1"),
         (lambda: pipe.eval(bad), r"F0\.2 of eval"),
     ):
-        with pytest.raises(zbcompile.FaultError, match=rf"{action}: .*F of stage 0 receives a NaN in input args\[0\]"):
+        with pytest.raises(
+            zbcompile.FaultError,
+            match=rf"{action}: .*F of stage 0 receives a NaN in input args\[0\]",
+        ):
             call()
     with pytest.raises(zbcompile.FaultError, match=r"F of stage 1 receives a NaN in input target"):
         pipe.step(x, target=bad)
     with torch.no_grad():
         model[3].bias[0] = torch.nan  # type: ignore[index]
-    with pytest.raises(zbcompile.FaultError, match=r"F of stage 1 receives a NaN in parameter 3\.bias"):
+    with pytest.raises(
+        zbcompile.FaultError, match=r"F of stage 1 receives a NaN in parameter 3\.bias"
+    ):
         pipe.step(x, target=x)
 
 
@@ -173,6 +202,7 @@ def test_the_switch_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     pipe = pipeline_of(Case("mlp", "1f1b", 2, 2))
     nan = torch.full((4, WIDTH), torch.nan)
     with pytest.raises(
-        zbcompile.FaultError, match=r"FloatingPointError: a NaN first appears in BW of stage 1, in aten\.mm"
+        zbcompile.FaultError,
+        match=r"FloatingPointError: a NaN first appears in BW of stage 1, in aten\.mm",
     ):
         pipe.step(torch.ones(4, WIDTH) * 1e30, target=nan.nan_to_num(torch.inf))

@@ -1,4 +1,5 @@
-"""The record of a step: every action of every rank once, in order, with times that fit, on every rank."""
+"""The record of a step: every action of every rank once, in order, with times that fit, on every
+rank."""
 
 import pytest
 
@@ -29,7 +30,9 @@ def assert_complete(record: StepRecord | None, plain: Schedule) -> None:
     lowered = with_updates(plain, EXCHANGES)
     assert set(record.spans) == set(range(lowered.compute_only().ranks))
     for rank, spans in record.spans.items():
-        assert [span.action for span in spans] == [str(action) for action in flatten(lowered.orders[rank])]
+        assert [span.action for span in spans] == [
+            str(action) for action in flatten(lowered.orders[rank])
+        ]
         times = [time for span in spans for time in (span.start, span.end)]
         assert times == sorted(times)
         assert times[0] >= 0

@@ -1,4 +1,5 @@
-"""Python state that changes between steps: every step computes with what it is now, bit for bit, or refuses."""
+"""Python state that changes between steps: every step computes with what it is now, bit for bit, or
+refuses."""
 
 import contextlib
 import copy
@@ -61,7 +62,9 @@ def test_a_change_is_seen(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", REPLACED)
-def test_a_replaced_module_or_a_wrapped_value_is_seen(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_replaced_module_or_a_wrapped_value_is_seen(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     test_a_change_is_seen(name)
     assert capsys.readouterr().out.count("compiling again for") == 1
 
@@ -103,7 +106,9 @@ def test_a_module_that_is_gone_is_named(capsys: pytest.CaptureFixture[str]) -> N
 
 
 @pytest.mark.slow
-def test_the_notice_names_the_value_and_the_old_program_comes_back(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_notice_names_the_value_and_the_old_program_comes_back(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     net = Net(lambda net, x: net.drop(x))
     pipe = pipeline_of(net)
     for p in (0.1, 0.5, 0.1, 0.5, 0.1):
@@ -128,7 +133,11 @@ def test_evaluations_see_changes(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.slow
 @examples(2)
-@given(strategies.lists(strategies.sampled_from(["alpha", "p", "keep", "active", "kind"]), min_size=2, max_size=3))
+@given(
+    strategies.lists(
+        strategies.sampled_from(["alpha", "p", "keep", "active", "kind"]), min_size=2, max_size=3
+    )
+)
 def test_any_changes_in_any_order(changes: list[str]) -> None:
     """Values go up and down; each step is eager's."""
 
@@ -224,7 +233,9 @@ def test_what_forward_changes_is_put_back_with_a_warning(
     net, before = Net(middle), copy.copy(seen)
     own = dict(vars(net), table=dict(net.table))
     pipe = pipeline_of(net)
-    with pytest.warns(UserWarning, match=rf"forward changes \S*{path}\. A compiled step runs no Python"):
+    with pytest.warns(
+        UserWarning, match=rf"forward changes \S*{path}\. A compiled step runs no Python"
+    ):
         pipe.step(batch(0), target=batch(0))
     assert seen == before
     assert vars(net).keys() == own.keys()
@@ -260,9 +271,18 @@ def asks_for_a_version(net: Any, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "middle", [adds_modules, replaces_a_parameter, asks_for_a_gradient, removes_a_gradient, asks_for_a_version]
+    "middle",
+    [
+        adds_modules,
+        replaces_a_parameter,
+        asks_for_a_gradient,
+        removes_a_gradient,
+        asks_for_a_version,
+    ],
 )
-def test_what_forward_changes_of_the_model_is_refused(middle: Callable[[Net, Tensor], Tensor]) -> None:
+def test_what_forward_changes_of_the_model_is_refused(
+    middle: Callable[[Net, Tensor], Tensor],
+) -> None:
     with pytest.raises(zbcompile.CaptureError, match=r"forward (replaces|writes|reads)"):
         pipeline_of(Net(middle)).step(batch(0), target=batch(0))
 
@@ -290,7 +310,9 @@ def test_new_parameters_are_refused_by_name() -> None:
     pipe = pipeline_of(net)
     pipe.step(batch(0), target=batch(0))
     net.layers.append(nn.Linear(4, 4))
-    with pytest.raises(zbcompile.PipelineError, match=r"parameter layers\.3\.(weight|bias) is new since"):
+    with pytest.raises(
+        zbcompile.PipelineError, match=r"parameter layers\.3\.(weight|bias) is new since"
+    ):
         pipe.step(batch(0), target=batch(0))
 
 
@@ -302,7 +324,9 @@ def test_a_hook_on_the_node_that_accumulates_a_gradient_is_refused(late: bool) -
         pipe.step(batch(0), target=batch(0))
     node = weight.expand_as(weight).grad_fn.next_functions[0][0]  # type: ignore[union-attr, operator]
     node.register_prehook(lambda *_: None)
-    with pytest.raises(zbcompile.CaptureError, match=r"AccumulateGrad node on the parameter 'layers\.0\.weight'"):
+    with pytest.raises(
+        zbcompile.CaptureError, match=r"AccumulateGrad node on the parameter 'layers\.0\.weight'"
+    ):
         pipe.step(batch(0), target=batch(0))
 
 
@@ -318,11 +342,14 @@ def registers_another(module: nn.Module, args: Any, output: Tensor) -> None:
 @pytest.mark.mostly_slow(every=2, suite=1)
 @pytest.mark.parametrize("hook", [removes_itself, registers_another])
 def test_a_hook_that_changes_hooks_is_refused(hook: Callable[..., Any]) -> None:
-    """In eager mode each microbatch runs with others; every one was like the first. A refusal leaves what there was."""
+    """In eager mode each microbatch runs with others; every one was like the first. A refusal
+    leaves what there was."""
     net = Net(scaled)
     handle = net.layers[0].register_forward_hook(hook, always_call=True)
     before = [dict(table) for table in forward_hook_tables(net.layers[0])]
-    with pytest.raises(zbcompile.CaptureError, match=r"forward changes the hooks of model\.layers\.0"):
+    with pytest.raises(
+        zbcompile.CaptureError, match=r"forward changes the hooks of model\.layers\.0"
+    ):
         pipeline_of(net).step(batch(0), target=batch(0))
     assert [dict(table) for table in forward_hook_tables(net.layers[0])] == before
     handle.remove()
@@ -342,7 +369,10 @@ def test_a_function_mode_around_a_step_is_refused() -> None:
     for _ in range(2):
         with torch.device("cpu"):
             compare(pipe, net, F.mse_loss, 0)
-        with Twice(), pytest.raises(zbcompile.CaptureError, match="the torch function mode Twice is on"):
+        with (
+            Twice(),
+            pytest.raises(zbcompile.CaptureError, match="the torch function mode Twice is on"),
+        ):
             pipe.step(batch(0), target=batch(0))
 
 
@@ -352,7 +382,9 @@ def test_the_default_dtype_is_seen(capsys: pytest.CaptureFixture[str]) -> None:
     compare(pipe, net, F.mse_loss, 0)
     try:
         torch.set_default_dtype(torch.float64)
-        torch.testing.assert_close(pipe.step(x, target=x), eager(net, F.mse_loss, x, 1), check_dtype=False)
+        torch.testing.assert_close(
+            pipe.step(x, target=x), eager(net, F.mse_loss, x, 1), check_dtype=False
+        )
     finally:
         torch.set_default_dtype(torch.float32)
     assert "compiling again for the default dtype float64" in capsys.readouterr().out
@@ -391,7 +423,9 @@ def test_layers_that_are_gone_are_named() -> None:
     pipe = pipeline_of(net)
     pipe.step(batch(0), target=batch(0))
     net.layers = net.layers[:2]
-    with pytest.raises(zbcompile.PipelineError, match=r"layers\.2\.(weight|bias) was there when the model"):
+    with pytest.raises(
+        zbcompile.PipelineError, match=r"layers\.2\.(weight|bias) was there when the model"
+    ):
         pipe.step(batch(0), target=batch(0))
 
 

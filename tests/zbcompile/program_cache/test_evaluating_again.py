@@ -1,4 +1,5 @@
-"""Evaluations one after the other: what has changed in between is seen or refused, and what is asked for is checked."""
+"""Evaluations one after the other: what has changed in between is seen or refused, and what is
+asked for is checked."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -67,7 +68,9 @@ def test_hooks_that_come_and_go_are_seen(pipe: zbcompile.Pipeline) -> None:
     assert_like_eager(pipe, batch_of(8))
     hook.remove()
     assert_like_eager(pipe, batch_of(8))
-    everywhere = nn.modules.module.register_module_forward_hook(lambda module, given, output: output * 2)
+    everywhere = nn.modules.module.register_module_forward_hook(
+        lambda module, given, output: output * 2
+    )
     try:
         with pytest.raises(zbcompile.CompileError, match="for all modules are registered"):
             pipe.eval(batch_of(8))
@@ -107,7 +110,10 @@ CHANGES: dict[str, tuple[Callable[[nn.ModuleList], Any], str]] = {
         lambda layers: replaced(layers[3], nn.Parameter(torch.zeros(WIDTH, WIDTH))),
         "weight was replaced by another tensor",
     ),
-    "tied": (lambda layers: replaced(layers[3], layers[0].weight), "weight was replaced by another tensor"),
+    "tied": (
+        lambda layers: replaced(layers[3], layers[0].weight),
+        "weight was replaced by another tensor",
+    ),
     "module": (another_module, "weight was replaced by another tensor"),
     "converted": (converted, "weight was float32.* and is float64"),
 }
@@ -168,7 +174,9 @@ def test_compiled_in_inference_mode() -> None:
         inside = pipe.eval(x, microbatches=2)
     assert torch.equal(pipe.eval(batch_of(8), microbatches=2)["rows"], inside["rows"])
     assert_like_eager(pipe, batch_of(8))
-    torch.testing.assert_close(pipe.step(batch_of(8), target=batch_of(8)), loss_of(pipe._model(x.clone()), x.clone()))
+    torch.testing.assert_close(
+        pipe.step(batch_of(8), target=batch_of(8)), loss_of(pipe._model(x.clone()), x.clone())
+    )
 
 
 def test_what_was_evaluated_frozen_trains_later(reference: zbcompile.Pipeline) -> None:
@@ -193,8 +201,13 @@ def test_random_numbers_in_eval_mode_are_said_to_differ() -> None:
 
 
 def calls_apart() -> tuple[list[str], Any]:
-    """What two ranks that ask for different things are told, and then what each gets with outputs="last"."""
-    pipe, x, rank = made(Counting().requires_grad_(False), schedule="1f1b", ranks=None), batch_of(8), dist.get_rank()
+    """What two ranks that ask for different things are told, and then what each gets with
+    outputs="last"."""
+    pipe, x, rank = (
+        made(Counting().requires_grad_(False), schedule="1f1b", ranks=None),
+        batch_of(8),
+        dist.get_rank(),
+    )
     pipe.eval(x)
     labels = torch.zeros(8, dtype=torch.int64)
     calls: list[Callable[[], Any]] = [
@@ -227,7 +240,8 @@ def test_ranks_that_ask_for_different_things(pool: Pool) -> None:
 
 
 def apart() -> tuple[float, str]:
-    """Every rank has weights of its own in a frozen model: what replicas compute, and why stages are refused."""
+    """Every rank has weights of its own in a frozen model: what replicas compute, and why stages
+    are refused."""
     model = Counting(dist.get_rank()).requires_grad_(False)
     parts = mesh_of(dp=2, pp=1)
     pipe = zbcompile.pipeline(model, mesh=parts, schedule="1f1b", microbatches=4)
@@ -243,6 +257,10 @@ def apart() -> tuple[float, str]:
 def test_ranks_that_begin_with_other_weights(pool: Pool) -> None:
     (first, reason), (second, _) = pool.run(apart)
     with torch.no_grad():
-        assert first == second == pytest.approx(Counting(0)(batch_of(8))["rows"].sum().item(), rel=1e-5)
+        assert (
+            first
+            == second
+            == pytest.approx(Counting(0)(batch_of(8))["rows"].sum().item(), rel=1e-5)
+        )
     assert "layers.0.weight" in reason
     assert "\n" not in reason

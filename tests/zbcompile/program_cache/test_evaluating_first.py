@@ -1,4 +1,5 @@
-"""An evaluation before the first step places the parameters: training keeps that, or moves them once."""
+"""An evaluation before the first step places the parameters: training keeps that, or moves them
+once."""
 
 from typing import Any
 
@@ -48,12 +49,18 @@ X = torch.linspace(-1, 1, 4 * WIDTH).sin().view(4, WIDTH)
 
 
 def pipe_of(model: nn.Module, **options: Any) -> zbcompile.Pipeline:
-    options = {"schedule": "1f1b", "ranks": 2, "microbatches": MICROBATCHES, "exact": True} | options
+    options = {
+        "schedule": "1f1b",
+        "ranks": 2,
+        "microbatches": MICROBATCHES,
+        "exact": True,
+    } | options
     return zbcompile.pipeline(model, **options)
 
 
 def life(kind: str, own_loss: bool) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Evaluate, also what is no batch of a step; load other weights; train; evaluate. Results and the last state."""
+    """Evaluate, also what is no batch of a step; load other weights; train; evaluate. Results and
+    the last state."""
     model = MODELS[kind]()
     pipe = pipe_of(model, **({} if own_loss else {"loss": F.mse_loss}))
     optimizer = pipe.optimizer(torch.optim.SGD, lr=0.1)
@@ -105,7 +112,9 @@ def test_training_after_an_evaluation_has_eagers_bits(
     alone = life(kind, own_loss)
     assert ("tensors move to other ranks" in capsys.readouterr().out) == (kind == "moved")
     for found, last in (alone, *pool.run(life, kind, own_loss)):
-        assert [i for i, pair in enumerate(zip(found, losses, strict=True)) if not torch.equal(*pair)] == []
+        assert [
+            i for i, pair in enumerate(zip(found, losses, strict=True)) if not torch.equal(*pair)
+        ] == []
         assert [key for key in state if not torch.equal(last[key], state[key])] == []
 
 
@@ -125,8 +134,8 @@ def test_parameters_that_somebody_has_taken_do_not_move(pool: Pool) -> None:
 
 
 def with_sharded_words(schedule: str, vocab: Any) -> tuple[Tensor, bool]:
-    """The loss of a step after an evaluation, for which the output layer is sharded or a layout searched; whether the
-    layer was sharded."""
+    """The loss of a step after an evaluation, for which the output layer is sharded or a layout
+    searched; whether the layer was sharded."""
     problem = PROBLEMS["small-dropout"]
     batch = problem.batches(1, 2 * ROWS)[0]
     pipe = pipe_of(problem.model(), schedule=schedule, vocab=vocab, loss=problem.loss, exact=False)
@@ -140,7 +149,9 @@ def with_sharded_words(schedule: str, vocab: Any) -> tuple[Tensor, bool]:
 @pytest.mark.mostly_slow(every=2)
 @pytest.mark.slow
 @pytest.mark.parametrize(("schedule", "vocab"), [("1f1b", 1), ("auto", "off")])
-def test_a_layout_for_training_replaces_that_of_the_evaluation(schedule: str, vocab: Any, pool: Pool) -> None:
+def test_a_layout_for_training_replaces_that_of_the_evaluation(
+    schedule: str, vocab: Any, pool: Pool
+) -> None:
     problem = PROBLEMS["small-dropout"]
     batch = problem.batches(1, 2 * ROWS)[0]
     expected = eager_step(problem.model(), problem.loss, batch, MICROBATCHES, 0)
@@ -150,7 +161,8 @@ def test_a_layout_for_training_replaces_that_of_the_evaluation(schedule: str, vo
 
 
 def on_meta() -> tuple[Tensor, bool]:
-    """The loss of a model built on the meta device that was evaluated first; whether this process holds a part."""
+    """The loss of a model built on the meta device that was evaluated first; whether this process
+    holds a part."""
     with torch.device("meta"):
         model = Prepared()
     pipe = pipe_of(model, loss=F.mse_loss, init=lambda name, tensor: tensor.fill_(0.01 * len(name)))

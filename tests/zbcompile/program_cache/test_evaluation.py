@@ -51,7 +51,8 @@ def expected(size: int, with_loss: bool) -> dict[str, Any]:
 
 
 def assert_same_output(ours: Any, theirs: Any) -> None:
-    """Equal structure and values; the last bit of a row may depend on how many rows its GEMM has."""
+    """Equal structure and values; the last bit of a row may depend on how many rows its
+    GEMM has."""
     assert type(ours) is type(theirs)
     if isinstance(theirs, dict):
         assert ours.keys() == theirs.keys()
@@ -69,7 +70,8 @@ def assert_same_output(ours: Any, theirs: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("with_loss", [False, True], ids=["rows", "loss"])
 def test_output_of_any_structure_for_any_batch_size(with_loss: bool, pool: Pool) -> None:
-    """Sizes: what the step takes, one that its microbatches do not divide, a prime, a single sample."""
+    """Sizes: what the step takes, one that its microbatches do not divide, a prime, a single
+    sample."""
     sizes = (8, 6, 7, 1)
     alone = pool.alone(evaluated, sizes, with_loss)
     for ours, size in zip(alone, sizes, strict=True):
@@ -126,7 +128,9 @@ def test_eval_leaves_gradients_alone() -> None:
     pipe.step(*batch.args, target=batch.target)
     before = {name: p.grad.clone() for name, p in pipe.named_parameters() if p.grad is not None}
     pipe.eval(*batch.args)
-    assert_same_tensors({name: p.grad for name, p in pipe.named_parameters()}, before, "gradient of")
+    assert_same_tensors(
+        {name: p.grad for name, p in pipe.named_parameters()}, before, "gradient of"
+    )
 
 
 class EvalHead(nn.Module):
@@ -162,7 +166,10 @@ class OutOfOrder(EvalHead):
 def test_parameters_out_of_order_are_refused() -> None:
     pipe = zbcompile.pipeline(OutOfOrder(), schedule="1f1b", microbatches=4, ranks=2)
     pipe.step(rows(8))
-    with pytest.raises(zbcompile.PartitionError, match="reads its parameters in another order than when it was placed"):
+    with pytest.raises(
+        zbcompile.PartitionError,
+        match="reads its parameters in another order than when it was placed",
+    ):
         pipe.eval(rows(8))
 
 

@@ -1,5 +1,5 @@
-"""A forward-only run is a run like any other: recorded, predicted, in any mode and number of microbatches. It leaves
-nothing behind in what trains."""
+"""A forward-only run is a run like any other: recorded, predicted, in any mode and number of
+microbatches. It leaves nothing behind in what trains."""
 
 import gc
 from dataclasses import replace
@@ -41,7 +41,9 @@ def batch_of(rows: int) -> Tensor:
 
 
 def made() -> zbcompile.Pipeline:
-    pipe = zbcompile.pipeline(Layers(), schedule="zb-v", microbatches=4, ranks=2, loss=F.mse_loss, exact=True)
+    pipe = zbcompile.pipeline(
+        Layers(), schedule="zb-v", microbatches=4, ranks=2, loss=F.mse_loss, exact=True
+    )
     return pipe.compile(batch_of(8), target=batch_of(8))
 
 
@@ -55,14 +57,16 @@ def test_split_microbatches_of_any_shape(pipe: zbcompile.Pipeline) -> None:
     model = Layers().eval()
     parts = [batch_of(rows) for rows in (3, 1, 3)]
     with torch.no_grad():
-        for ours, part in zip(pipe.eval(microbatches=[((part,), {}) for part in parts]), parts, strict=True):
+        for ours, part in zip(
+            pipe.eval(microbatches=[((part,), {}) for part in parts]), parts, strict=True
+        ):
             assert torch.equal(ours, model(part))
 
 
 @pytest.mark.slow
 def test_a_run_is_checked_recorded_and_predicted(pipe: zbcompile.Pipeline) -> None:
-    """Nothing waits after a forward, and however many microbatches there are, a rank needs what one of its stages needs
-    for one of them: no more than in training."""
+    """Nothing waits after a forward, and however many microbatches there are, a rank needs what one
+    of its stages needs for one of them: no more than in training."""
     with pipe.recording() as records:
         pipe.eval(batch_of(8))
     (record,) = records
@@ -86,7 +90,8 @@ def test_a_run_is_checked_recorded_and_predicted(pipe: zbcompile.Pipeline) -> No
 
 @pytest.mark.parametrize("count", [1, 8])
 def test_what_is_predicted_is_alive(pipe: zbcompile.Pipeline, count: int) -> None:
-    """One microbatch in one stage beside messages and outputs, however many microbatches there are."""
+    """One microbatch in one stage beside messages and outputs, however many microbatches
+    there are."""
     x = batch_of(8)
     pipe.eval(x, microbatches=count)
     with Alive([], [*pipe._model.parameters(), *pipe._model.buffers(), x]) as alive:
@@ -102,7 +107,9 @@ def test_step_eval_step_has_the_bits_of_step_step() -> None:
             pipe.step(x, target=x)
             if pipe is one:
                 pipe.eval(x)
-    assert_same_tensors({n: p.grad for n, p in one.named_parameters()}, dict(grads(other)), "gradient of")
+    assert_same_tensors(
+        {n: p.grad for n, p in one.named_parameters()}, dict(grads(other)), "gradient of"
+    )
     assert_same_tensors(one.state_dict(), other.state_dict(), "state dict:")
 
 
@@ -111,7 +118,9 @@ def grads(pipe: zbcompile.Pipeline) -> list[tuple[str, Tensor | None]]:
 
 
 @pytest.mark.slow
-def test_alternating_compiles_and_keeps_nothing(pipe: zbcompile.Pipeline, capsys: pytest.CaptureFixture[str]) -> None:
+def test_alternating_compiles_and_keeps_nothing(
+    pipe: zbcompile.Pipeline, capsys: pytest.CaptureFixture[str]
+) -> None:
     leave_aside()
     x, counts = batch_of(8), []
     for i in range(12):
@@ -120,7 +129,9 @@ def test_alternating_compiles_and_keeps_nothing(pipe: zbcompile.Pipeline, capsys
         if i in (3, 11):
             gc.collect()
             gc.collect()  # values whose weak keys the first one freed
-            counts.append((sum(isinstance(each, Tensor) for each in gc.get_objects()), len(pipe.compilations)))
+            counts.append(
+                (sum(isinstance(each, Tensor) for each in gc.get_objects()), len(pipe.compilations))
+            )
     assert counts[0] == counts[1]
     assert "compiling again" not in capsys.readouterr().out
 

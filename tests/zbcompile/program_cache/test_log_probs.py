@@ -1,5 +1,5 @@
-"""Log-probabilities of labels equal log_softmax and gather of the unsplit model: bit by bit, with a sharded output
-layer within 1e-6 of the largest entry."""
+"""Log-probabilities of labels equal log_softmax and gather of the unsplit model: bit by bit, with a
+sharded output layer within 1e-6 of the largest entry."""
 
 from collections.abc import Callable
 from typing import Any
@@ -25,16 +25,21 @@ def gpt() -> GPT:
 
 
 class Capped(nn.Module):
-    """A soft cap and a temperature, as the model has them, and a vocabulary that does not divide."""
+    """A soft cap and a temperature, as the model has them, and a vocabulary that does not
+    divide."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.table, self.head = nn.Embedding(37, 16), nn.Linear(16, 37)
-        self.body = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16))
+        self.body = nn.Sequential(
+            nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16)
+        )
 
     def forward(self, tokens: Tensor) -> dict[str, Tensor]:
-        return {"logits": 4 * torch.tanh(self.head(torch.tanh(self.body(self.table(tokens)))) / 4) / 0.7}
+        return {
+            "logits": 4 * torch.tanh(self.head(torch.tanh(self.body(self.table(tokens)))) / 4) / 0.7
+        }
 
 
 def loss_of(output: dict[str, Tensor], target: Tensor) -> Tensor:
@@ -84,7 +89,9 @@ def test_bits_of_the_unsplit_model(pipe: zbcompile.Pipeline) -> None:
 def test_the_size_of_microbatches_does_not_matter(pipe: zbcompile.Pipeline, count: int) -> None:
     """A product of fewer rows may round differently, nothing else."""
     tokens, labels = batch_of(8)
-    usual, other = (pipe.log_probs(tokens, labels=labels, microbatches=number) for number in (4, count))
+    usual, other = (
+        pipe.log_probs(tokens, labels=labels, microbatches=number) for number in (4, count)
+    )
     torch.testing.assert_close(other, usual, rtol=1e-6, atol=2e-6)
 
 
@@ -117,14 +124,19 @@ def test_what_is_refused_says_why_in_one_line(pipe: zbcompile.Pipeline) -> None:
         ({"labels": labels[:, :3]}, r"labels= is int64\[8, 3\] and the logits are \[8, 6, 256\]"),
         ({"labels": labels.float()}, "labels= is float32"),
         ({}, "labels= is NoneType"),
-        ({"labels": labels + 255}, "and the output layer has 256 words; expected 0 to 255, or -100"),
+        (
+            {"labels": labels + 255},
+            "and the output layer has 256 words; expected 0 to 255, or -100",
+        ),
         ({"labels": labels, "outputs": "first"}, "outputs='first'"),
         ({"labels": labels, "microbatches": 0}, "microbatches=0"),
     ]
     pipe.log_probs(tokens, labels=labels)
     kept = len(pipe._compiled.cache.evaluations)
     for given, reason in wrong:
-        with pytest.raises((zbcompile.PipelineError, zbcompile.CompileError), match=reason) as raised:
+        with pytest.raises(
+            (zbcompile.PipelineError, zbcompile.CompileError), match=reason
+        ) as raised:
             pipe.log_probs(tokens, **given)
         assert "\n" not in str(raised.value)
     with pytest.raises(zbcompile.PipelineError, match="got no inputs besides labels="):
@@ -145,11 +157,16 @@ class Odd(nn.Module):
 
 @pytest.mark.parametrize(
     ("make", "reason"),
-    [(lambda y: y.argmax(-1), r"returned int64\[4\], which is no logits"), (lambda y: {"score": y}, "without logits")],
+    [
+        (lambda y: y.argmax(-1), r"returned int64\[4\], which is no logits"),
+        (lambda y: {"score": y}, "without logits"),
+    ],
     ids=["numbers", "another name"],
 )
 def test_an_output_without_logits(make: Callable[[Tensor], Any], reason: str) -> None:
-    frozen = zbcompile.pipeline(Odd(make).requires_grad_(False), schedule="1f1b", microbatches=2, ranks=2)
+    frozen = zbcompile.pipeline(
+        Odd(make).requires_grad_(False), schedule="1f1b", microbatches=2, ranks=2
+    )
     with pytest.raises(zbcompile.CompileError, match=reason):
         frozen.log_probs(torch.randn(4, 4), labels=torch.zeros(4, dtype=torch.int64))
 
@@ -168,11 +185,15 @@ def test_a_frozen_model_has_no_backward_graphs() -> None:
 
 
 def sharded(kind: str, vocab: int, frozen: bool) -> list[float]:
-    """The largest differences from eager: of log-probabilities from the shards, and of all logits, for which the rows
-    are gathered."""
-    model, words, loss = (gpt(), VOCABULARY, next_byte_loss) if kind == "tied" else (Capped(), 37, loss_of)
+    """The largest differences from eager: of log-probabilities from the shards, and of all logits,
+    for which the rows are gathered."""
+    model, words, loss = (
+        (gpt(), VOCABULARY, next_byte_loss) if kind == "tied" else (Capped(), 37, loss_of)
+    )
     ranks = None if dist.is_initialized() else 2
-    made = zbcompile.pipeline(model, schedule="zb-v", microbatches=4, ranks=ranks, loss=loss, vocab=vocab)
+    made = zbcompile.pipeline(
+        model, schedule="zb-v", microbatches=4, ranks=ranks, loss=loss, vocab=vocab
+    )
     tokens, labels = batch_of(8, words)
     model.requires_grad_(not frozen)
     if not frozen:
@@ -181,21 +202,29 @@ def sharded(kind: str, vocab: int, frozen: bool) -> list[float]:
         ours = made.log_probs(tokens, labels=labels)
         logits = made.eval(tokens)
     assert ["S" in record.schedule.ops for record in records] == [True, False]
-    assert [parameter.requires_grad for parameter in made.parameters()] == [not frozen] * len(list(made.parameters()))
+    assert [parameter.requires_grad for parameter in made.parameters()] == [not frozen] * len(
+        list(made.parameters())
+    )
     model.requires_grad_(True)
     made.step(tokens, target=tokens)
     assert "T" in made.program.schedule.ops  # what was placed frozen trains from its shards
     assert all(parameter.requires_grad for parameter in made.parameters())
     reference = gpt() if kind == "tied" else Capped()
     theirs = eager(reference, tokens, labels)
-    whole = reference.eval()(tokens).detach() if kind == "tied" else reference(tokens)["logits"].detach()
+    whole = (
+        reference.eval()(tokens).detach()
+        if kind == "tied"
+        else reference(tokens)["logits"].detach()
+    )
     found = [ours, logits if kind == "tied" else logits["logits"]]
     return [distance(a, b) for a, b in zip(found, (theirs, whole), strict=True)]
 
 
 @pytest.mark.slow
 @pytest.mark.mostly_slow(every=3)
-@pytest.mark.parametrize(("kind", "vocab", "frozen"), [("capped", 2, False), ("capped", 1, True), ("tied", 1, True)])
+@pytest.mark.parametrize(
+    ("kind", "vocab", "frozen"), [("capped", 2, False), ("capped", 1, True), ("tied", 1, True)]
+)
 def test_from_shards_of_the_output_layer(kind: str, vocab: int, frozen: bool) -> None:
     assert max(sharded(kind, vocab, frozen)) <= 1e-6
 
@@ -219,4 +248,7 @@ def test_models_that_people_train(problem: str) -> None:
     with torch.no_grad():
         logits = model.eval()(input_ids=tokens, use_cache=False).logits
     found = torch.log_softmax(logits, -1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
-    assert torch.equal(made.log_probs(input_ids=tokens, use_cache=False, labels=labels), found.where(labels >= 0, 0.0))
+    assert torch.equal(
+        made.log_probs(input_ids=tokens, use_cache=False, labels=labels),
+        found.where(labels >= 0, 0.0),
+    )

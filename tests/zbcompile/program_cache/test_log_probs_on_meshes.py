@@ -18,7 +18,9 @@ ROWS = 4
 
 
 def frozen(model: nn.Module, mesh: Any) -> zbcompile.Pipeline:
-    return zbcompile.pipeline(model.requires_grad_(False), mesh=mesh, schedule="1f1b", microbatches=2)
+    return zbcompile.pipeline(
+        model.requires_grad_(False), mesh=mesh, schedule="1f1b", microbatches=2
+    )
 
 
 def far(pipe: zbcompile.Pipeline, logits: Tensor, labels: Tensor, *args: Tensor) -> float:
@@ -34,9 +36,15 @@ def batch(seed: int) -> tuple[Tensor, Tensor]:
 
 
 def beside_tp() -> tuple[float, str]:
-    """Logits that are a DTensor sharded over the words; and local parts of the words, which are refused."""
+    """Logits that are a DTensor sharded over the words; and local parts of the words, which are
+    refused."""
     mesh, (tokens, labels) = mesh_of(pp=1, tp=2), batch(0)
-    found = far(frozen(parallelised(mesh["tp"], "loss", layers=1), mesh), Llama(layers=1)(tokens), labels, tokens)
+    found = far(
+        frozen(parallelised(mesh["tp"], "loss", layers=1), mesh),
+        Llama(layers=1)(tokens),
+        labels,
+        tokens,
+    )
     parts = Llama(layers=1)
     head = ColwiseParallel(input_layouts=Replicate(), output_layouts=Shard(-1))
     parallelize_module(parts, mesh["tp"], {"head": head})
@@ -72,5 +80,8 @@ def on_meshes() -> tuple[list[float], str]:
 def test_on_meshes(pool: Pool) -> None:
     for found, reason in pool.run(on_meshes):
         assert max(found) <= 2e-6
-        assert "this rank's part of them, by its part of head.weight; a distribution needs all words" in reason
+        assert (
+            "this rank's part of them, by its part of head.weight; a distribution needs all words"
+            in reason
+        )
         assert "\n" not in reason

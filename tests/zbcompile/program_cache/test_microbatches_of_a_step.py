@@ -44,7 +44,9 @@ def test_a_smaller_batch_takes_fewer_microbatches_and_compiles_nothing(schedule:
     pipe, model = made(schedule), PROBLEM.model()
     for count in (8, 6, 2, 8):
         loss = pipe.step(*rows(count).args, target=rows(count).target)
-        assert torch.equal(loss, eager_step(model, PROBLEM.loss, rows(count), max(1, count // 2), 0))
+        assert torch.equal(
+            loss, eager_step(model, PROBLEM.loss, rows(count), max(1, count // 2), 0)
+        )
     assert same(pipe, model)
     assert len(pipe.compilations) == 1
 
@@ -63,7 +65,9 @@ def split(batch: Batch, *sizes: int) -> list[Part]:
     """Microbatches of so many samples, with shorter sequences from one to the next."""
     assert batch.target is not None
     pairs = zip(batch.args[0].split(list(sizes)), batch.target.split(list(sizes)), strict=True)
-    return [((x[:, : x.shape[1] - i],), {}, t[:, : t.shape[1] - i]) for i, (x, t) in enumerate(pairs)]
+    return [
+        ((x[:, : x.shape[1] - i],), {}, t[:, : t.shape[1] - i]) for i, (x, t) in enumerate(pairs)
+    ]
 
 
 def eagerly(model: nn.Module, parts: list[Part]) -> torch.Tensor:
@@ -76,7 +80,9 @@ def eagerly(model: nn.Module, parts: list[Part]) -> torch.Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", [pytest.param("zb-v", marks=pytest.mark.beyond_sample), "zb-h1"])
+@pytest.mark.parametrize(
+    "schedule", [pytest.param("zb-v", marks=pytest.mark.beyond_sample), "zb-h1"]
+)
 def test_microbatches_of_several_shapes_in_one_step(schedule: str) -> None:
     pipe, model = made(schedule), PROBLEM.model()
     for sizes in ((2, 2, 2, 2), (3, 1, 4), (2, 2, 2, 2)):
@@ -87,15 +93,21 @@ def test_microbatches_of_several_shapes_in_one_step(schedule: str) -> None:
 
 
 def test_pairs_of_two_shapes_are_one_graph_that_is_made_once() -> None:
-    """Every pair of this step joins graphs of two programs. Another plan of the same steps merges nothing again."""
+    """Every pair of this step joins graphs of two programs. Another plan of the same steps merges
+    nothing again."""
     pipe, model = made("1f1b-overlap"), PROBLEM.model()
     long, short = split(rows(4), 2, 2)
     parts = [long, short, long, short]
     found = []
     for _ in range(2):
         assert torch.equal(pipe.step(microbatches=parts), eagerly(model, parts))
-        (plan, other) = pipe._compiled.cache.plans[-1].plans
-        pairs = [step for order in pipe.program.schedule.orders for step in order if isinstance(step, Pair)]
+        plan, other = pipe._compiled.cache.plans[-1].plans
+        pairs = [
+            step
+            for order in pipe.program.schedule.orders
+            for step in order
+            if isinstance(step, Pair)
+        ]
         assert {*plan.merged, *other.merged} == {*pairs}
         assert all((first.microbatch + second.microbatch) % 2 for first, second in pairs)
         found.append({id(run.__self__) for each in (plan, other) for run in each.merged.values()})  # type: ignore[attr-defined]
@@ -106,7 +118,8 @@ def test_pairs_of_two_shapes_are_one_graph_that_is_made_once() -> None:
 
 @pytest.mark.slow
 def test_packed_microbatches_share_the_valid_tokens_of_their_batch() -> None:
-    """Lengths and masks of their own; the loss is the mean over all tokens that count, whoever holds them."""
+    """Lengths and masks of their own; the loss is the mean over all tokens that count, whoever
+    holds them."""
 
     def loss(output: torch.Tensor, target: tuple[torch.Tensor, ...]) -> torch.Tensor:
         wanted, mask, count = target
@@ -120,12 +133,18 @@ def test_packed_microbatches_share_the_valid_tokens_of_their_batch() -> None:
     model, eager = MLP(2), MLP(2)
     eager.load_state_dict(model.state_dict())
     pipe = zbcompile.pipeline(model, schedule="zb-h1", **options)  # type: ignore[call-overload]
-    found = pipe.step(microbatches=[((x,), {}, (y, mask, count)) for (x, y), mask in zip(packed, masks, strict=True)])
+    found = pipe.step(
+        microbatches=[
+            ((x,), {}, (y, mask, count)) for (x, y), mask in zip(packed, masks, strict=True)
+        ]
+    )
     x, y = (torch.cat(each, 1) for each in zip(*packed, strict=True))
     whole = loss(eager(x), (y, torch.cat(masks, 1), count))
     whole.backward()  # type: ignore[no-untyped-call]
     torch.testing.assert_close(found, whole.detach())
-    torch.testing.assert_close(gradients(pipe), {name: p.grad for name, p in eager.named_parameters()})
+    torch.testing.assert_close(
+        gradients(pipe), {name: p.grad for name, p in eager.named_parameters()}
+    )
 
 
 @pytest.mark.slow
@@ -146,7 +165,8 @@ def test_what_a_step_cannot_take() -> None:
     parts = split(EIGHT, 2, 2, 2, 2)
     pipe = made("dualpipe-v")
     with pytest.raises(
-        PipelineError, match=r"microbatches=4; expected one or more .*target.*when the pipeline is made"
+        PipelineError,
+        match=r"microbatches=4; expected one or more .*target.*when the pipeline is made",
     ):
         pipe.step(microbatches=4)  # type: ignore[arg-type]
     with pytest.raises(PipelineError, match=r"microbatches\[1\] is a list"):
@@ -156,7 +176,9 @@ def test_what_a_step_cannot_take() -> None:
     with pytest.raises(PipelineError, match="a batch of 6 samples cannot be split into 4 equal"):
         pipe.step(*rows(6).args, target=rows(6).target)  # nothing is usual yet
     pipe.step(*EIGHT.args, target=EIGHT.target)
-    with pytest.raises(PipelineError, match=r"has 3 microbatches, and the schedule dualpipe-v admits 4, 5, 6"):
+    with pytest.raises(
+        PipelineError, match=r"has 3 microbatches, and the schedule dualpipe-v admits 4, 5, 6"
+    ):
         pipe.step(*rows(6).args, target=rows(6).target)
     with pytest.raises(PipelineError, match="4 shapes, and max_shapes=3"):
         made(max_shapes=3).step(microbatches=parts)
@@ -179,7 +201,10 @@ def test_inputs_of_two_lengths_that_no_small_count_divides() -> None:
         Pooled(2), schedule="zb-h1", ranks=2, microbatches=4, loss=mse_loss, split={"extra": True}
     )
     pipe.step(torch.randn(8, 32), target=torch.randn(8, 32), extra=torch.randn(12, 32))
-    with pytest.raises(PipelineError, match=r"a batch of 5 samples \(kwargs\['extra'\] has 7\) cannot be split into 4"):
+    with pytest.raises(
+        PipelineError,
+        match=r"a batch of 5 samples \(kwargs\['extra'\] has 7\) cannot be split into 4",
+    ):
         pipe.step(torch.randn(5, 32), target=torch.randn(5, 32), extra=torch.randn(7, 32))
 
 
@@ -187,7 +212,9 @@ def test_inputs_of_two_lengths_that_no_small_count_divides() -> None:
 def test_a_first_step_that_is_refused_leaves_nothing_to_the_next() -> None:
     problem, settings = PROBLEMS["short-mlp"], {"max_shapes": 1, "exact": True}
     pipe, model = (
-        zbcompile.pipeline(problem.model(), schedule="auto", ranks=2, loss=problem.loss, **settings),  # type: ignore[call-overload]
+        zbcompile.pipeline(
+            problem.model(), schedule="auto", ranks=2, loss=problem.loss, **settings
+        ),  # type: ignore[call-overload]
         problem.model(),
     )
     (batch,) = problem.batches(1, 8)

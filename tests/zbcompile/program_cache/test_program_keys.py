@@ -31,19 +31,32 @@ def hook(model: Net) -> None:
 
 
 CHANGES: list[tuple[Callable[[Net], object], dict[str, int], str]] = [
-    (lambda model: model.drop.eval(), {}, r"for drop in eval mode \(program 2; max_shapes=8 are kept\)"),
+    (
+        lambda model: model.drop.eval(),
+        {},
+        r"for drop in eval mode \(program 2; max_shapes=8 are kept\)",
+    ),
     (freeze, {}, "for layers.0.weight and 1 more frozen "),
     (hook, {}, "for other hooks of layers.0 "),
     (lambda model: torch.autocast("cpu", torch.bfloat16), {}, "for autocast to bfloat16 "),
     (lambda model: None, {"rows": 6}, r"for microbatches of args\[0\]\[3, 4\], target\[3, 4\] "),
-    (lambda model: model.eval(), {"rows": 6}, r"for microbatches of .* and the model and 4 more in eval mode "),
+    (
+        lambda model: model.eval(),
+        {"rows": 6},
+        r"for microbatches of .* and the model and 4 more in eval mode ",
+    ),
 ]
 
 
 @pytest.mark.mostly_slow(every=3, suite=1)
-@pytest.mark.parametrize(("change", "batch", "says"), CHANGES, ids=[says[:40] for *_, says in CHANGES])
+@pytest.mark.parametrize(
+    ("change", "batch", "says"), CHANGES, ids=[says[:40] for *_, says in CHANGES]
+)
 def test_the_notice_says_what_changed(
-    change: Callable[[Net], object], batch: dict[str, int], says: str, capsys: pytest.CaptureFixture[str]
+    change: Callable[[Net], object],
+    batch: dict[str, int],
+    says: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     model = Net()
     pipe = zbcompile.pipeline(model, schedule="1f1b", ranks=2, microbatches=2, loss=F.mse_loss)

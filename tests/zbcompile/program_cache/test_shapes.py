@@ -1,4 +1,5 @@
-"""Batches of other sizes: a program per shape, a bounded number of them, every parameter where it was."""
+"""Batches of other sizes: a program per shape, a bounded number of them, every parameter where it
+was."""
 
 import copy
 import gc
@@ -40,8 +41,8 @@ def made() -> Sequences:
 
 @pytest.mark.slow
 def test_a_bounded_number_of_programs(capsys: pytest.CaptureFixture[str]) -> None:
-    """The least recently used one is evicted, but never the first, and comes back when it is asked for; nothing else
-    of it stays in memory. Gradients are eager's throughout."""
+    """The least recently used one is evicted, but never the first, and comes back when it is asked
+    for; nothing else of it stays in memory. Gradients are eager's throughout."""
     model, eager = made(), made()
     pipe = zbcompile.pipeline(
         model, schedule="zb-h1", ranks=2, microbatches=2, loss=F.mse_loss, exact=True, max_shapes=2
@@ -51,7 +52,10 @@ def test_a_bounded_number_of_programs(capsys: pytest.CaptureFixture[str]) -> Non
         batch = sequences(size, length)
         eager.zero_grad()
         model.zero_grad()
-        assert torch.equal(pipe.step(*batch.args, target=batch.target), eager_step(eager, F.mse_loss, batch, 2, step))
+        assert torch.equal(
+            pipe.step(*batch.args, target=batch.target),
+            eager_step(eager, F.mse_loss, batch, 2, step),
+        )
         assert_same_tensors(gradients_of(pipe), gradients_of(eager), "gradient of")
         held.append([weakref.ref(executable.program) for executable in pipe._compiled])
     gc.collect()
@@ -67,7 +71,9 @@ def test_a_bounded_number_of_programs(capsys: pytest.CaptureFixture[str]) -> Non
 
 @pytest.mark.slow
 def test_evaluations_are_bounded_too() -> None:
-    pipe = zbcompile.pipeline(made(), schedule="1f1b", ranks=2, microbatches=2, loss=F.mse_loss, max_shapes=2)
+    pipe = zbcompile.pipeline(
+        made(), schedule="1f1b", ranks=2, microbatches=2, loss=F.mse_loss, max_shapes=2
+    )
     batch = sequences(4, 5)
     pipe.compile(*batch.args, target=batch.target)
     for length in (2, 3, 4):
@@ -77,12 +83,15 @@ def test_evaluations_are_bounded_too() -> None:
 
 @pytest.mark.parametrize("value", [0, "many"])
 def test_max_shapes_is_a_positive_number(value: object) -> None:
-    with pytest.raises(zbcompile.PipelineError, match="expected a positive whole number of programs"):
+    with pytest.raises(
+        zbcompile.PipelineError, match="expected a positive whole number of programs"
+    ):
         zbcompile.pipeline(made(), ranks=1, microbatches=2, max_shapes=value)
 
 
 class Readers(nn.Module):
-    """A value that three nodes read, the second without parameters; long sequences have one operation more."""
+    """A value that three nodes read, the second without parameters; long sequences have one
+    operation more."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,17 +106,25 @@ class Readers(nn.Module):
 
 @pytest.mark.slow
 def test_other_operations_add_gradients_in_order() -> None:
-    """A program with other operations than the first, placed by its parameters: the middle reader stays behind the
-    first one, so the gradients of the value are added as eager does."""
+    """A program with other operations than the first, placed by its parameters: the middle reader
+    stays behind the first one, so the gradients of the value are added as eager does."""
     torch.manual_seed(0)
     model = Readers()
     eager = copy.deepcopy(model)
     pipe = zbcompile.pipeline(
-        model, schedule="zb-h1", ranks=2, microbatches=2, loss=F.mse_loss, exact=True, balance=["tanh"]
+        model,
+        schedule="zb-h1",
+        ranks=2,
+        microbatches=2,
+        loss=F.mse_loss,
+        exact=True,
+        balance=["tanh"],
     )
     for length in (3, 5):
         batch = sequences(4, length)
         model.zero_grad()
         eager.zero_grad()
-        assert torch.equal(pipe.step(*batch.args, target=batch.target), eager_step(eager, F.mse_loss, batch, 2, 0))
+        assert torch.equal(
+            pipe.step(*batch.args, target=batch.target), eager_step(eager, F.mse_loss, batch, 2, 0)
+        )
         assert_same_tensors(gradients_of(pipe), gradients_of(eager), "gradient of")

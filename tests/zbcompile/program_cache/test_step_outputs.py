@@ -1,4 +1,5 @@
-"""`step(return_outputs=True)`: what the model returned, and what the loss function measured, beside the loss."""
+"""`step(return_outputs=True)`: what the model returned, and what the loss function measured, beside
+the loss."""
 
 from typing import Any
 
@@ -19,9 +20,16 @@ def made(schedule: str = "zb-v", **options: object) -> zbcompile.Pipeline:
     return zbcompile.pipeline(PROBLEM.model(), schedule=schedule, **options)  # type: ignore[call-overload]
 
 
-def with_accuracy(logits: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
+def with_accuracy(
+    logits: torch.Tensor, target: torch.Tensor
+) -> tuple[torch.Tensor, dict[str, Any]]:
     right = (logits.argmax(-1) == target).float()
-    metrics = {"accuracy": right.mean(), "right": right.sum().long(), "of rows": right.mean(1), "name": "bytes"}
+    metrics = {
+        "accuracy": right.mean(),
+        "right": right.sum().long(),
+        "of rows": right.mean(1),
+        "name": "bytes",
+    }
     return PROBLEM.loss(logits, target), metrics
 
 
@@ -49,7 +57,9 @@ def test_metrics_are_weighed_as_the_loss() -> None:
     found = []
     for reduction in ("mean", "sum"):
         pipe = made(loss=with_accuracy, loss_reduction=reduction)
-        found.append(pipe.step(*EIGHT.args, target=EIGHT.target, return_outputs=True)[1][1]["accuracy"])
+        found.append(
+            pipe.step(*EIGHT.args, target=EIGHT.target, return_outputs=True)[1][1]["accuracy"]
+        )
     torch.testing.assert_close(found[1], 4 * found[0])
 
 
@@ -64,9 +74,14 @@ class Own(nn.Module):
         return {"loss": late.square().mean(), "early": early, "late": late, "steps": None}
 
 
-def metrics_of(model: nn.Module, parts: list[torch.Tensor], targets: list[torch.Tensor]) -> dict[str, Any]:
+def metrics_of(
+    model: nn.Module, parts: list[torch.Tensor], targets: list[torch.Tensor]
+) -> dict[str, Any]:
     """What `return_metrics` must return, from the unsplit model."""
-    own = [with_accuracy(model(part).detach(), target)[1] for part, target in zip(parts, targets, strict=True)]
+    own = [
+        with_accuracy(model(part).detach(), target)[1]
+        for part, target in zip(parts, targets, strict=True)
+    ]
     return {
         "accuracy": sum(each["accuracy"] / len(own) for each in own),
         "right": [each["right"] for each in own],
@@ -100,26 +115,39 @@ def test_metrics_without_outputs(schedule: str) -> None:
     assert all(torch.equal(p.grad, gradients[name].grad) for name, p in pipe.named_parameters())  # type: ignore[arg-type]
     returned = pipe.program.output
     assert returned is not None
-    assert sorted(spec.shape for _, spec in returned.made.values()) == [(), (), (2,)]  # no logits among them
+    assert sorted(spec.shape for _, spec in returned.made.values()) == [
+        (),
+        (),
+        (2,),
+    ]  # no logits among them
 
 
 def test_metrics_that_cannot_be_returned() -> None:
     both = {"target": EIGHT.target, "return_metrics": True}
-    with pytest.raises(zbcompile.PipelineError, match=r"already come with the metrics, as \(outputs, metrics\)"):
+    with pytest.raises(
+        zbcompile.PipelineError, match=r"already come with the metrics, as \(outputs, metrics\)"
+    ):
         made(loss=with_accuracy).step(*EIGHT.args, return_outputs=True, **both)
-    with pytest.raises(zbcompile.PipelineError, match="return_metrics='all'; expected True or False"):
+    with pytest.raises(
+        zbcompile.PipelineError, match="return_metrics='all'; expected True or False"
+    ):
         made(loss=with_accuracy).step(*EIGHT.args, target=EIGHT.target, return_metrics="all")  # type: ignore[arg-type]
     with pytest.raises(
-        zbcompile.CaptureError, match="return_metrics=True, but the loss function returned a loss alone"
+        zbcompile.CaptureError,
+        match="return_metrics=True, but the loss function returned a loss alone",
     ):
         made().step(*EIGHT.args, **both)
     with pytest.raises(zbcompile.CaptureError, match="return_metrics=True, but there is no loss="):
-        zbcompile.pipeline(Own(), schedule="1f1b", ranks=2, microbatches=4).step(torch.randn(8, 4), return_metrics=True)
+        zbcompile.pipeline(Own(), schedule="1f1b", ranks=2, microbatches=4).step(
+            torch.randn(8, 4), return_metrics=True
+        )
 
 
 def metrics_on_each_rank(schedule: str) -> tuple[torch.Tensor, dict[str, Any]]:
     pipe = made(schedule, ranks=None, loss=with_accuracy)
-    found: tuple[torch.Tensor, dict[str, Any]] = pipe.step(*EIGHT.args, target=EIGHT.target, return_metrics=True)
+    found: tuple[torch.Tensor, dict[str, Any]] = pipe.step(
+        *EIGHT.args, target=EIGHT.target, return_metrics=True
+    )
     return found
 
 
@@ -145,7 +173,9 @@ def test_a_step_without_them_is_another_program() -> None:
     assert len(pipe.compilations) == 2
     with pytest.raises(zbcompile.PipelineError, match="return_outputs='first'; expected one of"):
         pipe.step(*EIGHT.args, target=EIGHT.target, return_outputs="first")
-    with pytest.raises(zbcompile.PipelineError, match=r"return_outputs=tensor\(.*\); expected one of"):
+    with pytest.raises(
+        zbcompile.PipelineError, match=r"return_outputs=tensor\(.*\); expected one of"
+    ):
         pipe.step(*EIGHT.args, target=EIGHT.target, return_outputs=torch.ones(2))  # type: ignore[arg-type]
 
 
@@ -156,7 +186,10 @@ def test_microbatches_of_several_shapes_give_lists() -> None:
     assert target is not None
     parts = [((tokens[:3, :9],), {}, target[:3, :9]), ((tokens[3:],), {}, target[3:])]
     _, found = pipe.step(microbatches=[*parts, *parts], return_outputs=True)
-    assert all(torch.equal(each, model(*args)) for each, (args, _, _) in zip(found, [*parts, *parts], strict=True))
+    assert all(
+        torch.equal(each, model(*args))
+        for each, (args, _, _) in zip(found, [*parts, *parts], strict=True)
+    )
 
 
 def test_outputs_of_earlier_stages_beside_a_loss_of_the_models_own() -> None:
@@ -181,7 +214,8 @@ def on_each_rank(where: bool | str) -> tuple[bool, Any]:
 @pytest.mark.parametrize("where", [True, "last"])
 def test_every_rank_or_the_last_one_gets_them(where: bool | str, pool: Pool) -> None:
     found = pool.run(on_each_rank, where, ranks=2)
-    last = [True, True] if where is True else [True, False]  # the last stage of a V is on the first rank
+    # the last stage of a V is on the first rank
+    last = [True, True] if where is True else [True, False]
     assert [has for has, _ in found] == last
     model = PROBLEM.model()
     for _, (logits, right) in (each for each in found if each[0]):
@@ -193,7 +227,9 @@ def asked_on_each_rank(asked: tuple[bool | str, bool | str]) -> str:
     import torch.distributed as dist
 
     try:
-        made("zb-h1", ranks=None).step(*EIGHT.args, target=EIGHT.target, return_outputs=asked[dist.get_rank()])
+        made("zb-h1", ranks=None).step(
+            *EIGHT.args, target=EIGHT.target, return_outputs=asked[dist.get_rank()]
+        )
     except zbcompile.PipelineError as error:
         return str(error)
     return ""
@@ -202,7 +238,10 @@ def asked_on_each_rank(asked: tuple[bool | str, bool | str]) -> str:
 @pytest.mark.slow
 def test_ranks_ask_alike(pool: Pool) -> None:
     for found in pool.run(asked_on_each_rank, ("last", True), ranks=2):
-        assert "what a step returns is return_outputs='last' on rank 0 and return_outputs=True on rank 1" in found
+        assert (
+            "what a step returns is return_outputs='last' on rank 0 and return_outputs=True on"
+            " rank 1" in found
+        )
 
 
 def later_on_each_replica(asked: tuple[bool | str, bool | str]) -> str:
@@ -229,5 +268,7 @@ def test_replicas_ask_alike_in_later_steps(pool: Pool) -> None:
 @pytest.mark.parametrize("vocab", [1, 2])
 def test_a_sharded_output_layer_makes_no_outputs(vocab: int) -> None:
     pipe = made(vocab=vocab, exact=False)
-    with pytest.raises(zbcompile.PipelineError, match="needs whole outputs, and the output layer is sharded"):
+    with pytest.raises(
+        zbcompile.PipelineError, match="needs whole outputs, and the output layer is sharded"
+    ):
         pipe.step(*EIGHT.args, target=EIGHT.target, return_outputs=True)

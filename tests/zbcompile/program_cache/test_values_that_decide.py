@@ -1,4 +1,5 @@
-"""Models that decide by values: static inputs compile a program for each value, everything else is refused."""
+"""Models that decide by values: static inputs compile a program for each value, everything else is
+refused."""
 
 import copy
 from pathlib import Path
@@ -23,7 +24,13 @@ from tests.support.training import assert_same_tensors, gradients_of
 from zbcompile.errors import PipelineError
 from zbcompile.passes.errors import CaptureError, PartitionError
 
-OPTIONS = {"schedule": "1f1b", "ranks": 2, "microbatches": 4, "loss": nn.functional.mse_loss, "exact": True}
+OPTIONS = {
+    "schedule": "1f1b",
+    "ranks": 2,
+    "microbatches": 4,
+    "loss": nn.functional.mse_loss,
+    "exact": True,
+}
 MASK = ("args[1]",)
 
 
@@ -58,7 +65,9 @@ def test_an_evaluation_computes_its_batch_as_a_whole() -> None:
 @pytest.mark.parametrize("kinds", [("padded", "full"), ("full", "padded")])
 def test_programs_that_read_a_parameter_on_other_stages_are_refused(kinds: tuple[str, str]) -> None:
     """A layer runs on one stage, or on two."""
-    with pytest.raises(PartitionError, match="reads its parameters in another order than when it was placed"):
+    with pytest.raises(
+        PartitionError, match="reads its parameters in another order than when it was placed"
+    ):
         follow(kinds, "zb-h1", 4, model=Reusing(), ranks=2, static_inputs=MASK)
 
 
@@ -83,7 +92,9 @@ def test_values_and_shapes_together_keep_so_many_programs() -> None:
     torch.manual_seed(0)
     model = Curious(WIDTH)
     eager = Eager(copy.deepcopy(model), 2)
-    pipe = zbcompile.pipeline(model, max_shapes=2, static_inputs=MASK, **{**OPTIONS, "ranks": 1, "microbatches": 2})
+    pipe = zbcompile.pipeline(
+        model, max_shapes=2, static_inputs=MASK, **{**OPTIONS, "ranks": 1, "microbatches": 2}
+    )
     for rows in (2, 4):
         for length in (1, 2):
             x, mask, target = (each[:rows] for each in batch_of("full", 2))
@@ -93,12 +104,17 @@ def test_values_and_shapes_together_keep_so_many_programs() -> None:
 
 
 def test_a_decision_is_refused_with_its_line_and_the_remedy() -> None:
-    with pytest.raises(CaptureError, match=r"value that depends on its inputs \(.*deciding\.py:\d+\).*static_inputs"):
+    with pytest.raises(
+        CaptureError,
+        match=r"value that depends on its inputs \(.*deciding\.py:\d+\).*static_inputs",
+    ):
         follow(("full",), "zb-h1", 2, ranks=2)
 
 
 def test_a_static_input_that_is_none() -> None:
-    with pytest.raises(PipelineError, match=r"'mask', which is not an input; the inputs are args\[0\], args\[1\]"):
+    with pytest.raises(
+        PipelineError, match=r"'mask', which is not an input; the inputs are args\[0\], args\[1\]"
+    ):
         follow(("full",), "zb-h1", 2, ranks=2, static_inputs=("mask",))
 
 
@@ -126,7 +142,9 @@ def test_an_assert_is_refused_or_guarded() -> None:
     eager = copy.deepcopy(model)
     with pytest.warns(UserWarning, match="path that it has for compilers"):
         loss = zbcompile.pipeline(model, **OPTIONS).step(x, target=x)
-    assert torch.equal(loss, sum(nn.functional.mse_loss(eager(part), part).detach() / 4 for part in x.chunk(4)))
+    assert torch.equal(
+        loss, sum(nn.functional.mse_loss(eager(part), part).detach() / 4 for part in x.chunk(4))
+    )
 
 
 class Limited(nn.Module):
@@ -143,7 +161,8 @@ class Limited(nn.Module):
 
 @pytest.mark.slow
 def test_plain_tensors_that_change_between_steps() -> None:
-    """In place they count, alone as well as beside inputs; one that is replaced is read from then on."""
+    """In place they count, alone as well as beside inputs; one that is replaced is read from then
+    on."""
     model, x = Limited(), torch.randn(4, WIDTH)
     pipe = zbcompile.pipeline(model, **{**OPTIONS, "ranks": 1, "microbatches": 1})
     for change in (model.limit, model.scales[0], model.scales[1]):
@@ -156,7 +175,8 @@ def test_plain_tensors_that_change_between_steps() -> None:
 
 @pytest.mark.slow
 def test_a_saved_program_refuses_other_values(tmp_path: Path) -> None:
-    """In one line, before anything runs; with the value that it was compiled for it runs the same bits."""
+    """In one line, before anything runs; with the value that it was compiled for it runs the same
+    bits."""
     pipe = follow(("full",), "zb-h1", 2, ranks=2, static_inputs=MASK)
     pipe.program.save(tmp_path / "program")
     loaded = zbcompile.load(tmp_path / "program", state_dict=pipe.state_dict(full=True))
@@ -168,5 +188,7 @@ def test_a_saved_program_refuses_other_values(tmp_path: Path) -> None:
     assert torch.equal(loaded.step(x, mask, target=target), pipe.step(x, mask, target=target))
     assert_same_tensors(gradients_of(loaded), gradients_of(pipe), "gradient of")
     x, mask, target = batch_of("padded", 2)
-    with pytest.raises(PipelineError, match=r"args\[1\] = \[\[1, 1, 1, 1, 1\].*received .*args\[1\] = "):
+    with pytest.raises(
+        PipelineError, match=r"args\[1\] = \[\[1, 1, 1, 1, 1\].*received .*args\[1\] = "
+    ):
         loaded.step(x, mask, target=target)

@@ -1,4 +1,5 @@
-"""Dropout under autocast: scaled in the low precision, forward and backward, as eager's kernels do."""
+"""Dropout under autocast: scaled in the low precision, forward and backward, as eager's
+kernels do."""
 
 import copy
 
@@ -13,7 +14,8 @@ from tests.support.zoo import SMALL, ZOO
 
 @pytest.mark.slow
 def test_bert_with_dropout() -> None:
-    """Every gradient of BERT bit for bit; its head is not tied, since eager casts a tied weight once for both uses."""
+    """Every gradient of BERT bit for bit; its head is not tied, since eager casts a tied weight
+    once for both uses."""
     from transformers import BertConfig, BertForMaskedLM
 
     torch.manual_seed(0)
@@ -26,27 +28,38 @@ def test_bert_with_dropout() -> None:
     expected = torch.tensor(0.0)
     for i, part in enumerate(batch.parts(2)):
         torch.manual_seed(zbcompile.microbatch_seed(0, i))
-        with torch.autocast("cpu", dtype=torch.bfloat16):  # its backward stands outside, as torch recommends
+        with torch.autocast(
+            "cpu", dtype=torch.bfloat16
+        ):  # its backward stands outside, as torch recommends
             scaled = microbatch_loss(eager, None, part) / 2
         scaled.backward()
         expected = expected + scaled.detach()
     theirs, ours = gradients_of(eager), gradients_of(pipe)
     assert torch.equal(loss, expected)
     assert len(ours) == len(theirs) > 40
-    assert [name for name, value in theirs.items() if value is not None and not torch.equal(ours[name], value)] == []
+    assert [
+        name
+        for name, value in theirs.items()
+        if value is not None and not torch.equal(ours[name], value)
+    ] == []
 
 
 @pytest.mark.slow
 def test_a_program_without_parameters_on_the_last_stage() -> None:
-    """Of a small model autocast's program has only casts and the loss there; without autocast there is but the loss."""
+    """Of a small model autocast's program has only casts and the loss there; without autocast there
+    is but the loss."""
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Embedding(64, 4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 64))
+    model = torch.nn.Sequential(
+        torch.nn.Embedding(64, 4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 64)
+    )
     eager, x = copy.deepcopy(model), torch.arange(8).view(4, 2)
 
     def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.cross_entropy(output.flatten(0, 1).float(), target.flatten())
 
-    pipe = zbcompile.pipeline(model, schedule="zb-h1", ranks=2, microbatches=2, loss=loss, exact=True)
+    pipe = zbcompile.pipeline(
+        model, schedule="zb-h1", ranks=2, microbatches=2, loss=loss, exact=True
+    )
     for enabled in (True, False):
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
             found = pipe.step(x, target=x)

@@ -23,7 +23,8 @@ LAYERS, WIDTH, EXPERTS, MICROBATCHES, ROWS = 2, 8, 2, 4, 6
 
 
 class Seen(NamedTuple):
-    """What one rank saw of one step: its expert, the loss, gradients, its model's output, the norm, and the refusal."""
+    """What one rank saw of one step: its expert, the loss, gradients, its model's output, the norm,
+    and the refusal."""
 
     expert: int
     loss: Tensor
@@ -50,14 +51,19 @@ def batch_of(expert: int) -> tuple[Tensor, Tensor]:
 
 
 def trained(schedule: str, folder: Path) -> Seen:
-    """One step of this rank's pipeline. The pipelines of both experts exchange tokens, rank by rank. Saved, loaded on
-    other groups of the mesh and run again, they give the same bits."""
+    """One step of this rank's pipeline. The pipelines of both experts exchange tokens, rank by
+    rank. Saved, loaded on other groups of the mesh and run again, they give the same bits."""
     shape = (EXPERTS, dist.get_world_size() // EXPERTS)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("ep", "pp"))
     expert = mesh["ep"].get_local_rank()
     inputs, targets = batch_of(expert)
     model = model_of(expert, mesh["ep"].get_group())
-    options = {"schedule": schedule, "microbatches": MICROBATCHES, "loss": F.mse_loss, "exact": True}
+    options = {
+        "schedule": schedule,
+        "microbatches": MICROBATCHES,
+        "loss": F.mse_loss,
+        "exact": True,
+    }
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     pipe = zbcompile.pipeline(model, mesh=mesh, placements=EXPERT, **options)
     loss = pipe.step(inputs, target=targets)
@@ -70,19 +76,26 @@ def trained(schedule: str, folder: Path) -> Seen:
     assert_same_tensors(gradients_of(loaded), gradients, "gradient of")
     loaded.close()
     with pytest.raises(zbcompile.PipelineError) as refused:
-        zbcompile.load(folder / "program", mesh=init_device_mesh("cpu", shape, mesh_dim_names=("dp", "pp")))
+        zbcompile.load(
+            folder / "program", mesh=init_device_mesh("cpu", shape, mesh_dim_names=("dp", "pp"))
+        )
     return Seen(expert, loss, gradients, output, norm, str(refused.value))
 
 
 def everywhere(models: list[MoE], xs: list[Tensor]) -> list[Tensor]:
-    """What the ranks compute together, in one process: the exchange is an exchange of parts of tensors."""
+    """What the ranks compute together, in one process: the exchange is an exchange of parts of
+    tensors."""
     for layer in range(LAYERS):
         experts = [model.experts[layer] for model in models]
         xs = [torch.tanh(model.mixers[layer](x)) for model, x in zip(models, xs, strict=True)]
         sent = [each.choose(x) for each, x in zip(experts, xs, strict=True)]
-        made = [each.expert(x) for each, x in zip(experts, swapped([s[0] for s in sent]), strict=True)]
+        made = [
+            each.expert(x) for each, x in zip(experts, swapped([s[0] for s in sent]), strict=True)
+        ]
         parts = zip(experts, xs, swapped(made), sent, strict=True)
-        xs = [each.combine(x, back, chosen, weights) for each, x, back, (_, chosen, weights) in parts]
+        xs = [
+            each.combine(x, back, chosen, weights) for each, x, back, (_, chosen, weights) in parts
+        ]
     return xs
 
 
@@ -92,7 +105,8 @@ def swapped(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def oracle() -> tuple[list[Tensor], list[MoE], list[Tensor]]:
-    """The losses of both batches, models with gradients and outputs, without pipelines and without collectives."""
+    """The losses of both batches, models with gradients and outputs, without pipelines and without
+    collectives."""
     group = SimpleNamespace(size=lambda: EXPERTS, group_name="")
     models = [model_of(expert, group) for expert in range(EXPERTS)]
     batches = [batch_of(expert) for expert in range(EXPERTS)]
@@ -101,7 +115,8 @@ def oracle() -> tuple[list[Tensor], list[MoE], list[Tensor]]:
     for i in range(MICROBATCHES):
         results = everywhere(models, [inputs[i] for inputs, _ in parts])
         losses = [
-            F.mse_loss(y, targets[i]) / (MICROBATCHES * EXPERTS) for y, (_, targets) in zip(results, parts, strict=True)
+            F.mse_loss(y, targets[i]) / (MICROBATCHES * EXPERTS)
+            for y, (_, targets) in zip(results, parts, strict=True)
         ]
         torch.autograd.backward(losses)
         totals = [total + loss.detach() for total, loss in zip(totals, losses, strict=True)]
@@ -111,11 +126,13 @@ def oracle() -> tuple[list[Tensor], list[MoE], list[Tensor]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("schedule", "ranks"), [("zb-h1", 2), pytest.param("dualpipe-v", 4, marks=pytest.mark.beyond_sample)]
+    ("schedule", "ranks"),
+    [("zb-h1", 2), pytest.param("dualpipe-v", 4, marks=pytest.mark.beyond_sample)],
 )
 def test_experts_on_other_ranks(schedule: str, ranks: int, pool: Pool, tmp_path: Path) -> None:
-    """The gradients are those of one process that has all experts: of an expert the sum over all tokens that reached
-    it, of the rest the sum over both batches. Under dualpipe-v pairs interleave the exchanges."""
+    """The gradients are those of one process that has all experts: of an expert the sum over all
+    tokens that reached it, of the rest the sum over both batches. Under dualpipe-v pairs interleave
+    the exchanges."""
     losses, models, outputs = oracle()
     whole = [gradients_of(model) for model in models]
     experts = [gradient for each in whole for name, gradient in each.items() if is_expert(name)]
@@ -125,9 +142,13 @@ def test_experts_on_other_ranks(schedule: str, ranks: int, pool: Pool, tmp_path:
         assert torch.allclose(seen.loss, sum(losses), rtol=1e-6)
         assert torch.allclose(seen.norm, norm, rtol=1e-6)
         for name, gradient in seen.gradients.items():
-            parts = [whole[seen.expert][name]] if is_expert(name) else [each[name] for each in whole]
+            parts = (
+                [whole[seen.expert][name]] if is_expert(name) else [each[name] for each in whole]
+            )
             assert gradient is not None
-            assert torch.allclose(gradient, sum(parts), rtol=0, atol=1e-6 * float(gradient.abs().max()))  # type: ignore
+            assert torch.allclose(
+                gradient, sum(parts), rtol=0, atol=1e-6 * float(gradient.abs().max())
+            )  # type: ignore
         assert_same_tensors([seen.output], [outputs[seen.expert]], "output")
         assert 'compiled for 2 ranks along "ep", but there are 1' in seen.refusal
 
@@ -166,7 +187,9 @@ def refusals() -> list[str]:
     for model in (Plain(), Branching(dist.group.WORLD)):
         x = torch.randn(4, WIDTH)
         with pytest.raises(zbcompile.CaptureError) as refused:
-            zbcompile.pipeline(model, schedule="1f1b", microbatches=2, loss=F.mse_loss).step(x, target=x)
+            zbcompile.pipeline(model, schedule="1f1b", microbatches=2, loss=F.mse_loss).step(
+                x, target=x
+            )
         texts.append(str(refused.value))
     return texts
 

@@ -1,4 +1,5 @@
-"""On CUDA: the same gradients, and a host that never waits. Skipped, with the reason, where there are too few GPUs."""
+"""On CUDA: the same gradients, and a host that never waits. Skipped, with the reason, where there
+are too few GPUs."""
 
 from contextlib import nullcontext
 from typing import Any
@@ -14,7 +15,8 @@ from tests.support.on_gpus import one_gpu, two_gpus, waiting_forbidden
 from tests.support.oracle import PROBLEMS, Batch, eager_step
 from tests.support.pool import Pool
 
-# float32 GEMMs of another shape or order: 2^-23 per addition, some hundred of them. TF32 is off by default.
+# float32 GEMMs of another shape or order: 2^-23 per addition, some hundred of them. TF32 is off by
+# default.
 BOUND = 1e-4
 
 
@@ -31,7 +33,9 @@ def assert_steps_as_eager(
     model, twin = chosen.model().to(device), chosen.model().to(device)
     options: dict[str, Any] = {"schedule": schedule, "microbatches": microbatches, "ranks": ranks}
     exact = vocab == "off"
-    pipe = zbcompile.pipeline(model, loss=chosen.loss, exact=exact, vocab=vocab, backend=backend, **options)
+    pipe = zbcompile.pipeline(
+        model, loss=chosen.loss, exact=exact, vocab=vocab, backend=backend, **options
+    )
     for step, batch in enumerate(batches):
         moved = on_device(batch, device)
         with waiting_forbidden() if step else nullcontext():  # the first step compiles
@@ -42,7 +46,8 @@ def assert_steps_as_eager(
 
 
 def assert_gradients_as(pipe: zbcompile.Pipeline, expected: dict[str, torch.nn.Parameter]) -> None:
-    """Also of the rows of a sharded vocabulary that are here, of which ranks need not hold equally many."""
+    """Also of the rows of a sharded vocabulary that are here, of which ranks need not hold equally
+    many."""
     sharded = pipe.program.vocabulary
     for name, parameter in pipe.named_parameters():
         whole = expected[name].grad
@@ -82,13 +87,17 @@ def test_sharded_vocabulary_in_one_process(vocab: int) -> None:
 
 def rank_of_two(schedule: str, vocab: str | int = "off") -> None:
     device = torch.device("cuda", dist.get_rank())
-    assert_steps_as_eager("small-dropout" if vocab == "off" else "small-tied", schedule, None, device, vocab)
+    assert_steps_as_eager(
+        "small-dropout" if vocab == "off" else "small-tied", schedule, None, device, vocab
+    )
 
 
 @two_gpus
 @pytest.mark.mostly_slow(every=9, suite=3)
 @pytest.mark.parametrize("backend", ["nccl", "nccl, bound"], ids=["lazy", "bound to a device"])
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "interleaved-zb", "zb-v", "dualpipe-v", "dualpipe"])
+@pytest.mark.parametrize(
+    "schedule", ["1f1b", "zb-h1", "interleaved-zb", "zb-v", "dualpipe-v", "dualpipe"]
+)
 def test_two_processes_over_nccl(pool: Pool, schedule: str, backend: str) -> None:
     """Also in a group that is bound to its device, whose pairs share one communicator."""
     pool.run(rank_of_two, schedule, backend=backend)
@@ -115,7 +124,10 @@ def test_two_ranks_on_one_gpu_are_refused(pool: Pool) -> None:
 
 def on_the_host_with_a_mesh_of_gpus() -> None:
     mesh = init_device_mesh("cuda", (2,), mesh_dim_names=("pp",))
-    with pytest.raises(zbcompile.PipelineError, match="the model is on cpu, for which the process group has the back"):
+    with pytest.raises(
+        zbcompile.PipelineError,
+        match="the model is on cpu, for which the process group has the back",
+    ):
         zbcompile.pipeline(PROBLEMS["mlp"].model(), mesh=mesh, schedule="1f1b", microbatches=2)
 
 

@@ -1,5 +1,7 @@
-"""On CUDA, what else a pipeline does: replicas, optimizers that they divide, tensor parallelism, checkpoints, autocast,
-faults. The functions are those of the CPU's tests; steps wait for no device from the second one on."""
+"""On CUDA, what else a pipeline does: replicas, optimizers that they divide, tensor parallelism,
+checkpoints, autocast, faults. The functions are those of the CPU's tests; steps wait for no device
+from the second one on.
+"""
 
 import copy
 import re
@@ -22,18 +24,27 @@ from tests.support.training import assert_same_tensors
 from tests.zbcompile.runtime.test_mesh import trained as trained_on_a_mesh
 
 BOUND = 1e-4  # see test_cuda.py
-FOUR: Any = {"ranks": 4, "backend": "nccl", "timeout": 300}  # whose processes are not forked: each begins by compiling
+FOUR: Any = {
+    "ranks": 4,
+    "backend": "nccl",
+    "timeout": 300,
+}  # whose processes are not forked: each begins by compiling
 
 
 @four_gpus
 @pytest.mark.mostly_slow(every=2)
-@pytest.mark.parametrize(("problem", "schedule"), [("small-tied", "dualpipe"), ("small-dropout", "zb-h1")])
+@pytest.mark.parametrize(
+    ("problem", "schedule"), [("small-tied", "dualpipe"), ("small-dropout", "zb-h1")]
+)
 def test_two_replicas(problem: str, schedule: str, pool: Pool) -> None:
-    """The loss and the gradients of the concatenated batch; a step inside no_sync before two others."""
+    """The loss and the gradients of the concatenated batch; a step inside no_sync before two
+    others."""
     runs = pool.run(on_gpu, replicated, problem, schedule, "mean", 1, **FOUR)
     expected = on_gpu(in_one_process, problem, "mean", 3)
     for run in runs:
-        torch.testing.assert_close(torch.stack(run.losses), torch.stack(expected.losses), rtol=BOUND, atol=0)
+        torch.testing.assert_close(
+            torch.stack(run.losses), torch.stack(expected.losses), rtol=BOUND, atol=0
+        )
         torch.testing.assert_close(run.norm, expected.norm, rtol=BOUND, atol=0)
         for name, gradient in run.gradients.items():
             other = expected.gradients[name]
@@ -62,8 +73,8 @@ def test_a_divided_optimizer(training: Training, pool: Pool) -> None:
 
 @four_gpus
 def test_checkpoints_move(pool: Pool, tmp_path: Path) -> None:
-    """Saved with zero=0 and zero=1, loaded and saved under another schedule, level and number of replicas: one state,
-    which a model on the host reads."""
+    """Saved with zero=0 and zero=1, loaded and saved under another schedule, level and number of
+    replicas: one state, which a model on the host reads."""
     moves = (("zb-v", 1, 2), ("1f1b", 0, 4))
     pool.run(on_gpu, saved_and_moved, Training(), str(tmp_path), moves, **FOUR)
     states = [read_back(tmp_path / str(number)) for number in range(len(moves) + 1)]
@@ -87,10 +98,13 @@ def test_tensor_parallelism(kind: str, schedule: str, pool: Pool, tmp_path: Path
 
 
 def autocast_steps() -> list[float]:
-    """By how much losses and gradients under autocast differ from eager's, relative to the largest entry."""
+    """By how much losses and gradients under autocast differ from eager's, relative to the largest
+    entry."""
     model = MLP()
     twin, found = copy.deepcopy(model), []
-    pipe = zbcompile.pipeline(model, schedule="zb-v", ranks=2, microbatches=4, loss=F.mse_loss, exact=True)
+    pipe = zbcompile.pipeline(
+        model, schedule="zb-v", ranks=2, microbatches=4, loss=F.mse_loss, exact=True
+    )
     for step, batch in enumerate(PROBLEMS["mlp"].batches(3, 8)):
         with torch.autocast("cuda", torch.bfloat16):
             loss = pipe.step(*batch.args, target=batch.target)
@@ -108,7 +122,8 @@ def test_autocast() -> None:
 ENDS = [
     each
     for each in SCENARIOS
-    if each.name in ("an exception in W", "an exception in T") or each.name.startswith("a rank that a device waits for")
+    if each.name in ("an exception in W", "an exception in T")
+    or each.name.startswith("a rank that a device waits for")
 ]
 
 

@@ -21,8 +21,9 @@ from zbcompile.runtime.gradient_sums import Gradients
 from zbcompile.schedules import with_updates
 from zbcompile.schedules.ir.actions import REDUCE, flatten
 
-# Sums of the same numbers in another order: replicas add up their own microbatches first. Each addition rounds by at
-# most 2^-24 of the sum so far; 24 of them stay below this, relative to the largest entry.
+# Sums of the same numbers in another order: replicas add up their own microbatches first. Each
+# addition rounds by at most 2^-24 of the sum so far; 24 of them stay below this, relative to the
+# largest entry.
 BOUND = 24 * 2.0**-24
 
 
@@ -52,7 +53,9 @@ def test_gradients_are_those_of_the_concatenated_batch(
     expected = in_one_process(problem, reduction, unsynchronised + 2)
     names: set[str] = set()
     for rank, run in enumerate(runs):
-        assert torch.allclose(torch.stack(run.losses), torch.stack(expected.losses), rtol=BOUND, atol=0)
+        assert torch.allclose(
+            torch.stack(run.losses), torch.stack(expected.losses), rtol=BOUND, atol=0
+        )
         assert_near(run.gradients, expected.gradients)
         assert torch.allclose(run.norm, expected.norm, rtol=BOUND)
         assert_near(run.clipped, expected.clipped)
@@ -64,8 +67,9 @@ def test_gradients_are_those_of_the_concatenated_batch(
 
 @pytest.mark.slow
 def test_half_precision_is_rounded_after_the_sum_over_replicas(pool: Pool) -> None:
-    """Sums are float32 until the end, so they differ from one float32 sum by the order of additions alone: about 1e-7,
-    which turns the rounding to bfloat16 (8 bits) for one entry in some thousand, by one step."""
+    """Sums are float32 until the end, so they differ from one float32 sum by the order of additions
+    alone: about 1e-7, which turns the rounding to bfloat16 (8 bits) for one entry in some thousand,
+    by one step."""
     expected = summed_in_single_precision()
     for found in pool.run(replicated_in_half_precision, ranks=4):
         for name, gradient in found.items():
@@ -100,7 +104,8 @@ def test_clipping_counts_tied_parameters_once(pool: Pool) -> None:
 
 
 def test_a_reduction_begins_after_the_last_weight_gradient_of_its_stage() -> None:
-    """Not at the end of the step: on each rank of ZB-V the first of the two stages is reduced while passes remain."""
+    """Not at the end of the step: on each rank of ZB-V the first of the two stages is reduced while
+    passes remain."""
     pipe = pipeline_of(Case("mlp", "zb-v", 2, 4))
     batch = PROBLEMS["mlp"].batches(1, 8)[0]
     program = pipe.compile(*batch.args, target=batch.target).program

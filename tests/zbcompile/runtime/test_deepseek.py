@@ -1,4 +1,5 @@
-"""A model after DeepSeek-V3, with losses on several stages and a router that is balanced without gradients."""
+"""A model after DeepSeek-V3, with losses on several stages and a router that is balanced without
+gradients."""
 
 from typing import Literal
 
@@ -15,24 +16,42 @@ MICROBATCHES = 4
 
 @pytest.fixture(scope="module")
 def eager() -> dict[str, torch.Tensor]:
-    """Losses of two steps, gradients, and buffers: how many tokens each expert got, and the bias that follows."""
+    """Losses of two steps, gradients, and buffers: how many tokens each expert got, and the bias
+    that follows."""
     model, tokens = model_and_tokens(2 * MICROBATCHES)
-    losses = [eager_step(model, None, Batch((tokens,), {}), MICROBATCHES, step) for step in range(2)]
-    return {"first": losses[0], "second": losses[1], **gradients_of(model), **dict(model.named_buffers())}
+    losses = [
+        eager_step(model, None, Batch((tokens,), {}), MICROBATCHES, step) for step in range(2)
+    ]
+    return {
+        "first": losses[0],
+        "second": losses[1],
+        **gradients_of(model),
+        **dict(model.named_buffers()),
+    }
 
 
 @pytest.mark.beyond_sample
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("schedule", "ranks", "recompute"), [("zb-h1", 4, "off"), ("zb-v", 2, "full"), ("dualpipe-v", 2, "full")]
+    ("schedule", "ranks", "recompute"),
+    [("zb-h1", 4, "off"), ("zb-v", 2, "full"), ("dualpipe-v", 2, "full")],
 )
 def test_bitwise(schedule: str, ranks: int, recompute: str, eager: dict[str, torch.Tensor]) -> None:
     """With recomputation as well: no token is counted twice."""
     model, tokens = model_and_tokens(2 * MICROBATCHES)
-    options = {"schedule": schedule, "ranks": ranks, "recompute": recompute, "microbatches": MICROBATCHES}
+    options = {
+        "schedule": schedule,
+        "ranks": ranks,
+        "recompute": recompute,
+        "microbatches": MICROBATCHES,
+    }
     pipe = zbcompile.pipeline(model, exact=True, **options)
     losses = {"first": pipe.step(tokens), "second": pipe.step(tokens)}
-    found = {**losses, **{n: p.grad for n, p in pipe.named_parameters()}, **dict(model.named_buffers())}
+    found = {
+        **losses,
+        **{n: p.grad for n, p in pipe.named_parameters()},
+        **dict(model.named_buffers()),
+    }
     assert found.keys() == eager.keys()
     assert [name for name, value in eager.items() if not torch.equal(found[name], value)] == []
 
@@ -45,7 +64,9 @@ def test_the_output_layer_of_three_losses_is_sharded(
 ) -> None:
     """Two steps, within the bound of sums in another order."""
     model, tokens = model_and_tokens(2 * MICROBATCHES)
-    pipe = zbcompile.pipeline(model, schedule=schedule, ranks=2, microbatches=MICROBATCHES, vocab=vocab)
+    pipe = zbcompile.pipeline(
+        model, schedule=schedule, ranks=2, microbatches=MICROBATCHES, vocab=vocab
+    )
     losses = {"first": pipe.step(tokens), "second": pipe.step(tokens)}
     assert pipe.program.vocabulary is not None
     for name, value in ({**losses, **{n: p.grad for n, p in pipe.named_parameters()}}).items():

@@ -37,8 +37,8 @@ def steps_of(pipe: Any, x: Tensor) -> tuple[list[Tensor], dict[str, Tensor]]:
 
 
 class ByHand(nn.Module):
-    """Dropouts of what all ranks along `name` have; of this rank's columns ("tp") or part of the sequence; and of what
-    is gathered from these."""
+    """Dropouts of what all ranks along `name` have; of this rank's columns ("tp") or part of the
+    sequence; and of what is gathered from these."""
 
     def __init__(self, mesh: Any, name: str) -> None:
         super().__init__()
@@ -56,19 +56,30 @@ class ByHand(nn.Module):
         if self.name == "cp":
             parts = self.along.gather(dropped, 1)
             return common, parts, F.dropout(torch.ones_like(parts) + 0 * parts)
-        parts, total = self.along.gather(dropped.detach(), -1), leave(dropped.sum(-1, keepdim=True), self.along.group)
-        return common, parts, F.dropout(torch.ones_like(parts) + 0 * parts) * (1 + (total - total.detach()))
+        parts, total = (
+            self.along.gather(dropped.detach(), -1),
+            leave(dropped.sum(-1, keepdim=True), self.along.group),
+        )
+        return (
+            common,
+            parts,
+            F.dropout(torch.ones_like(parts) + 0 * parts) * (1 + (total - total.detach())),
+        )
 
 
 def drawn_by_hand(name: str, folder: Path) -> tuple[list[Tensor], Tensor, bool]:
-    """What the dropouts give on this rank, in two steps; what eager's does, in the first, for what is replicated; and
-    whether a saved program gives the same gradients (along "cp" ranks have their own graphs, which are not saved)."""
+    """What the dropouts give on this rank, in two steps; what eager's does, in the first, for what
+    is replicated; and whether a saved program gives the same gradients (along "cp" ranks have their
+    own graphs, which are not saved).
+    """
     mesh = mesh_of(pp=1, **{name: 2})
     options: dict[str, Any] = {"microbatches": MICROBATCHES, "loss": loss_of}
     options["placements"] = {"columns": {"tp": "shard"}} if name == "tp" else {}
     pipe = zbcompile.pipeline(ByHand(mesh, name), mesh=mesh, schedule="1f1b", **options)
     outputs, gradients = steps_of(pipe, torch.ones(SHAPE))
-    same = name == "cp" or all(torch.equal(g, gradients[n]) for n, g in loaded_gradients(pipe, mesh, folder).items())
+    same = name == "cp" or all(
+        torch.equal(g, gradients[n]) for n, g in loaded_gradients(pipe, mesh, folder).items()
+    )
     pipe.close()
     eager = []
     for microbatch in range(MICROBATCHES):
@@ -102,8 +113,12 @@ def repeats(dropped: Tensor, dimension: int) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["tp", "cp"])
-def test_what_is_common_has_eagers_mask_and_parts_repeat_theirs(name: str, tmp_path: Path, pool: Pool) -> None:
-    (one, eager, same), (other, _, alike) = pool.run(drawn_by_hand, name, tmp_path / "program", ranks=2)
+def test_what_is_common_has_eagers_mask_and_parts_repeat_theirs(
+    name: str, tmp_path: Path, pool: Pool
+) -> None:
+    (one, eager, same), (other, _, alike) = pool.run(
+        drawn_by_hand, name, tmp_path / "program", ranks=2
+    )
     assert torch.equal(one[0], eager)
     assert same
     assert alike
@@ -125,7 +140,11 @@ class Distributed(nn.Module):
     def __init__(self, mesh: Any, columns: int = 28) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.embedding, self.drop, self.whole = nn.Embedding(3, WIDTH), nn.Dropout(), nn.Linear(WIDTH, WIDTH, False)
+        self.embedding, self.drop, self.whole = (
+            nn.Embedding(3, WIDTH),
+            nn.Dropout(),
+            nn.Linear(WIDTH, WIDTH, False),
+        )
         self.mlp, self.last = Mlp(columns), nn.Linear(WIDTH, WIDTH)
         nn.init.ones_(self.embedding.weight)
         nn.init.eye_(self.whole.weight)
@@ -149,7 +168,9 @@ def drawn_distributed() -> list[tuple[list[Tensor], dict[str, Tensor]]]:
     options: dict[str, Any] = {"microbatches": MICROBATCHES, "loss": loss_of}
     for schedule, recompute in (("zb-v", "off"), ("zb-h1", "full")):
         model = Distributed(mesh["tp"])
-        pipe = zbcompile.pipeline(model, mesh=mesh, schedule=schedule, recompute=recompute, exact=True, **options)
+        pipe = zbcompile.pipeline(
+            model, mesh=mesh, schedule=schedule, recompute=recompute, exact=True, **options
+        )
         found.append(steps_of(pipe, TOKENS))
         pipe.close()
     return found
@@ -159,18 +180,25 @@ def drawn_distributed() -> list[tuple[list[Tensor], dict[str, Tensor]]]:
 def test_sequence_parallelism(pool: Pool) -> None:
     runs = pool.run(drawn_distributed, ranks=4)
     for each in zip(*(outputs for run in runs for outputs, _ in run), strict=True):
-        assert all(torch.equal(each[0], other) for other in each)  # on every rank, under every schedule
+        assert all(
+            torch.equal(each[0], other) for other in each
+        )  # on every rank, under every schedule
     outputs, _ = runs[0][0]
     assert repeats(outputs[0], 1)
     for run in runs:
         gradients = dict(run[0][1])
         for _, other in run:
-            assert all(torch.equal(gradients.setdefault(name, value), value) for name, value in other.items())
+            assert all(
+                torch.equal(gradients.setdefault(name, value), value)
+                for name, value in other.items()
+            )
 
 
 def drawn_unequally() -> str:
     mesh = mesh_of(pp=1, tp=2)
-    pipe = zbcompile.pipeline(Distributed(mesh["tp"], 27), mesh=mesh, microbatches=MICROBATCHES, loss=loss_of)
+    pipe = zbcompile.pipeline(
+        Distributed(mesh["tp"], 27), mesh=mesh, microbatches=MICROBATCHES, loss=loss_of
+    )
     with pytest.raises(zbcompile.PipelineError) as refused:
         pipe.step(TOKENS, target=TOKENS)
     return str(refused.value)

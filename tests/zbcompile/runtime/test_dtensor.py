@@ -13,7 +13,12 @@ from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_module
 from torch.distributed.tensor.experimental import context_parallel
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    loss_parallel,
+    parallelize_module,
+)
 
 import zbcompile
 from tests.support.dtensor_models import LENGTH, VOCABULARY, Llama, loss_of, parallelised
@@ -51,8 +56,8 @@ def distributed_loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def trained(kind: str, schedule: str, exact: bool, disturbed: bool = True) -> dict[str, Any]:
-    """What differs from one process, from eager DTensor in bits, and where collectives are; a `disturbed` training ends
-    with a NaN, after which no rank can reach another."""
+    """What differs from one process, from eager DTensor in bits, and where collectives are; a
+    `disturbed` training ends with a NaN, after which no rank can reach another."""
     mesh = mesh_of(pp=dist.get_world_size() // 2, tp=2)
     layers = 2 if kind == "odd" else 1
     one = Llama(layers, odd=kind == "odd")
@@ -62,7 +67,11 @@ def trained(kind: str, schedule: str, exact: bool, disturbed: bool = True) -> di
     with around:
         accumulated(eager)
         loss = distributed_loss if kind == "loss" else loss_of
-        options: dict[str, Any] = {"microbatches": MICROBATCHES, "loss": loss, "debug_nan": kind == "plain"}
+        options: dict[str, Any] = {
+            "microbatches": MICROBATCHES,
+            "loss": loss,
+            "debug_nan": kind == "plain",
+        }
         pipe = zbcompile.pipeline(model, mesh=mesh, schedule=schedule, exact=exact, **options)
         x, y = batch()
         pipe.step(x, target=y)
@@ -86,10 +95,14 @@ def trained(kind: str, schedule: str, exact: bool, disturbed: bool = True) -> di
         "far": far,
         "unequal": unequal,
         "norm": float((norm - whole_norm).abs() / whole_norm),
-        "state": all(torch.equal(whole(state[name]), value) for name, value in one.state_dict().items()),
+        "state": all(
+            torch.equal(whole(state[name]), value) for name, value in one.state_dict().items()
+        ),
         "needless": needless(pipe.program),
         "pairs": sum(
-            isinstance(step, Pair) or step.op == "BW" for order in pipe.program.schedule.orders for step in order
+            isinstance(step, Pair) or step.op == "BW"
+            for order in pipe.program.schedule.orders
+            for step in order
         ),
     }
     nan = {"nan": said_of_a_nan(pipe)} if kind == "plain" and disturbed else {}
@@ -102,7 +115,9 @@ def said_of_a_nan(pipe: Any) -> str:
     x, y = batch()
     with torch.no_grad():
         if dist.get_rank() == 3:
-            next(p for p in pipe.parameters() if isinstance(p, DTensor)).to_local().fill_(float("nan"))
+            next(p for p in pipe.parameters() if isinstance(p, DTensor)).to_local().fill_(
+                float("nan")
+            )
     try:
         pipe.step(x, target=y)
     except Exception as error:
@@ -119,7 +134,9 @@ def said_of_a_nan(pipe: Any) -> str:
         pytest.param("odd", "interleaved-zb", True, 2, marks=pytest.mark.beyond_sample),
     ],
 )
-def test_gradients_are_those_of_one_process(kind: str, schedule: str, exact: bool, ranks: int, pool: Pool) -> None:
+def test_gradients_are_those_of_one_process(
+    kind: str, schedule: str, exact: bool, ranks: int, pool: Pool
+) -> None:
     """On two ranks each has all stages of the pipeline. On four also a NaN that one rank has."""
     for seen in pool.run(trained, kind, schedule, exact, ranks=ranks):
         assert seen["loss"] <= BOUND
@@ -134,16 +151,22 @@ def test_gradients_are_those_of_one_process(kind: str, schedule: str, exact: boo
 
 
 def shorter_last_batch() -> tuple[bool, float]:
-    """Whether exchanges have changed the order of the name; how far the loss of fewer microbatches is from eager."""
+    """Whether exchanges have changed the order of the name; how far the loss of fewer microbatches
+    is from eager."""
     eager, model = (parallelised(mesh_of(pp=1, tp=2)["tp"], "plain", 1) for _ in range(2))
     pipe = zbcompile.pipeline(
         model, mesh=mesh_of(pp=1, tp=2), schedule="zb-h1", microbatches=MICROBATCHES, loss=loss_of
     )
     x, y = batch()
     pipe.step(x, target=y)
-    paired = pipe.program.schedule != zbcompile.schedules.build("zb-h1", ranks=1, microbatches=MICROBATCHES)
+    paired = pipe.program.schedule != zbcompile.schedules.build(
+        "zb-h1", ranks=1, microbatches=MICROBATCHES
+    )
     x, y = x[: -2 * ROWS], y[: -2 * ROWS]
-    losses = [loss_of(eager(rows), labels) for rows, labels in zip(x.split(ROWS), y.split(ROWS), strict=True)]
+    losses = [
+        loss_of(eager(rows), labels)
+        for rows, labels in zip(x.split(ROWS), y.split(ROWS), strict=True)
+    ]
     found = pipe.step(x, target=y)
     pipe.close()
     return paired, float((found - torch.stack(losses).mean()).abs())
@@ -161,29 +184,37 @@ def filled(name: str, tensor: Tensor) -> None:
 
 
 def from_the_meta_device(on_meta: bool) -> dict[str, Tensor]:
-    """The whole tensors of a model with DTensors, and their gradients, if it is built over a second mesh of the same
-    ranks, with memory or without."""
+    """The whole tensors of a model with DTensors, and their gradients, if it is built over a second
+    mesh of the same ranks, with memory or without."""
     mesh, (x, y) = mesh_of(pp=1, tp=2), batch()
     second = init_device_mesh("cpu", (1, 2), mesh_dim_names=("a", "b"))
     with torch.device("meta" if on_meta else "cpu"):
         model = parallelised(second["b"], "plain", layers=1)
     options: dict[str, Any] = {"schedule": "1f1b", "microbatches": MICROBATCHES, "loss": loss_of}
-    pipe = zbcompile.pipeline(model, mesh=mesh, init=filled if on_meta else None, **options).compile(x, target=y)
+    pipe = zbcompile.pipeline(
+        model, mesh=mesh, init=filled if on_meta else None, **options
+    ).compile(x, target=y)
     if not on_meta:
         one = Llama(layers=1)
         for name, parameter in one.named_parameters():
             fill(filled, 0, name, parameter)
         pipe.load_state_dict(one.state_dict())
     pipe.step(x, target=y)
-    gradients = {f"{name}.grad": whole(parameter.grad).clone() for name, parameter in pipe.named_parameters()}
+    gradients = {
+        f"{name}.grad": whole(parameter.grad).clone() for name, parameter in pipe.named_parameters()
+    }
     torch.optim.SGD(pipe.parameters(), lr=0.1).step()
-    return gradients | {name: whole(tensor).clone() for name, tensor in pipe.state_dict(full=True).items()}
+    return gradients | {
+        name: whole(tensor).clone() for name, tensor in pipe.state_dict(full=True).items()
+    }
 
 
 @pytest.mark.slow
 def test_dtensors_of_a_second_mesh_and_on_the_meta_device(pool: Pool) -> None:
     """`init` fills whole tensors, so that their values do not depend on the mesh."""
-    found, expected = (pool.run(from_the_meta_device, on_meta, ranks=2)[0] for on_meta in (True, False))
+    found, expected = (
+        pool.run(from_the_meta_device, on_meta, ranks=2)[0] for on_meta in (True, False)
+    )
     assert len(found) == 2 * len(list(Llama(layers=1).parameters()))
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
@@ -202,12 +233,20 @@ def untied() -> list[str]:
 
 def test_a_head_that_was_untied_is_warned_of(pool: Pool) -> None:
     for seen in pool.run(untied, ranks=2):
-        assert any("embedding.weight and head.weight have equal values but are two parameters" in each for each in seen)
+        assert any(
+            "embedding.weight and head.weight have equal values but are two parameters" in each
+            for each in seen
+        )
 
 
 def on_another_mesh() -> None:
-    mesh, other = mesh_of(pp=2, tp=2), DeviceMesh("cpu", [[0, 3], [1, 2]], mesh_dim_names=("pp", "tp"))
-    zbcompile.pipeline(parallelised(other["tp"], "plain", layers=1), mesh=mesh, schedule="1f1b", loss=loss_of)
+    mesh, other = (
+        mesh_of(pp=2, tp=2),
+        DeviceMesh("cpu", [[0, 3], [1, 2]], mesh_dim_names=("pp", "tp")),
+    )
+    zbcompile.pipeline(
+        parallelised(other["tp"], "plain", layers=1), mesh=mesh, schedule="1f1b", loss=loss_of
+    )
 
 
 def along_replicas() -> None:
@@ -216,20 +255,29 @@ def along_replicas() -> None:
 
 
 def replicated() -> None:
-    zbcompile.pipeline(replicate(nn.Linear(2, 2)), mesh=mesh_of(dp=2), schedule="1f1b", loss=F.mse_loss)
+    zbcompile.pipeline(
+        replicate(nn.Linear(2, 2)), mesh=mesh_of(dp=2), schedule="1f1b", loss=F.mse_loss
+    )
 
 
 def in_context_parallel() -> None:
     mesh, (x, y) = mesh_of(pp=1, cp=2), batch()
     with context_parallel(mesh["cp"], buffers=[x, y], buffer_seq_dims=[1, 1]):
-        zbcompile.pipeline(Llama(layers=1), mesh=mesh, schedule="1f1b", loss=loss_of).step(x, target=y)
+        zbcompile.pipeline(Llama(layers=1), mesh=mesh, schedule="1f1b", loss=loss_of).step(
+            x, target=y
+        )
 
 
 def parts_as_output() -> None:
     mesh, (x, y) = mesh_of(pp=1, tp=2), batch()
-    model, plan = Llama(layers=1), {"head": RowwiseParallel(input_layouts=Replicate(), output_layouts=Partial())}
+    model, plan = (
+        Llama(layers=1),
+        {"head": RowwiseParallel(input_layouts=Replicate(), output_layouts=Partial())},
+    )
     options: dict[str, Any] = {"schedule": "1f1b", "microbatches": MICROBATCHES, "loss": loss_of}
-    zbcompile.pipeline(parallelize_module(model, mesh["tp"], plan), mesh=mesh, **options).step(x, target=y)
+    zbcompile.pipeline(parallelize_module(model, mesh["tp"], plan), mesh=mesh, **options).step(
+        x, target=y
+    )
 
 
 def head_sharded_twice() -> None:
@@ -243,7 +291,11 @@ def head_sharded_twice() -> None:
 @pytest.mark.slow
 def test_bad_input_is_one_error_on_every_rank(pool: Pool) -> None:
     cases = [
-        (on_another_mesh, 4, 'embedding.weight is a DTensor on the dimension "tp" of another mesh than mesh='),
+        (
+            on_another_mesh,
+            4,
+            'embedding.weight is a DTensor on the dimension "tp" of another mesh than mesh=',
+        ),
         (parts_as_output, 2, 'along "tp", the loss must be the same on all ranks'),
         (head_sharded_twice, 4, "vocab=1: "),
         (along_replicas, 2, 'is a DTensor along "dp", over which the pipeline itself'),

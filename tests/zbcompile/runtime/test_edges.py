@@ -1,5 +1,5 @@
-"""What may cross from stage to stage, one small model per kind of edge, cut where the kind shows; and random models cut
-at random. Loss and gradients are eager's, bit by bit."""
+"""What may cross from stage to stage, one small model per kind of edge, cut where the kind shows;
+and random models cut at random. Loss and gradients are eager's, bit by bit."""
 
 import copy
 import random
@@ -31,7 +31,8 @@ class Cut(nn.Module):
 
 
 class ManyUses(Cut):
-    """A skip over every stage that each stage uses twice: the gradient is a sum of eight, last use first."""
+    """A skip over every stage that each stage uses twice: the gradient is a sum of eight, last use
+    first."""
 
     def forward(self, x: Tensor) -> Tensor:
         skip = y = torch.tanh(self.a(x))
@@ -61,7 +62,8 @@ class Integers(Cut):
 
 
 class NoParameters(Cut):
-    """The second and third stage have one operation each, no parameter, and a value that they only pass on."""
+    """The second and third stage have one operation each, no parameter, and a value that they only
+    pass on."""
 
     def forward(self, x: Tensor) -> Tensor:
         y, z = torch.tanh(self.a(x)), torch.sigmoid(self.b(x))
@@ -113,7 +115,10 @@ class Ends(Cut):
 def _loss(output: Tensor | tuple[Tensor, ...], target: Tensor) -> Tensor:
     if isinstance(output, Tensor):
         return F.mse_loss(output, target)
-    return sum((F.mse_loss(value, target) * (i + 1) for i, value in enumerate(output)), start=torch.zeros(()))
+    return sum(
+        (F.mse_loss(value, target) * (i + 1) for i, value in enumerate(output)),
+        start=torch.zeros(()),
+    )
 
 
 BEFORE_LAYERS = ("b", "c", "d")
@@ -129,13 +134,22 @@ EDGES: dict[type[Cut], tuple[str, int, Sequence[str]]] = {  # schedule, ranks, c
 }
 
 
-def assert_as_eager(model: nn.Module, schedule: str, ranks: int, cuts: Sequence[str], width: int) -> None:
-    """One step of `model` with the named cuts has the loss, the gradients and the buffers of eager."""
+def assert_as_eager(
+    model: nn.Module, schedule: str, ranks: int, cuts: Sequence[str], width: int
+) -> None:
+    """One step of `model` with the named cuts has the loss, the gradients and the buffers
+    of eager."""
     torch.manual_seed(0)
     eager = copy.deepcopy(model)
     x, target = torch.randn(ROWS, width), torch.randn(ROWS, width)
     pipe = zbcompile.pipeline(
-        model, schedule=schedule, ranks=ranks, microbatches=MICROBATCHES, loss=_loss, exact=True, balance=tuple(cuts)
+        model,
+        schedule=schedule,
+        ranks=ranks,
+        microbatches=MICROBATCHES,
+        loss=_loss,
+        exact=True,
+        balance=tuple(cuts),
     )
     loss = pipe.step(x, target=target)
     assert torch.equal(loss, eager_step(eager, _loss, Batch((x,), {}, target), MICROBATCHES, 0))
@@ -174,5 +188,7 @@ def test_random_model_cut_at_random(seed: int, schedule: str, ranks: int, stages
     exported = export_step(model, microbatch, _loss)
     line = forward_line(exported.step)
     places = [line.nodes[cut - 1].name for cut in line.cuts]
-    with mock.patch("zbcompile.program_cache.programs.export_step", return_value=exported):  # once is enough
+    with mock.patch(
+        "zbcompile.program_cache.programs.export_step", return_value=exported
+    ):  # once is enough
         assert_as_eager(model, schedule, ranks, choose.sample(places, stages - 1), RANDOM_WIDTH)

@@ -1,4 +1,5 @@
-"""Nothing grows: receive buffers with the microbatches, what is unsent within a step, or anything over many steps."""
+"""Nothing grows: receive buffers with the microbatches, what is unsent within a step, or anything
+over many steps."""
 
 import gc
 import os
@@ -30,7 +31,8 @@ def compiled(case: Case):
 
 
 def test_receive_buffers_do_not_grow_with_microbatches() -> None:
-    """1F1B holds as many activations as there are ranks below; one more is under way, and one gradient."""
+    """1F1B holds as many activations as there are ranks below; one more is under way, and one
+    gradient."""
     pipe, _ = compiled(Case("mlp", "1f1b", 4, 4))
     program = pipe.program
     stages = pipe._compiled.first().stages
@@ -95,7 +97,8 @@ def grown(case: Case, steps: int) -> dict[str, int]:
 
 
 def settled_census(tensors: int) -> dict[str, int]:
-    """A census once gloo's own threads let go of what they sent: `wait` returns a moment before they do."""
+    """A census once gloo's own threads let go of what they sent: `wait` returns a moment before
+    they do."""
     deadline = time.monotonic() + 10
     while (found := census())["tensors"] > tensors and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -118,12 +121,15 @@ def census() -> dict[str, int]:
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts threads and files in /proc")
 def test_100_steps_leave_nothing_behind(pool: Pool) -> None:
     for found in pool.run(grown, Case("mlp", "zb-v", 2, 4), 100):
-        assert found.pop("bytes") < 20_000, found  # tracemalloc's own books, and caches that fill once
+        assert found.pop("bytes") < 20_000, (
+            found
+        )  # tracemalloc's own books, and caches that fill once
         assert not any(found.values()), found
 
 
 def left_behind(close: bool) -> dict[str, int]:
-    """What there is more of after 100 pipelines, some of which ran, were made and closed, or dropped."""
+    """What there is more of after 100 pipelines, some of which ran, were made and closed, or
+    dropped."""
     leave_aside()
     _come_and_go(5, close)
     before = _held()
@@ -149,7 +155,11 @@ def _come_and_go(times: int, close: bool) -> None:
 def _held() -> dict[str, int]:
     resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     threads = len(os.listdir("/proc/self/task"))
-    return {"descriptors": len(os.listdir("/proc/self/fd")), "threads": threads, "megabytes": resident >> 20}
+    return {
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "threads": threads,
+        "megabytes": resident >> 20,
+    }
 
 
 @pytest.mark.slow

@@ -1,5 +1,5 @@
-"""Experts on several ranks, without dropped tokens: bit for bit what one process computes that has them all, whatever
-the router does."""
+"""Experts on several ranks, without dropped tokens: bit for bit what one process computes that has
+them all, whatever the router does."""
 
 from contextlib import nullcontext
 from functools import reduce
@@ -33,9 +33,11 @@ MICROBATCHES, ROWS = 4, 6
 
 
 class Run(NamedTuple):
-    """How a rank trains: the schedule, ranks along "ep", the router in each of its steps, of which all but the last may
-    be inside no_sync, the capacity, whether there is a batch norm, the options of an optimizer, if it has
-    one, the kind of layer, and whether there are no ranks but those of "ep". Who has no pipeline has one layer."""
+    """How a rank trains: the schedule, ranks along "ep", the router in each of its steps, of which
+    all but the last may be inside no_sync, the capacity, whether there is a batch norm, the options
+    of an optimizer, if it has one, the kind of layer, and whether there are no ranks but those of
+    "ep". Who has no pipeline has one layer.
+    """
 
     schedule: str = "zb-h1"
     ep: int = 2
@@ -53,7 +55,8 @@ class Run(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What a rank saw: losses of all steps, gradients after the last one, parameters after an update, buffers."""
+    """What a rank saw: losses of all steps, gradients after the last one, parameters after an
+    update, buffers."""
 
     losses: list[Tensor]
     gradients: Gradients
@@ -72,8 +75,16 @@ def pipeline_of(run: Run) -> tuple[zbcompile.Pipeline, Mixture, int]:
     mesh = mesh_of(ep=run.ep, **({"dp": others, "pp": 1} if run.optimizer else {"pp": others}))
     rank = mesh["ep"].get_local_rank()
     model = mixture_of(rank, mesh["ep"].get_group(), run.factor, run.norm, run.layer, run.layers)
-    options: dict[str, Any] = {"schedule": run.schedule, "microbatches": MICROBATCHES, "loss": F.mse_loss}
-    return zbcompile.pipeline(model, mesh=mesh, placements=SHARDED, exact=True, **options), model, rank
+    options: dict[str, Any] = {
+        "schedule": run.schedule,
+        "microbatches": MICROBATCHES,
+        "loss": F.mse_loss,
+    }
+    return (
+        zbcompile.pipeline(model, mesh=mesh, placements=SHARDED, exact=True, **options),
+        model,
+        rank,
+    )
 
 
 def trained(run: Run) -> tuple[int, Seen]:
@@ -92,24 +103,40 @@ def trained(run: Run) -> tuple[int, Seen]:
     gradients = {} if optimizer else gradients_of(pipe)
     state = {name: each.clone() for name, each in pipe.state_dict().items()}
     pipe.close()
-    parameters = {name: state.pop(name) for name in list(state) if not ("running" in name or "tracked" in name)}
+    parameters = {
+        name: state.pop(name)
+        for name in list(state)
+        if not ("running" in name or "tracked" in name)
+    }
     return rank, Seen(losses, gradients, parameters, state)
 
 
 def oracle(run: Run) -> tuple[list[Tensor], list[Mixture]]:
-    """The losses of all steps, and the models with their gradients; the first one has all experts, and after a step
-    that sums over ranks the sums: there the first rank goes on, and the others begin anew."""
+    """The losses of all steps, and the models with their gradients; the first one has all experts,
+    and after a step that sums over ranks the sums: there the first rank goes on, and the others
+    begin anew."""
     models = [Mixture(None, 1.0, run.norm, layers=run.layers) for _ in range(run.ep)]
     losses = []
     for step in range(len(run.routers)):
-        batches = [[t.chunk(MICROBATCHES) for t in batch_of(run, rank, step)] for rank in range(run.ep)]
+        batches = [
+            [t.chunk(MICROBATCHES) for t in batch_of(run, rank, step)] for rank in range(run.ep)
+        ]
         scaled: list[list[Tensor]] = []
         for i in range(MICROBATCHES):
-            made = everywhere(models, [each[0][i] for each in batches], [each[1][i] for each in batches])
-            parts = [F.mse_loss(y, each[2][i]) / (MICROBATCHES * run.ep) for y, each in zip(made, batches, strict=True)]
+            made = everywhere(
+                models, [each[0][i] for each in batches], [each[1][i] for each in batches]
+            )
+            parts = [
+                F.mse_loss(y, each[2][i]) / (MICROBATCHES * run.ep)
+                for y, each in zip(made, batches, strict=True)
+            ]
             torch.autograd.backward(parts)
             scaled.append([part.detach() for part in parts])
-        losses.append(reduce(torch.add, [scaled[i][rank] for rank in range(run.ep) for i in range(MICROBATCHES)]))
+        losses.append(
+            reduce(
+                torch.add, [scaled[i][rank] for rank in range(run.ep) for i in range(MICROBATCHES)]
+            )
+        )
         if not run.unsynchronised or step + 1 == len(run.routers):
             sum_over_ranks(models)
     return losses, models
@@ -139,13 +166,17 @@ def compare(run: Run, found: list[tuple[int, Seen]]) -> None:
             if run.ep == 2 or is_expert(name):
                 assert torch.equal(gradient, own), name
             else:  # four parts are added in gloo's order
-                assert torch.allclose(gradient, own, rtol=0, atol=1e-6 * float(own.abs().max())), name
+                assert torch.allclose(gradient, own, rtol=0, atol=1e-6 * float(own.abs().max())), (
+                    name
+                )
         buffers = dict(models[0].named_buffers())  # replicas go on with the first one's
         assert_same_tensors(seen.buffers, {name: buffers[name] for name in seen.buffers}, "buffer")
 
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
-    "zero=1": {"zero": 1},  # updates once, after all steps: sums of an earlier step are parts, and stay so
+    "zero=1": {
+        "zero": 1
+    },  # updates once, after all steps: sums of an earlier step are parts, and stay so
     "early": {"zero": 0, "early": True, "validate": "after"},
     "early, divided": {"zero": 1, "early": True, "validate": "after"},
     "early, clipped, divided": {"zero": 1, "clip": 1e-3, "validate": "after"},
@@ -154,7 +185,9 @@ CASES = {
     "no-sync": Run(routers=("balanced", "one", "turns"), unsynchronised=True, norm=True),
     "four": Run(ep=4, schedule="1f1b", routers=("turns",), norm=True),
     "dualpipe-v": Run(schedule="dualpipe-v", routers=("even", "one")),
-    "functional all-to-alls": Run(schedule="1f1b-overlap", routers=("even", "one"), factor=2.0, layer=LayerOfCounts),
+    "functional all-to-alls": Run(
+        schedule="1f1b-overlap", routers=("even", "one"), factor=2.0, layer=LayerOfCounts
+    ),
     "1f1b-overlap": Run(schedule="1f1b-overlap", routers=("even",), factor=2.0),
 }
 RARE = pytest.mark.beyond_sample  # each takes 10 to 60 seconds
@@ -162,7 +195,8 @@ RARE = pytest.mark.beyond_sample  # each takes 10 to 60 seconds
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "case", [pytest.param(name, marks=[RARE] * (name in ("dualpipe-v", "1f1b-overlap"))) for name in CASES]
+    "case",
+    [pytest.param(name, marks=[RARE] * (name in ("dualpipe-v", "1f1b-overlap"))) for name in CASES],
 )
 def test_bits_of_one_process(case: str, pool: Pool) -> None:
     """Of all ranks' tokens together, those of one expert in the order of the ranks."""
@@ -193,7 +227,10 @@ def test_tokens_without_room_are_an_error_and_the_next_step_goes_on(pool: Pool) 
 @pytest.mark.parametrize("optimizer", [pytest.param(name, marks=RARE) for name in OPTIMIZERS])
 def test_experts_beside_an_optimizer(optimizer: str, pool: Pool) -> None:
     """The capacity changes no bit."""
-    runs = [Run(routers=("balanced", "balanced"), optimizer=optimizer, factor=factor) for factor in (2.0, 1.0)]
+    runs = [
+        Run(routers=("balanced", "balanced"), optimizer=optimizer, factor=factor)
+        for factor in (2.0, 1.0)
+    ]
     enough, tight = (pool.run(trained, run, ranks=4) for run in runs)
     for (_, one), (_, other) in zip(enough, tight, strict=True):
         assert_same_tensors(one.losses, other.losses, "loss of step")
@@ -212,8 +249,8 @@ class Exchanged(TorchDispatchMode):
 
 
 def exchanges() -> tuple[int, int, float]:
-    """The bytes that a step has exchanged and those that its program says, and by how much an evaluation differs from
-    eager mode; before it, what is refused."""
+    """The bytes that a step has exchanged and those that its program says, and by how much an
+    evaluation differs from eager mode; before it, what is refused."""
     pipe, model, rank = pipeline_of(Run(factor=1.0, alone=True))
     x, bias, target = batch_of(Run(routers=("one",)), rank, 0)
     with pytest.raises(RuntimeError, match="number of ranks is enough for any routing"):
@@ -225,7 +262,11 @@ def exchanges() -> tuple[int, int, float]:
     pipe.compile(x, bias, target=target)
     with Exchanged() as counted:
         pipe.step(x, bias, target=target)
-    own = [stage for stage in pipe.program.stages if stage.stage in pipe.program.stages_of(pipe.ranks.rank)]
+    own = [
+        stage
+        for stage in pipe.program.stages
+        if stage.stage in pipe.program.stages_of(pipe.ranks.rank)
+    ]
     passes = [each for stage in own for each in collectives_of(stage) if each.name != "BW"]
     with torch.no_grad():
         eager = model(x, bias)

@@ -1,4 +1,5 @@
-"""The first step refuses gradients, buffers and losses that differ between ranks which should compute the same."""
+"""The first step refuses gradients, buffers and losses that differ between ranks which should
+compute the same."""
 
 import pytest
 
@@ -26,10 +27,15 @@ def first_steps(faults: list[tuple[str, bool]]) -> list[str]:
 
 @pytest.mark.slow
 def test_the_first_step_names_what_differs(pool: Pool) -> None:
-    """The parameter or buffer and the dimension, on both ranks; models without a fault are not refused."""
+    """The parameter or buffer and the dimension, on both ranks; models without a fault are not
+    refused."""
     cases = [(fault, False) for fault in FAULTS] + [(fault, True) for fault in RIGHT.values()]
     one, other = pool.run(first_steps, cases, ranks=2, timeout=240)
     assert one == other
     for (fault, right), text in zip(cases, one, strict=True):
         says = None if right else FAULTS[fault].says
-        assert (not text) if says is None else (says in text and FAULTS[fault].dimension in text), (fault, right, text)
+        assert (not text) if says is None else (says in text and FAULTS[fault].dimension in text), (
+            fault,
+            right,
+            text,
+        )

@@ -1,4 +1,5 @@
-"""Where gradients end up: None where eager leaves None, added to what is there, inside tied and frozen parameters."""
+"""Where gradients end up: None where eager leaves None, added to what is there, inside tied and
+frozen parameters."""
 
 import pytest
 import torch
@@ -8,7 +9,15 @@ from torch import nn
 import zbcompile
 from tests.support.oracle import MLP, PROBLEMS, Batch, eager_step
 from tests.support.pool import Pool
-from tests.support.training import Case, assert_same_tensors, gradients_of, join, pipeline_of, pipelined, reference
+from tests.support.training import (
+    Case,
+    assert_same_tensors,
+    gradients_of,
+    join,
+    pipeline_of,
+    pipelined,
+    reference,
+)
 
 MICROBATCHES = 4
 
@@ -25,9 +34,13 @@ def test_none_where_eager_has_none(exact: bool, pool: Pool) -> None:
     case = Case("frozen", "zb-h1", 2, MICROBATCHES, exact=exact, steps=1)
     theirs = reference(case).gradients[0]
     expected = {name for name, gradient in theirs.items() if gradient is None}
-    assert expected == {f"{n}.{p}" for n in ("layers.1", "unused", "observed") for p in ("weight", "bias")}
+    assert expected == {
+        f"{n}.{p}" for n in ("layers.1", "unused", "observed") for p in ("weight", "bias")
+    }
     for ours in (pool.alone(pipelined, case), join(pool.run(pipelined, case))):
-        assert {name for name, gradient in ours.gradients[0].items() if gradient is None} == expected
+        assert {
+            name for name, gradient in ours.gradients[0].items() if gradient is None
+        } == expected
 
 
 @pytest.mark.slow
@@ -48,7 +61,9 @@ def test_gradients_that_were_there_before_the_first_step() -> None:
     model, other = chosen.model(), chosen.model()
     for parameter in (*model.parameters(), *other.parameters()):
         parameter.grad = torch.full_like(parameter, 0.25)
-    pipe = zbcompile.pipeline(model, schedule="zb-h1", microbatches=MICROBATCHES, ranks=2, loss=chosen.loss, exact=True)
+    pipe = zbcompile.pipeline(
+        model, schedule="zb-h1", microbatches=MICROBATCHES, ranks=2, loss=chosen.loss, exact=True
+    )
     pipe.step(*batch.args, target=batch.target)
     eager_step(other, chosen.loss, batch, MICROBATCHES, 0)
     assert_same_tensors(gradients_of(pipe), gradients_of(other), "gradient of")
@@ -58,7 +73,9 @@ def freeze_between_steps() -> None:
     """Freezing layers after compiling, then thawing them, does what it does in eager mode."""
     chosen, batch = PROBLEMS["mlp"], batch_of("mlp")
     model, other = chosen.model(), chosen.model()
-    pipe = zbcompile.pipeline(model, schedule="zb-v", microbatches=MICROBATCHES, loss=chosen.loss, exact=True, ranks=2)
+    pipe = zbcompile.pipeline(
+        model, schedule="zb-v", microbatches=MICROBATCHES, loss=chosen.loss, exact=True, ranks=2
+    )
     for step, frozen in enumerate((False, True, False)):
         for m in (model, other):
             assert isinstance(m, MLP)
@@ -86,7 +103,13 @@ def test_sum_instead_of_mean() -> None:
         return F.mse_loss(output, target, reduction="sum") / 8
 
     pipe = zbcompile.pipeline(
-        model, schedule="zb-h1", microbatches=MICROBATCHES, ranks=2, loss=loss, loss_reduction="sum", exact=True
+        model,
+        schedule="zb-h1",
+        microbatches=MICROBATCHES,
+        ranks=2,
+        loss=loss,
+        loss_reduction="sum",
+        exact=True,
     )
     total = pipe.step(*batch.args, target=batch.target)
     expected = torch.zeros(())
@@ -102,7 +125,10 @@ def test_sum_instead_of_mean() -> None:
 def test_loss_is_detached_and_on_every_rank(pool: Pool) -> None:
     case = Case("mlp", "zb-v", 4, 8, steps=1)
     losses = [trained.losses[0] for trained in pool.run(pipelined, case, ranks=4)]
-    assert all(torch.equal(loss, losses[0]) and not loss.requires_grad and loss.shape == () for loss in losses)
+    assert all(
+        torch.equal(loss, losses[0]) and not loss.requires_grad and loss.shape == ()
+        for loss in losses
+    )
 
 
 class Buffered(nn.Module):
@@ -110,7 +136,9 @@ class Buffered(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32), nn.Linear(32, 32), nn.BatchNorm1d(32))
+        self.layers = nn.Sequential(
+            nn.Linear(32, 32), nn.BatchNorm1d(32), nn.Linear(32, 32), nn.BatchNorm1d(32)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.layers(x)
@@ -120,7 +148,9 @@ def buffers_after_training() -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     model = Buffered()
     batch = batch_of("mlp")
-    pipe = zbcompile.pipeline(model, schedule="1f1b", microbatches=MICROBATCHES, loss=F.mse_loss, exact=True, ranks=2)
+    pipe = zbcompile.pipeline(
+        model, schedule="1f1b", microbatches=MICROBATCHES, loss=F.mse_loss, exact=True, ranks=2
+    )
     pipe.step(*batch.args, target=batch.target)
     return {name: value.clone() for name, value in pipe.state_dict(full=True).items()}
 

@@ -1,4 +1,5 @@
-"""Hooks, gradients inside of forward and compiled submodules are a part of the step: bit for bit as in eager mode."""
+"""Hooks, gradients inside of forward and compiled submodules are a part of the step: bit for bit as
+in eager mode."""
 
 import copy
 from collections.abc import Callable
@@ -22,12 +23,16 @@ def compare(pipe: zbcompile.Pipeline, model: nn.Module, eager: nn.Module) -> Non
     step = pipe.step_index
     loss = pipe.step(ROWS, target=ROWS)
     assert torch.equal(loss, eager_step(eager, F.mse_loss, Batch((ROWS,), {}, ROWS), 4, step))
-    for (name, ours), (_, theirs) in zip(model.named_parameters(), eager.named_parameters(), strict=True):
+    for (name, ours), (_, theirs) in zip(
+        model.named_parameters(), eager.named_parameters(), strict=True
+    ):
         assert torch.equal(ours.grad, theirs.grad), name  # type: ignore[arg-type]
 
 
 def pipeline_of(model: nn.Module) -> zbcompile.Pipeline:
-    return zbcompile.pipeline(model, schedule="zb-h1", ranks=2, microbatches=4, loss=F.mse_loss, exact=True)  # type: ignore[no-any-return]
+    return zbcompile.pipeline(
+        model, schedule="zb-h1", ranks=2, microbatches=4, loss=F.mse_loss, exact=True
+    )  # type: ignore[no-any-return]
 
 
 def made(kind: type[MLP] = MLP) -> Any:
@@ -41,7 +46,11 @@ def doubled(module: nn.Module, grad_input: Any, grad_output: Any) -> Any:
 
 HOOKS: dict[str, Callable[[Any], Any]] = {
     "module": lambda model: model.layers[2].register_full_backward_hook(doubled),
-    "before a module": lambda model: model.layers[1].register_full_backward_pre_hook(lambda _, grads: (3 * grads[0],)),
+    "before a module": (
+        lambda model: model.layers[1].register_full_backward_pre_hook(
+            lambda _, grads: (3 * grads[0],)
+        )
+    ),
     "parameter": lambda model: model.layers[2].weight.register_hook(lambda grad: grad * 0.5),
     "bias of the last layer": lambda model: model.layers[3].bias.register_hook(torch.sign),
 }
@@ -49,7 +58,8 @@ HOOKS: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("kind", HOOKS)
 def test_a_hook_that_is_there_or_comes_later(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Also one that is added to a compiled model, or removed: the step compiles again, and finds the old program."""
+    """Also one that is added to a compiled model, or removed: the step compiles again, and finds
+    the old program."""
     model, eager = made(), made()
     pipe = pipeline_of(model)
     compare(pipe, model, eager)
@@ -77,7 +87,9 @@ class OnNodes(MLP):
         x = torch.tanh(self.layers[0](x))
         x.grad_fn.register_prehook(lambda grads: (grads[0] * 2,))  # type: ignore[union-attr]
         x = self.layers[1](x)
-        torch.autograd.graph.get_gradient_edge(x).node.register_prehook(lambda grads: (grads[0] * 3,))
+        torch.autograd.graph.get_gradient_edge(x).node.register_prehook(
+            lambda grads: (grads[0] * 3,)
+        )
         return super().forward(x)
 
 

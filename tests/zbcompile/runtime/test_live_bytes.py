@@ -62,7 +62,8 @@ def storages(values: Iterable[Tensor | None]) -> dict[int, int]:
 
 @dataclass
 class Auditor(Observer):
-    """After every action, or pair of them in one graph, compares what lives with what the program says."""
+    """After every action, or pair of them in one graph, compares what lives with what the program
+    says."""
 
     program: Program
     births: Births
@@ -73,15 +74,21 @@ class Auditor(Observer):
     checks: int = 0
     pairs: int = 0
 
-    def __call__(self, of: Sequence[Instruction], run: RankRun, execute: Callable[[], None]) -> None:
+    def __call__(
+        self, of: Sequence[Instruction], run: RankRun, execute: Callable[[], None]
+    ) -> None:
         actions = [each.action for each in of]
         self.depth += 1
         execute()
         self.depth -= 1
         for action in actions:
             if action.op in ("F", "B", "W", "BW"):
-                self.waiting[action.stage, action.microbatch] = {"F": "kept", "B": "residue"}.get(action.op, "")
-        if not self.depth:  # what is sent in the middle of a pair is looked at when the pair is done
+                self.waiting[action.stage, action.microbatch] = {"F": "kept", "B": "residue"}.get(
+                    action.op, ""
+                )
+        if (
+            not self.depth
+        ):  # what is sent in the middle of a pair is looked at when the pair is done
             self._check(actions)
 
     def ended(self, first: Action, run: RankRun) -> None:
@@ -93,7 +100,9 @@ class Auditor(Observer):
             for stage in rank.runs.values():
                 self._check_stage(stage)
         unknown = self.births.alive().keys() - self._known()
-        assert not unknown, f"after {actions} {[self.births.born[key][1] for key in unknown]} bytes live nowhere"
+        assert not unknown, (
+            f"after {actions} {[self.births.born[key][1] for key in unknown]} bytes live nowhere"
+        )
         self.checks += 1
 
     def _check_stage(self, run: StageRun) -> None:
@@ -101,13 +110,20 @@ class Auditor(Observer):
         crossing = self.program.stages[run.index].crossing
         states = [state for (stage, _), state in self.waiting.items() if stage == run.index]
         expected = states.count("kept") * crossing.kept + states.count("residue") * crossing.residue
-        everywhere = storages([*run.stages[0].resident.values(), run.loss_factor, *_all(run.inputs)])
-        held = storages(frame[place] for frame in run.frames.values() for place in run.stages[0].passing)
+        everywhere = storages(
+            [*run.stages[0].resident.values(), run.loss_factor, *_all(run.inputs)]
+        )
+        held = storages(
+            frame[place] for frame in run.frames.values() for place in run.stages[0].passing
+        )
         assert sum(size for key, size in held.items() if key not in everywhere) == expected
 
     def _known(self) -> set[int]:
-        """Storages that may live: the user's, those in registers and messages, losses, and gradients summed so far."""
-        known: set[int] = set(storages(value for message in self.mail.boxes.values() for value in message))
+        """Storages that may live: the user's, those in registers and messages, losses, and
+        gradients summed so far."""
+        known: set[int] = set(
+            storages(value for message in self.mail.boxes.values() for value in message)
+        )
         for rank in self.ranks:
             known |= storages(value for values in rank.outbox.values() for value in values).keys()
             for run in rank.runs.values():
@@ -123,7 +139,8 @@ def _all(inputs: Iterable[Mapping[str, Tensor]]) -> Iterator[Tensor]:
 
 
 def _sums(gradients: Gradients) -> Iterator[Tensor | None]:
-    """Gradients that outlive a W: `.grad`, running sums, and of tied parameters one per microbatch in exact mode."""
+    """Gradients that outlive a W: `.grad`, running sums, and of tied parameters one per microbatch
+    in exact mode."""
     assert all(name in gradients.shared for name, each in gradients.items() if each.parts)
     yield from (parameter.grad for parameter in gradients.parameters.values())
     yield from (each.running for each in gradients.values())
@@ -145,15 +162,24 @@ def _sums(gradients: Gradients) -> Iterator[Tensor | None]:
         ("unet", "zb-h1", {"exact": True}),
     ],
 )
-def test_nothing_lives_but_what_the_program_says(name: str, schedule: str, options: Mapping[str, Any]) -> None:
+def test_nothing_lives_but_what_the_program_says(
+    name: str, schedule: str, options: Mapping[str, Any]
+) -> None:
     example = load_example(f"{TARGETS}:{name}")
     pipe = zbcompile.pipeline(
-        example.model, schedule=schedule, ranks=RANKS, microbatches=MICROBATCHES, loss=example.loss, **options
+        example.model,
+        schedule=schedule,
+        ranks=RANKS,
+        microbatches=MICROBATCHES,
+        loss=example.loss,
+        **options,
     )
     batch = {key: torch.cat([value] * MICROBATCHES) for key, value in example.kwargs.items()}
     if example.loss is not None:
         batch["target"] = torch.cat([example.target] * MICROBATCHES)
-    program = pipe.compile(*(torch.cat([value] * MICROBATCHES) for value in example.args), **batch).program
+    program = pipe.compile(
+        *(torch.cat([value] * MICROBATCHES) for value in example.args), **batch
+    ).program
     audited = audit(example, program)
     assert audited.checks >= 2 * RANKS * MICROBATCHES
     assert (audited.pairs > 0) == (schedule == "dualpipe-v")
@@ -165,7 +191,10 @@ def audit(example: zbcompile.Example, program: Program) -> Auditor:
     resident = {Slot("constant", name): value for name, value in program.model.constants.items()}
     resident |= {Slot("parameter", name): value for name, value in model.named_parameters()}
     resident |= {Slot("buffer", name): value for name, value in model.named_buffers()}
-    stages = {i: prepare_stage(stage, resident, device, program.random_until) for i, stage in enumerate(program.stages)}
+    stages = {
+        i: prepare_stage(stage, resident, device, program.random_until)
+        for i, stage in enumerate(program.stages)
+    }
     graphs = [BoundGraphs(program, stages, ReceiveBuffers(device))] * MICROBATCHES
     executable = plan_step(graphs, graphs, program.lowered, range(RANKS))
     inputs = [one_microbatch(example).tensors for _ in range(MICROBATCHES)]
@@ -176,7 +205,9 @@ def audit(example: zbcompile.Example, program: Program) -> Auditor:
         for rank, plan in enumerate(executable.plans):
             gradients = Gradients(dict(model.named_parameters()), program.shared, program.choices)
             runs = {
-                i: StageRun([stages[i]] * MICROBATCHES, gradients, inputs, factor, list(range(MICROBATCHES)))
+                i: StageRun(
+                    [stages[i]] * MICROBATCHES, gradients, inputs, factor, list(range(MICROBATCHES))
+                )
                 for i in program.stages_of(rank)
             }
             auditor.ranks.append(RankRun(plan, runs, mail, Position(), auditor))

@@ -1,4 +1,5 @@
-"""A loss module with parameters trains as a part of the last stage; a model that returns `loss, outputs`."""
+"""A loss module with parameters trains as a part of the last stage; a model that returns `loss,
+outputs`."""
 
 import copy
 import warnings
@@ -33,7 +34,9 @@ def seeded() -> nn.Module:
 
 def trained(ranks: int | None, schedule: str = "zb-h1") -> dict[str, Tensor]:
     """This process's parameters after two steps."""
-    pipe = zbcompile.pipeline(seeded(), schedule=schedule, microbatches=4, loss=Temperature(), ranks=ranks, exact=True)
+    pipe = zbcompile.pipeline(
+        seeded(), schedule=schedule, microbatches=4, loss=Temperature(), ranks=ranks, exact=True
+    )
     optimizer = pipe.optimizer(torch.optim.AdamW, lr=0.1)
     for _ in range(2):
         pipe.step(ROWS, target=ROWS)
@@ -72,8 +75,8 @@ def test_the_last_rank_has_the_parameters_of_the_loss(pool: Pool) -> None:
 
 @pytest.mark.slow
 def test_no_stand_in_of_torchs_tracer_is_read(capsys: pytest.CaptureFixture[str]) -> None:
-    """Its methods looked like attributes that forward changes: a warning for each module, and no program was found
-    again."""
+    """Its methods looked like attributes that forward changes: a warning for each module, and no
+    program was found again."""
 
     class Scaled(nn.Module):
         def __init__(self) -> None:
@@ -115,7 +118,9 @@ class Looking(MLP):
 
 @pytest.mark.slow
 @pytest.mark.mostly_slow(every=3, suite=1)
-@pytest.mark.parametrize(("kind", "copied"), [*((kind, False) for kind in LOOKS), ("children", True)])
+@pytest.mark.parametrize(
+    ("kind", "copied"), [*((kind, False) for kind in LOOKS), ("children", True)]
+)
 def test_forward_sees_no_loss_that_its_model_does_not_have(kind: str, copied: bool) -> None:
     torch.manual_seed(0)
     model, loss = Looking(kind), Temperature()
@@ -123,13 +128,17 @@ def test_forward_sees_no_loss_that_its_model_does_not_have(kind: str, copied: bo
     if copied:  # from a model that has trained with the loss
         zbcompile.pipeline(model, schedule="1f1b", microbatches=2, loss=loss, ranks=2).close()
         model, loss = copy.deepcopy((model, loss))
-    pipe = zbcompile.pipeline(model, schedule="1f1b", microbatches=2, loss=loss, ranks=2, exact=True)
+    pipe = zbcompile.pipeline(
+        model, schedule="1f1b", microbatches=2, loss=loss, ranks=2, exact=True
+    )
     for _ in range(2):
         losses = [eagers_loss(eager(part), part) / 2 for part in ROWS.chunk(2)]
         assert torch.equal(pipe.step(ROWS, target=ROWS), sum(each.detach() for each in losses))
         for each in losses:
             each.backward()
-    gradients = {name: each.grad for name, each in eager.named_parameters()} | {"loss.scale": eagers_loss.scale.grad}
+    gradients = {name: each.grad for name, each in eager.named_parameters()} | {
+        "loss.scale": eagers_loss.scale.grad
+    }
     assert all(torch.equal(each.grad, gradients[name]) for name, each in pipe.named_parameters())
     assert len(pipe.compilations) == 1
     torch.testing.assert_close(pipe.eval(ROWS), eager.eval()(ROWS))
@@ -137,7 +146,8 @@ def test_forward_sees_no_loss_that_its_model_does_not_have(kind: str, copied: bo
 
 
 class Normalised(Temperature):
-    """Changes its buffers: statistics of a BatchNorm, and a running mean that is a term of the loss."""
+    """Changes its buffers: statistics of a BatchNorm, and a running mean that is a term of the
+    loss."""
 
     mean: Tensor
 
@@ -172,7 +182,9 @@ def test_the_loss_changes_its_buffers(own: bool) -> None:
     eager, eagers_loss = copy.deepcopy((model, loss))
     if own:
         eagers_loss = eager.criterion
-    pipe = zbcompile.pipeline(model, schedule="1f1b", microbatches=2, loss=loss, ranks=2, exact=True)
+    pipe = zbcompile.pipeline(
+        model, schedule="1f1b", microbatches=2, loss=loss, ranks=2, exact=True
+    )
     for _ in range(2):
         total = torch.zeros(())
         for part in ROWS.chunk(2):
@@ -180,9 +192,14 @@ def test_the_loss_changes_its_buffers(own: bool) -> None:
             each.backward()
             total += each.detach()
         assert torch.equal(pipe.step(ROWS, target=ROWS), total)
-    for (name, ours), (_, theirs) in zip(loss.named_buffers(), eagers_loss.named_buffers(), strict=True):
+    for (name, ours), (_, theirs) in zip(
+        loss.named_buffers(), eagers_loss.named_buffers(), strict=True
+    ):
         assert torch.equal(ours, theirs), name
-    gradients = {name: each.grad for name, each in (*eager.named_parameters(), *eagers_loss.named_parameters("loss"))}
+    gradients = {
+        name: each.grad
+        for name, each in (*eager.named_parameters(), *eagers_loss.named_parameters("loss"))
+    }
     assert all(torch.equal(each.grad, gradients[name]) for name, each in pipe.named_parameters())
     pipe.close()
 
@@ -213,7 +230,9 @@ class Normalising(nn.Module):
 @pytest.mark.parametrize("kind", [Counting, Normalising])
 def test_buffers_that_a_loss_without_parameters_changes_are_refused(kind: type[nn.Module]) -> None:
     pipe = zbcompile.pipeline(seeded(), schedule="1f1b", microbatches=2, loss=kind(), ranks=2)
-    with pytest.raises(zbcompile.CaptureError, match=r"loss module changes its buffer .* which belongs to no stage"):
+    with pytest.raises(
+        zbcompile.CaptureError, match=r"loss module changes its buffer .* which belongs to no stage"
+    ):
         pipe.step(ROWS, target=ROWS)
 
 
@@ -229,7 +248,9 @@ class CallsItsLoss(nn.Module):
 def test_a_loss_that_is_joined_with_one_model_is_seen_by_another_that_has_it() -> None:
     loss = Temperature()
     zbcompile.pipeline(seeded(), schedule="1f1b", microbatches=2, loss=loss, ranks=2).close()
-    pipe = zbcompile.pipeline(CallsItsLoss(loss), schedule="1f1b", microbatches=2, ranks=2, exact=True)
+    pipe = zbcompile.pipeline(
+        CallsItsLoss(loss), schedule="1f1b", microbatches=2, ranks=2, exact=True
+    )
     eager = sum(loss(seeded()(part), part).detach() / 2 for part in ROWS.chunk(2))
     assert torch.equal(pipe.step(ROWS), eager)
 
@@ -255,4 +276,6 @@ def test_a_model_that_returns_its_loss_and_logits() -> None:
     model = seeded()
     parts = [model(part) for part in ROWS.chunk(4)]
     assert torch.equal(output, torch.cat(parts))
-    assert torch.equal(loss, sum(F.mse_loss(y, x) / 4 for x, y in zip(ROWS.chunk(4), parts, strict=True)))
+    assert torch.equal(
+        loss, sum(F.mse_loss(y, x) / 4 for x, y in zip(ROWS.chunk(4), parts, strict=True))
+    )

@@ -1,4 +1,5 @@
-"""A sharded output layer in a loss of several terms: heads that share it, and numbers that are no logits."""
+"""A sharded output layer in a loss of several terms: heads that share it, and numbers that are no
+logits."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,8 @@ WORDS, WIDTH = 24, 8
 
 
 class TwoHeads(nn.Module):
-    """Predicts the next word and the one after it by one output layer; `gate` gets its gradient from a number alone."""
+    """Predicts the next word and the one after it by one output layer; `gate` gets its gradient
+    from a number alone."""
 
     def __init__(self, bias: bool = False) -> None:
         super().__init__()
@@ -32,7 +34,9 @@ class TwoHeads(nn.Module):
             if number % 2:
                 balance = balance + hidden.float().square().mean()
         first = F.cross_entropy(self.head(hidden).flatten(0, 1), tokens[:, 1:-1].flatten())
-        further = F.cross_entropy(self.head(hidden.sin()[:, :-1]).flatten(0, 1), tokens[:, 2:-1].flatten())
+        further = F.cross_entropy(
+            self.head(hidden.sin()[:, :-1]).flatten(0, 1), tokens[:, 2:-1].flatten()
+        )
         return first + 0.3 * further + 0.01 * balance + (self.gate * 3).sum()
 
 
@@ -43,10 +47,14 @@ def case(dtype: torch.dtype, bias: bool = False) -> tuple[nn.Module, Tensor]:
     torch.manual_seed(0)
     model = TwoHeads(bias).to(dtype)
     model.gate.data = model.gate.data.float()
-    return model, torch.randint(WORDS, (2 * MICROBATCHES, 9), generator=torch.Generator().manual_seed(1))
+    return model, torch.randint(
+        WORDS, (2 * MICROBATCHES, 9), generator=torch.Generator().manual_seed(1)
+    )
 
 
-def worst(vocab: int, schedule: str, dtype: torch.dtype, bias: bool, ranks: int | None = 2) -> dict[str, float]:
+def worst(
+    vocab: int, schedule: str, dtype: torch.dtype, bias: bool, ranks: int | None = 2
+) -> dict[str, float]:
     """How far the step is from eager: its loss, and the gradient of every parameter."""
     model, tokens = case(dtype, bias)
     losses = [model(part) / MICROBATCHES for part in tokens.chunk(MICROBATCHES)]
@@ -70,11 +78,15 @@ def worst(vocab: int, schedule: str, dtype: torch.dtype, bias: bool, ranks: int 
 @pytest.mark.slow
 @pytest.mark.mostly_slow(every=4)
 @pytest.mark.parametrize(
-    ("vocab", "schedule", "bias"), [(1, "zb-h1", False), (2, "zb-v", True), (1, "dualpipe-v", False)]
+    ("vocab", "schedule", "bias"),
+    [(1, "zb-h1", False), (2, "zb-v", True), (1, "dualpipe-v", False)],
 )
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, 3e-2)])
-def test_terms_of_the_loss(vocab: int, schedule: str, bias: bool, dtype: torch.dtype, bound: float) -> None:
-    """A float32 term keeps its digits beside an output layer in bfloat16, and so does its gradient."""
+def test_terms_of_the_loss(
+    vocab: int, schedule: str, bias: bool, dtype: torch.dtype, bound: float
+) -> None:
+    """A float32 term keeps its digits beside an output layer in bfloat16, and so does its
+    gradient."""
     found = worst(vocab, schedule, dtype, bias)
     assert found["gate"] <= 1e-6
     assert found["loss"] <= max(1e-6, bound / 10)
@@ -100,6 +112,9 @@ def test_the_loss_of_the_last_stage_is_added_to_that_of_its_shard() -> None:
     def run_with(losses: dict[int, Tensor]) -> Any:
         return SimpleNamespace(losses=losses, check_empty=lambda: None)
 
-    runs = {1: run_with({0: torch.tensor(0.25)}), -1: run_with({0: torch.tensor(2.0), 1: torch.tensor(3.0)})}
+    runs = {
+        1: run_with({0: torch.tensor(0.25)}),
+        -1: run_with({0: torch.tensor(2.0), 1: torch.tensor(3.0)}),
+    }
     rank = RankRun(plan=None, runs=runs, transport=None, position=None)  # type: ignore[arg-type]
     assert rank.losses() == {0: 2.25, 1: 3.0}

@@ -13,7 +13,15 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import zbcompile
 from tests.support.exchanged import needless
-from tests.support.parallel_models import LENGTH, WIDTH, Along, ContextParallel, TensorParallel, enter, part_of
+from tests.support.parallel_models import (
+    LENGTH,
+    WIDTH,
+    Along,
+    ContextParallel,
+    TensorParallel,
+    enter,
+    part_of,
+)
 from tests.support.pool import Pool
 
 MICROBATCHES, ROWS, VOCABULARY = 4, 2, 13
@@ -44,7 +52,10 @@ def errors(pipe: Any, model: Any, whole: nn.Module, along: Along) -> float:
     found = []
     for name, parameter in pipe.named_parameters():
         gradient = expected[name].grad
-        found.append((parameter.grad - part_of(gradient, parameter, along)).abs().max() / gradient.abs().max())
+        found.append(
+            (parameter.grad - part_of(gradient, parameter, along)).abs().max()
+            / gradient.abs().max()
+        )
     return float(max(found))
 
 
@@ -70,8 +81,8 @@ def evaluated(pipe: Any, whole: nn.Module, mesh: DeviceMesh, x: Tensor) -> float
 def trained(
     kind: str, schedule: str, names: tuple[str, str], folder: Path
 ) -> tuple[float, float, float, float, list[str]]:
-    """Two steps: of the loss, a gradient, the norm and an evaluation (of what EVALUATES) by how much they differ;
-    collectives that are needless."""
+    """Two steps: of the loss, a gradient, the norm and an evaluation (of what EVALUATES) by how
+    much they differ; collectives that are needless."""
     device = torch.get_default_device().type
     mesh = init_device_mesh(device, (2, dist.get_world_size() // 2), mesh_dim_names=names)
     model, (x, y) = model_of(kind, mesh), batch()
@@ -87,14 +98,22 @@ def trained(
     in_vain = needless(pipe.program)
     forward = evaluated(pipe, whole, mesh, x[:rows]) if kind in EVALUATES else 0.0
     pipe.close()
-    return float((loss - total).abs() / total), within, float((ours / 2 - norm).abs() / norm), forward, in_vain
+    return (
+        float((loss - total).abs() / total),
+        within,
+        float((ours / 2 - norm).abs() / norm),
+        forward,
+        in_vain,
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "schedule", "names", "ranks"),
     [
-        pytest.param("tp plain", "zb-h1", ("tp", "pp"), 4, marks=pytest.mark.beyond_sample),  # is run on GPUs
+        pytest.param(
+            "tp plain", "zb-h1", ("tp", "pp"), 4, marks=pytest.mark.beyond_sample
+        ),  # is run on GPUs
         pytest.param("tp functions", "zb-v", ("tp", "pp"), 2, marks=pytest.mark.beyond_sample),
         ("tp sequence", "zb-v", ("tp", "pp"), 2),
         pytest.param("cp gather", "1f1b", ("cp", "pp"), 2, marks=pytest.mark.beyond_sample),
@@ -105,8 +124,11 @@ def trained(
 def test_gradients_are_those_of_one_process(
     kind: str, schedule: str, names: tuple[str, str], ranks: int, pool: Pool, tmp_path: Path
 ) -> None:
-    """On two ranks the stages of the pipeline are all on the rank, beside its part of the other dimension."""
-    for loss, gradient, norm, forward, in_vain in pool.run(trained, kind, schedule, names, tmp_path, ranks=ranks):
+    """On two ranks the stages of the pipeline are all on the rank, beside its part of the other
+    dimension."""
+    for loss, gradient, norm, forward, in_vain in pool.run(
+        trained, kind, schedule, names, tmp_path, ranks=ranks
+    ):
         assert loss <= BOUND
         assert gradient <= BOUND
         assert norm <= BOUND
@@ -120,7 +142,10 @@ class Words(nn.Module):
     def __init__(self, mesh: Any) -> None:
         super().__init__()
         self.trunk = TensorParallel(mesh, "plain")
-        self.embedding, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.embedding, self.head = (
+            nn.Embedding(VOCABULARY, WIDTH),
+            nn.Linear(WIDTH, VOCABULARY, bias=False),
+        )
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.head(self.trunk(self.embedding(tokens)))
@@ -134,11 +159,17 @@ def vocabulary_sharded(barriers: int) -> float:
     """By how much a gradient differs from that of one process."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
     model, whole = Words(mesh), Words(None)
-    x, y = torch.randint(VOCABULARY, (2, MICROBATCHES * ROWS, LENGTH), generator=torch.Generator().manual_seed(1))
+    x, y = torch.randint(
+        VOCABULARY, (2, MICROBATCHES * ROWS, LENGTH), generator=torch.Generator().manual_seed(1)
+    )
     for a, b in zip(x.chunk(MICROBATCHES), y.chunk(MICROBATCHES), strict=True):
         (loss_of_words(whole(a), b) / MICROBATCHES).backward()
     placements = {f"trunk.{name}": along for name, along in TensorParallel.PLACEMENTS.items()}
-    options: dict[str, Any] = {"microbatches": MICROBATCHES, "loss": loss_of_words, "placements": placements}
+    options: dict[str, Any] = {
+        "microbatches": MICROBATCHES,
+        "loss": loss_of_words,
+        "placements": placements,
+    }
     pipe = zbcompile.pipeline(model, mesh=mesh, schedule="zb-h1", vocab=barriers, **options)
     pipe.step(x, target=y)
     assert pipe.program.vocabulary is not None
@@ -158,7 +189,8 @@ def test_a_sharded_output_layer_beside_tensor_parallelism(pool: Pool) -> None:
 
 
 def trained_on(names: tuple[str, ...], shape: tuple[int, ...], part: Any = None) -> Any:
-    """The gradients on a mesh of these dimensions, or on a `part` of it where "dp" is made of two."""
+    """The gradients on a mesh of these dimensions, or on a `part` of it where "dp" is made
+    of two."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
@@ -181,10 +213,14 @@ def trained_on(names: tuple[str, ...], shape: tuple[int, ...], part: Any = None)
         (("pp", "dp_replicate", "dp_shard", "tp"), (2, 1, 2, 1), ("pp", "dp", "tp")),
     ],
 )
-def test_flattened_dimensions_and_those_of_one_rank(names: Any, shape: Any, part: Any, pool: Pool) -> None:
+def test_flattened_dimensions_and_those_of_one_rank(
+    names: Any, shape: Any, part: Any, pool: Pool
+) -> None:
     """Whether "dp" is one or two dimensions, and those of one rank change no bit."""
     usual = pool.run(trained_on, ("pp", "dp"), (2, 2), ranks=4)
-    for expected, found in zip(usual, pool.run(trained_on, names, shape, part, ranks=4), strict=True):
+    for expected, found in zip(
+        usual, pool.run(trained_on, names, shape, part, ranks=4), strict=True
+    ):
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], expected[name]) for name in expected)
 
@@ -198,7 +234,9 @@ def different_weights() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
     model, (x, y) = model_of("tp plain", mesh), batch()
     nn.init.constant_(model.layers[0].norm.weight, float(mesh["tp"].get_local_rank()))
-    zbcompile.pipeline(model, mesh=mesh, schedule="1f1b", **options_of("tp plain", model)).step(x, target=y)
+    zbcompile.pipeline(model, mesh=mesh, schedule="1f1b", **options_of("tp plain", model)).step(
+        x, target=y
+    )
 
 
 def undeclared_part() -> None:
@@ -236,7 +274,8 @@ def summed_already() -> None:
 
 @torch.library.custom_op("test_mesh::averaged", mutates_args=())
 def averaged(x: Tensor, group_name: str) -> Tensor:
-    """What equal values stay. An operator with several exchanges is not looked into, so nothing is proven behind it."""
+    """What equal values stay. An operator with several exchanges is not looked into, so nothing is
+    proven behind it."""
     y = x.clone()
     group = dist.distributed_c10d._resolve_process_group(group_name)
     for _ in range(2):
@@ -276,13 +315,33 @@ def late_difference(buffer: bool) -> None:
 @pytest.mark.slow
 def test_bad_input_is_one_error_on_every_rank(pool: Pool) -> None:
     cases: list[tuple[Any, tuple[Any, ...], int, str]] = [
-        (bad_mesh, (("pp", "fsdp"), (2, 2)), 4, 'has a dimension "fsdp" of size 2.*flatten several'),
-        (bad_mesh, (("pp", "tp"), (2, 1)), 4, r"has 2 ranks \(pp=2 x tp=1\), but there are 4 processes"),
-        (different_weights, (), 4, r'layers.0.norm.weight.*is shared by ranks 0 and 1 \(apart along "tp"\)'),
+        (
+            bad_mesh,
+            (("pp", "fsdp"), (2, 2)),
+            4,
+            'has a dimension "fsdp" of size 2.*flatten several',
+        ),
+        (
+            bad_mesh,
+            (("pp", "tp"), (2, 1)),
+            4,
+            r"has 2 ranks \(pp=2 x tp=1\), but there are 4 processes",
+        ),
+        (
+            different_weights,
+            (),
+            4,
+            r'layers.0.norm.weight.*is shared by ranks 0 and 1 \(apart along "tp"\)',
+        ),
         (partial_mesh, (), 4, r"only the part \('pp',\) of a mesh that also has \"dp\""),
         (late_difference, (False,), 2, r'the gradient of bias .*differs between.*"tp": "partial"'),
         (late_difference, (True,), 2, r"what forward writes into buffer mean differs between"),
-        (summed_already, (), 2, r'the gradient of weights.\d is equal on all 2 ranks along "cp".*{"cp": "replicate"}'),
+        (
+            summed_already,
+            (),
+            2,
+            r'the gradient of weights.\d is equal on all 2 ranks along "cp".*{"cp": "replicate"}',
+        ),
         (undeclared_part, (), 2, r'the gradient of .*norm.weight differs between.*"tp": "partial"'),
     ]
     for function, args, ranks, says in cases:

@@ -1,7 +1,7 @@
 """Pipelined training against eager gradient accumulation, bit by bit: the promise of `exact=True`.
 
-Every pair of (schedule, where it runs, microbatches, tied or not) occurs; `examples/benchmarks/oracle_sweep.py` runs
-every combination.
+Every pair of (schedule, where it runs, microbatches, tied or not) occurs;
+`examples/benchmarks/oracle_sweep.py` runs every combination.
 """
 
 from collections.abc import Callable
@@ -10,7 +10,16 @@ from itertools import combinations
 import pytest
 
 from tests.support.pool import Pool
-from tests.support.training import Case, assert_bitwise, assert_close, join, on_ranks, pipelined, quickly, reference
+from tests.support.training import (
+    Case,
+    assert_bitwise,
+    assert_close,
+    join,
+    on_ranks,
+    pipelined,
+    quickly,
+    reference,
+)
 
 IN_PROCESS = (
     Case("gpt-tied", "1f1b", 1, 1),
@@ -85,7 +94,9 @@ def test_other_models(case: Case, pool: Pool) -> None:
 
 
 DEFAULT = [
-    Case("gpt-tied", "zb-v", 2, 5, exact=False, steps=1),  # an optimizer makes much of small differences
+    Case(
+        "gpt-tied", "zb-v", 2, 5, exact=False, steps=1
+    ),  # an optimizer makes much of small differences
     pytest.param(Case("gpt", "1f1b", 4, 3, exact=False, steps=1), marks=pytest.mark.beyond_sample),
 ]
 
@@ -93,7 +104,8 @@ DEFAULT = [
 @pytest.mark.slow
 @pytest.mark.parametrize("case", DEFAULT, ids=str)
 def test_default_is_close_and_the_same_in_processes(case: Case, pool: Pool) -> None:
-    """Fused accumulation: within 1e-6 of the largest entry of eager; the same bits in one process and in several."""
+    """Fused accumulation: within 1e-6 of the largest entry of eager; the same bits in one process
+    and in several."""
     alone = pool.alone(pipelined, case)
     assert_close(alone, reference(case))
     assert_bitwise(join(pool.run(pipelined, case, ranks=case.ranks)), alone)

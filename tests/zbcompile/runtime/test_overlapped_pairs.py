@@ -3,7 +3,15 @@
 import pytest
 
 import zbcompile
-from tests.support.training import Case, assert_bitwise, interpreted, pipeline_of, problem_of, reference, train
+from tests.support.training import (
+    Case,
+    assert_bitwise,
+    interpreted,
+    pipeline_of,
+    problem_of,
+    reference,
+    train,
+)
 from zbcompile.schedules import Costs, Pair, build
 from zbcompile.schedules.searching.pairs import with_pairs
 
@@ -20,10 +28,16 @@ def test_pairs_with_products_keep_the_bits(name: str) -> None:
     case = Case("small-tied", name, 2, 8)
     schedule = build(name, ranks=2, microbatches=8)
     ones = (1,) * schedule.stages
-    costs = Costs(ones, ones, ones, forward_exchange=(0.5,) * schedule.stages, backward_exchange=ones)
+    costs = Costs(
+        ones, ones, ones, forward_exchange=(0.5,) * schedule.stages, backward_exchange=ones
+    )
     paired = with_pairs(schedule, costs)
-    kinds = {(s.first.op, s.second.op) for order in paired.orders for s in order if isinstance(s, Pair)}
+    kinds = {
+        (s.first.op, s.second.op) for order in paired.orders for s in order if isinstance(s, Pair)
+    }
     assert kinds & {("B", "W"), ("F", "W")}
     problem = problem_of(case.problem)
-    pipe = zbcompile.pipeline(problem.model(), schedule=paired, microbatches=8, loss=problem.loss, exact=True, ranks=2)
+    pipe = zbcompile.pipeline(
+        problem.model(), schedule=paired, microbatches=8, loss=problem.loss, exact=True, ranks=2
+    )
     assert_bitwise(train(pipe, case), reference(case))

@@ -1,7 +1,7 @@
 """The tests that need GPUs, run with pretended ones; and what the pretended GPU itself finds.
 
-A torch without CUDA becomes one with it only in a process that begins so. Hence one test here starts another pytest;
-the other tests run in that one alone. See `tests/support/pretended_gpu`.
+A torch without CUDA becomes one with it only in a process that begins so. Hence one test here
+starts another pytest; the other tests run in that one alone. See `tests/support/pretended_gpu`.
 """
 
 import copy
@@ -27,7 +27,9 @@ from zbcompile.model.seeds import Relay
 from zbcompile.passes import gpu
 
 HERE = "pretended_gpu_in_torch" in sys.modules
-pretended = pytest.mark.skipif(not HERE, reason="runs on the pretended GPU, in a process of its own")
+pretended = pytest.mark.skipif(
+    not HERE, reason="runs on the pretended GPU, in a process of its own"
+)
 FILES = (
     "tests/zbcompile/runtime/test_cuda.py",
     "tests/zbcompile/runtime/test_cuda_composition.py",
@@ -42,15 +44,17 @@ LEAST = 60  # of these tests; the other cases: `pytest --every-case`, see docs/c
 @pytest.mark.several_processes
 @pytest.mark.timeout(1200)  # on a busy machine; the libraries may have to be built
 def test_gpu_tests_on_the_pretended_gpu(tmp_path: Path) -> None:
-    """Each without a fault against CUDA's order. `python -m tests.support.pretended_gpu.build --devices 4` before
-    another command of pytest runs that one so."""
+    """Each without a fault against CUDA's order. `python -m tests.support.pretended_gpu.build
+    --devices 4` before another command of pytest runs that one so."""
     reason = why_not()
     if reason is not None:
         pytest.skip(reason)
     plugins = ["-p", "no:cacheprovider", "-p", "tests.support.pretended_gpu.checked"]
     command = [sys.executable, "-m", "pytest", "-q", "-rs", *plugins, "--timeout", "300", *FILES]
     given = environment(built(), devices=4, faults=tmp_path)
-    done = subprocess.run(command, cwd=ROOT, env=given, capture_output=True, text=True, timeout=1100)
+    done = subprocess.run(
+        command, cwd=ROOT, env=given, capture_output=True, text=True, timeout=1100
+    )
     assert done.returncode == 0, done.stdout[-20_000:] + done.stderr[-4000:]
     passed = int(done.stdout.split(" passed")[0].split()[-1])
     assert passed >= LEAST, done.stdout[-4000:]
@@ -88,7 +92,9 @@ def test_a_read_without_an_event_is_found(device: ModuleType, ordered: bool) -> 
 
 @pretended
 @pytest.mark.parametrize(("begin", "found"), [(4, set()), (3, {"RACE"})])
-def test_parts_of_one_tensor_are_told_apart(device: ModuleType, begin: int, found: set[str]) -> None:
+def test_parts_of_one_tensor_are_told_apart(
+    device: ModuleType, begin: int, found: set[str]
+) -> None:
     whole, other = torch.zeros(8, device="cuda"), torch.cuda.Stream()
     torch.cuda.synchronize()
     whole[:4].add_(1)
@@ -177,12 +183,14 @@ def send_and_receive(crossed: bool) -> bool:
 @pretended
 @pytest.mark.parametrize("crossed", [True, False])
 def test_messages_of_one_communicator_wait_for_each_other(pool: Pool, crossed: bool) -> None:
-    """Two sends that are both posted before their receives stand still, as with NCCL; gloo would deliver them."""
+    """Two sends that are both posted before their receives stand still, as with NCCL; gloo would
+    deliver them."""
     assert pool.run(send_and_receive, crossed, backend="nccl") == [not crossed] * 2
 
 
 def arrived_by_replay(waits: bool) -> list[float] | str:
-    """What arrives from the other rank in three replays of one recording, or why it cannot be recorded."""
+    """What arrives from the other rank in three replays of one recording, or why it cannot be
+    recorded."""
     rank, graph = dist.get_rank(), torch.cuda.CUDAGraph()
     own, its = torch.full((4,), 7.0, device="cuda"), torch.zeros(4, device="cuda")
 
@@ -213,7 +221,10 @@ def arrived_by_replay(waits: bool) -> list[float] | str:
 
 @pretended
 def test_messages_of_a_recording_are_sent_by_its_replays(pool: Pool) -> None:
-    assert pool.run(arrived_by_replay, True, backend="nccl") == [[2.0, 22.0, 42.0], [0.0, 20.0, 40.0]]
+    assert pool.run(arrived_by_replay, True, backend="nccl") == [
+        [2.0, 22.0, 42.0],
+        [0.0, 20.0, 40.0],
+    ]
 
 
 @pretended
@@ -226,7 +237,11 @@ def test_a_message_that_a_recording_does_not_wait_for_is_found(pool: Pool) -> No
 @pytest.mark.parametrize("ordered", [False, True])
 def test_streams_of_a_recording_are_told_apart(device: ModuleType, ordered: bool) -> None:
     torch.cuda.synchronize()
-    written, other, graph = torch.zeros(4, device="cuda"), torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    written, other, graph = (
+        torch.zeros(4, device="cuda"),
+        torch.cuda.Stream(),
+        torch.cuda.CUDAGraph(),
+    )
     with torch.cuda.graph(graph):
         here = torch.cuda.current_stream()
         other.wait_stream(here)
@@ -350,7 +365,8 @@ def squared(result: Tensor, target: Tensor) -> Tensor:
 
 
 def steps_as_eager(rank: int | None) -> list[float]:
-    """How far two steps are from eager's, on GPU 1 of one process (None) or on a GPU for each rank."""
+    """How far two steps are from eager's, on GPU 1 of one process (None) or on a GPU for
+    each rank."""
     device = torch.device("cuda", 1 if rank is None else rank)
     torch.manual_seed(0)
     model = nn.Sequential(*(Masked() for _ in range(4))).to(device)
@@ -361,7 +377,9 @@ def steps_as_eager(rank: int | None) -> list[float]:
     pipe = zbcompile.pipeline(model, cuda_graphs=graphs, **options)
     differences = []
     for step in range(2):
-        batch = Batch((torch.randn(8, 4, 8, device=device),), {}, torch.zeros(8, 4, 8, device=device))
+        batch = Batch(
+            (torch.randn(8, 4, 8, device=device),), {}, torch.zeros(8, 4, 8, device=device)
+        )
         loss = pipe.step(*batch.args, target=batch.target)
         differences.append(abs(float(loss - eager_step(twin, squared, batch, 4, step))))
     time.sleep(1.5)  # the thread that watches over the ranks looks at the device
@@ -370,8 +388,8 @@ def steps_as_eager(rank: int | None) -> list[float]:
 
 
 def with_another_current_device() -> tuple[list[float], set[int], int, list[str]]:
-    """Differences from eager, devices that this process used, how often the other GPU's generator was seeded, and what
-    its groups are called in dumps of the flight recorder."""
+    """Differences from eager, devices that this process used, how often the other GPU's generator
+    was seeded, and what its groups are called in dumps of the flight recorder."""
     device = sys.modules["pretended_gpu_in_torch"].device  # type: ignore[attr-defined]
     torch.cuda.set_device(0)
     torch.cuda.synchronize()
@@ -386,8 +404,8 @@ def with_another_current_device() -> tuple[list[float], set[int], int, list[str]
 
 @pretended
 def test_ranks_whose_scripts_only_moved_the_model(pool: Pool) -> None:
-    """Nothing of theirs is on GPU 0 but what belongs there, whichever device was current; the other GPU's generator is
-    left alone, and graphs that name their devices are one program."""
+    """Nothing of theirs is on GPU 0 but what belongs there, whichever device was current; the other
+    GPU's generator is left alone, and graphs that name their devices are one program."""
     outcomes = pool.run(with_another_current_device, backend="nccl")
     for rank, (differences, used, seeded, names) in enumerate(outcomes):
         assert max(differences) < 1e-5
@@ -435,6 +453,7 @@ def test_what_a_recording_cannot_hold_is_refused() -> None:
 
 @pretended
 def test_graphs_are_recorded_on_the_device_of_the_model() -> None:
-    """The current one is another: what is recorded there would be empty, and replays would return old results."""
+    """The current one is another: what is recorded there would be empty, and replays would return
+    old results."""
     with torch.cuda.device(0):
         assert max(steps_as_eager(None)) < 1e-5

@@ -26,7 +26,13 @@ MICROBATCHES = 4
 def train(problem: str, policy: Recompute) -> tuple[Trained, zbcompile.Pipeline]:
     """One recorded step in this process."""
     chosen = PROBLEMS[problem]
-    options = {"schedule": "zb-h1", "ranks": 2, "microbatches": MICROBATCHES, "exact": True, "recompute": policy}
+    options = {
+        "schedule": "zb-h1",
+        "ranks": 2,
+        "microbatches": MICROBATCHES,
+        "exact": True,
+        "recompute": policy,
+    }
     pipe = zbcompile.pipeline(chosen.model(), loss=chosen.loss, **options)
     pipe.record = True
     (batch,) = chosen.batches(1, MICROBATCHES * 2)
@@ -82,7 +88,9 @@ def test_memory_is_as_predicted(policy: Recompute) -> None:
         own = policy[after.stage] if isinstance(policy, tuple) else policy
         share = own if isinstance(own, float) else 1
         least = after.crossing.kept == smallest_kept(after.stage)
-        assert least or after.crossing.kept <= (own if isinstance(own, int) else share * before.crossing.kept)
+        assert least or after.crossing.kept <= (
+            own if isinstance(own, int) else share * before.crossing.kept
+        )
         assert after.flops["B"] == before.flops["B"] + after.recomputed.flops
         assert [after.flops[name] for name in "FW"] == [before.flops[name] for name in "FW"]
 
@@ -93,7 +101,8 @@ class Checkpointed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Dropout(0.2), nn.Linear(64, 16)) for _ in range(4)
+            nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Dropout(0.2), nn.Linear(64, 16))
+            for _ in range(4)
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -105,7 +114,8 @@ class Checkpointed(nn.Module):
 
 @pytest.mark.slow
 def test_checkpoint_regions_are_hints() -> None:
-    """By default what the model checkpoints is made again and nothing else; "off" keeps it all. Equal to eager."""
+    """By default what the model checkpoints is made again and nothing else; "off" keeps it all.
+    Equal to eager."""
     torch.manual_seed(0)
     model, x = Checkpointed(), torch.randn(MICROBATCHES * 2, 16)
     kept = {}
@@ -115,7 +125,12 @@ def test_checkpoint_regions_are_hints() -> None:
         pipe = zbcompile.pipeline(ours, loss=F.mse_loss, recompute=policy, **options)
         pipe.step(x, target=-x)
         kept[policy] = sum(stage.crossing.kept for stage in pipe.program.stages)
-    again = [node for stage in pipe.program.stages for node in stage.pieces["B"].module.graph.nodes if _again(node)]
+    again = [
+        node
+        for stage in pipe.program.stages
+        for node in stage.pieces["B"].module.graph.nodes
+        if _again(node)
+    ]
     assert sum("gelu" in str(node.target) for node in again) == 3
     assert kept["hints"] < kept["off"]
     for i, part in enumerate(x.chunk(MICROBATCHES)):
@@ -141,15 +156,23 @@ class Region(nn.Module):
         def region(y: Tensor) -> Tensor:
             return F.dropout(torch.tanh(self.norm(self.first(y))))
 
-        found = region(x) if self.options is None else checkpoint(region, x, use_reentrant=False, **self.options)
+        found = (
+            region(x)
+            if self.options is None
+            else checkpoint(region, x, use_reentrant=False, **self.options)
+        )
         return self.last(found)
 
 
 @pytest.mark.slow
 def test_a_checkpoint_changes_neither_statistics_nor_masks() -> None:
-    """Eager updates the statistics of a region twice, and may draw another mask when it recomputes."""
+    """Eager updates the statistics of a region twice, and may draw another mask when it
+    recomputes."""
     x, y = torch.randn(4, 8), torch.randn(4, 8)
-    eager = [Region(options) for options in (None, {"preserve_rng_state": True}, {"preserve_rng_state": False})]
+    eager = [
+        Region(options)
+        for options in (None, {"preserve_rng_state": True}, {"preserve_rng_state": False})
+    ]
     for model in eager:
         torch.manual_seed(zbcompile.microbatch_seed(0, 0))
         F.mse_loss(model(x), y).backward()
@@ -158,10 +181,14 @@ def test_a_checkpoint_changes_neither_statistics_nor_masks() -> None:
     assert not torch.equal(plain["first.weight"].grad, drawn["first.weight"].grad)  # type: ignore[arg-type]
     assert [int(model.norm.num_batches_tracked) for model in eager] == [1, 2, 2]  # type: ignore[arg-type]
     ours = Region({"preserve_rng_state": False})
-    pipe = zbcompile.pipeline(ours, schedule="zb-h1", ranks=1, microbatches=1, loss=F.mse_loss, exact=True)
+    pipe = zbcompile.pipeline(
+        ours, schedule="zb-h1", ranks=1, microbatches=1, loss=F.mse_loss, exact=True
+    )
     pipe.step(x, target=y)
     assert all(torch.equal(p.grad, plain[name].grad) for name, p in pipe.named_parameters())  # type: ignore[arg-type]
-    assert all(torch.equal(value, eager[0].state_dict()[name]) for name, value in ours.state_dict().items())
+    assert all(
+        torch.equal(value, eager[0].state_dict()[name]) for name, value in ours.state_dict().items()
+    )
 
 
 @pytest.mark.parametrize("policy", ["all", -1, True, 1.5, [], ["off", 2.5]])
@@ -173,9 +200,15 @@ def test_a_wrong_policy_is_refused(policy: Any) -> None:
 
 @pytest.mark.slow
 def test_stages_of_a_list() -> None:
-    """Each recomputes by its own entry; equal work with the same entry is compiled once, one entry is for all."""
+    """Each recomputes by its own entry; equal work with the same entry is compiled once, one entry
+    is for all."""
     model = nn.Sequential(*(m for _ in range(4) for m in (nn.Linear(16, 16), nn.GELU())))
-    options: dict[str, Any] = {"schedule": "1f1b", "ranks": 4, "microbatches": 4, "loss": nn.MSELoss()}
+    options: dict[str, Any] = {
+        "schedule": "1f1b",
+        "ranks": 4,
+        "microbatches": 4,
+        "loss": nn.MSELoss(),
+    }
     x = torch.ones(8, 16)
 
     def compiled(recompute: Any) -> Program:
@@ -185,14 +218,21 @@ def test_stages_of_a_list() -> None:
 
     program = compiled(["full", "off", "off", 1.0])
     assert program.choices.recompute == ("full", "off", "off", 1.0)
-    assert [bool(stage.recomputed and stage.recomputed.operations) for stage in program.stages] == [True, *[False] * 3]
+    assert [bool(stage.recomputed and stage.recomputed.operations) for stage in program.stages] == [
+        True,
+        *[False] * 3,
+    ]
     assert program.stages[1].original == program.stages[2].original
     assert compiled(["full"]).choices.recompute == "full"
-    with pytest.raises(zbcompile.CompileError, match="has 3 entries, but the schedule has 4 stages"):
+    with pytest.raises(
+        zbcompile.CompileError, match="has 3 entries, but the schedule has 4 stages"
+    ):
         compiled(["full", "off", "off"])
 
 
 def test_a_budget_that_cannot_be_met_names_the_smallest() -> None:
     least = train("small-dropout", "full")[1].program.stages[1].crossing.kept
-    with pytest.raises(zbcompile.CompileError, match=rf"stage 1 keeps at least {least:,} bytes per microbatch"):
+    with pytest.raises(
+        zbcompile.CompileError, match=rf"stage 1 keeps at least {least:,} bytes per microbatch"
+    ):
         train("small-dropout", least - 1)

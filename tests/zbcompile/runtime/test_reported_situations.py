@@ -24,7 +24,9 @@ Loss = Callable[[Any, Any], Tensor]
 
 
 def pipeline(model: nn.Module, loss: Loss) -> zbcompile.Pipeline:
-    return zbcompile.pipeline(model, schedule="zb-h1", microbatches=MICROBATCHES, ranks=2, loss=loss)
+    return zbcompile.pipeline(
+        model, schedule="zb-h1", microbatches=MICROBATCHES, ranks=2, loss=loss
+    )
 
 
 def accumulate(model: nn.Module, loss: Loss, microbatches: Sequence[Microbatch]) -> Tensor:
@@ -37,8 +39,12 @@ def accumulate(model: nn.Module, loss: Loss, microbatches: Sequence[Microbatch])
 
 
 def assert_same_gradients(ours: nn.Module, theirs: nn.Module) -> None:
-    for (name, one), (_, other) in zip(ours.named_parameters(), theirs.named_parameters(), strict=True):
-        torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}")
+    for (name, one), (_, other) in zip(
+        ours.named_parameters(), theirs.named_parameters(), strict=True
+    ):
+        torch.testing.assert_close(
+            one.grad, other.grad, rtol=1e-4, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}"
+        )
 
 
 def rows_of(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -54,7 +60,9 @@ class Potential(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(3, WIDTH), nn.SiLU(), nn.Linear(WIDTH, WIDTH), nn.SiLU())
+        self.layers = nn.Sequential(
+            nn.Linear(3, WIDTH), nn.SiLU(), nn.Linear(WIDTH, WIDTH), nn.SiLU()
+        )
         self.energy = nn.Linear(WIDTH, 1)
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -104,7 +112,9 @@ def documents() -> tuple[PackedDocuments, Tensor, Tensor]:
     return PackedDocuments(), torch.randint(TOKENS, (8, 5)), torch.randint(TOKENS, (8, 5))
 
 
-REMEDY_IS_SPLIT = "the message proposes split={...: False}, which trains with wrong rows without a word"
+REMEDY_IS_SPLIT = (
+    "the message proposes split={...: False}, which trains with wrong rows without a word"
+)
 
 
 @pytest.mark.xfail(strict=True, reason=REMEDY_IS_SPLIT)
@@ -121,7 +131,8 @@ def test_offsets_of_each_microbatch() -> None:
     ours, plain = copy.deepcopy(model), copy.deepcopy(model)
     offsets = [torch.tensor([0, middle, 10]) for middle in (3, 4, 6, 6)]
     microbatches: list[Microbatch] = [
-        ((part, each), {}, target) for (part, target), each in zip(rows_of(tokens, labels), offsets, strict=True)
+        ((part, each), {}, target)
+        for (part, target), each in zip(rows_of(tokens, labels), offsets, strict=True)
     ]
     pipeline(ours, token_loss).step(microbatches=microbatches)
     accumulate(plain, token_loss, microbatches)
@@ -129,7 +140,8 @@ def test_offsets_of_each_microbatch() -> None:
 
 
 class WithPictures(nn.Module):
-    """Rows of tokens, some of which stand for patches of pictures; `patches` has those of all rows."""
+    """Rows of tokens, some of which stand for patches of pictures; `patches` has those of
+    all rows."""
 
     PICTURE = TOKENS - 1
 
@@ -173,7 +185,9 @@ def test_patches_of_each_microbatch() -> None:
         sizes = [int((part == WithPictures.PICTURE).sum()) for part in tokens.chunk(MICROBATCHES)]
         microbatches: list[Microbatch] = [
             ((part, each), {}, target)
-            for (part, target), each in zip(rows_of(tokens, labels), patches.split(sizes), strict=True)
+            for (part, target), each in zip(
+                rows_of(tokens, labels), patches.split(sizes), strict=True
+            )
         ]
         pipe.step(microbatches=microbatches)
         accumulate(plain, token_loss, microbatches)
@@ -241,7 +255,9 @@ class Scores(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(4)))
+        self.layers = nn.Sequential(
+            *(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(4))
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layers(x).mean(-1)
@@ -249,19 +265,24 @@ class Scores(nn.Module):
 
 @pytest.mark.slow
 def test_pairs_within_a_loss() -> None:
-    """A loss sees the rows of one microbatch, as in eager accumulation; pairs that are rows stay pairs."""
+    """A loss sees the rows of one microbatch, as in eager accumulation; pairs that are rows stay
+    pairs."""
     torch.manual_seed(0)
     model, x, weight = Scores(), torch.randn(16, WIDTH), torch.rand(16)
     whole = preference_of_halves(model(x), weight)
     ours, plain = copy.deepcopy(model), copy.deepcopy(model)
     loss = pipeline(ours, preference_of_halves).step(x, target=weight)
-    expected = accumulate(plain, preference_of_halves, [((a,), {}, b) for a, b in rows_of(x, weight)])
+    expected = accumulate(
+        plain, preference_of_halves, [((a,), {}, b) for a, b in rows_of(x, weight)]
+    )
     torch.testing.assert_close(loss, expected)
     assert not torch.allclose(loss, whole)
 
     ours, plain = copy.deepcopy(model), copy.deepcopy(model)
     pairs = torch.stack(x.chunk(2), 1)
-    torch.testing.assert_close(pipeline(ours, preference).step(pairs, target=weight.chunk(2)[0]), whole.detach())
+    torch.testing.assert_close(
+        pipeline(ours, preference).step(pairs, target=weight.chunk(2)[0]), whole.detach()
+    )
     preference_of_halves(plain(x), weight).backward()
     assert_same_gradients(ours, plain)
 
@@ -304,7 +325,9 @@ def _keep_inputs(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> Non
     ctx.save_for_backward(*inputs)
 
 
-scaled.register_autograd(lambda ctx, g: scaled_backward(g, *ctx.saved_tensors), setup_context=_keep_inputs)
+scaled.register_autograd(
+    lambda ctx, g: scaled_backward(g, *ctx.saved_tensors), setup_context=_keep_inputs
+)
 
 
 class Scaled(nn.Module):
@@ -324,7 +347,10 @@ def builds_of_first_step() -> list[dict[str, tuple[float, float]]]:
     torch.manual_seed(0)
     x = torch.randn(8, WIDTH)
     pipe = zbcompile.pipeline(
-        nn.Sequential(*(Scaled() for _ in range(4))), schedule="zb-h1", microbatches=MICROBATCHES, loss=F.mse_loss
+        nn.Sequential(*(Scaled() for _ in range(4))),
+        schedule="zb-h1",
+        microbatches=MICROBATCHES,
+        loss=F.mse_loss,
     )
     pipe.step(x, target=x)
     ranks: list[Any] = [None] * dist.get_world_size()
@@ -333,7 +359,9 @@ def builds_of_first_step() -> list[dict[str, tuple[float, float]]]:
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="stages build their kernels one after the other")
+@pytest.mark.xfail(
+    strict=True, raises=AssertionError, reason="stages build their kernels one after the other"
+)
 def test_ranks_build_their_kernels_at_the_same_time(pool: Pool) -> None:
     first, second = pool.run(builds_of_first_step)[0]
     assert first.keys() == second.keys() == {"forward", "backward"}

@@ -1,7 +1,9 @@
-"""Every schedule executes, with eager's bits in the order in which it declares to accumulate weight gradients.
+"""Every schedule executes, with eager's bits in the order in which it declares to accumulate weight
+gradients.
 
-Every schedule with every number of ranks that it admits among 1, 2 and 4 in one process, pairwise in several processes,
-and with both models: a GPT with tied embeddings, and a net with skip connections.
+Every schedule with every number of ranks that it admits among 1, 2 and 4 in one process, pairwise
+in several processes, and with both models: a GPT with tied embeddings, and a net with skip
+connections.
 """
 
 import itertools
@@ -43,7 +45,12 @@ from zbcompile.schedules import Pair, ScheduleError, build, names, smallest_micr
 from zbcompile.schedules.lowering.edges import Message
 
 LAZY = "zb-h1-lazy"
-REGULAR = ("1f1b", "zb-v", "dualpipe-v")  # over messages these run on 2 and on 4 ranks, the others on one of the two
+# over messages these run on 2 and on 4 ranks, the others on one of the two
+REGULAR = (
+    "1f1b",
+    "zb-v",
+    "dualpipe-v",
+)
 MODELS = ("small-tied", "skips")
 
 
@@ -60,7 +67,13 @@ def case_of(name: str, ranks: int, model: int) -> Case:
     count = smallest_microbatches(name, ranks, at_least=2 * ranks)
     problem = MODELS[model % 2]
     stages = build(name, ranks, count).stages
-    return Case("gpt-tied" if problem == "small-tied" and stages > 4 else problem, name, ranks, count, steps=1)
+    return Case(
+        "gpt-tied" if problem == "small-tied" and stages > 4 else problem,
+        name,
+        ranks,
+        count,
+        steps=1,
+    )
 
 
 IN_PROCESS = [
@@ -76,7 +89,9 @@ IN_PROCESSES = [
     if admitted(name, ranks) and (i % 2 == j or name in REGULAR)
 ]
 DELAYED = [
-    case for case in IN_PROCESSES if case.schedule in ("1f1b", "zb-v", "dualpipe-v", "dualpipe", "interleaved-zb")
+    case
+    for case in IN_PROCESSES
+    if case.schedule in ("1f1b", "zb-v", "dualpipe-v", "dualpipe", "interleaved-zb")
 ]
 
 
@@ -94,7 +109,9 @@ def assert_declared(ours: Trained, case: Case) -> None:
 def test_in_one_process(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Messages are paired by their order on each channel alone, as NCCL pairs them."""
     schedule = build(case.schedule, case.ranks, case.microbatches)
-    monkeypatch.setattr("zbcompile.distributed.ranks.Transport", partial(InOrder, rank_of=schedule.rank_of))
+    monkeypatch.setattr(
+        "zbcompile.distributed.ranks.Transport", partial(InOrder, rank_of=schedule.rank_of)
+    )
     assert_declared(quickly(case), case)
 
 
@@ -128,21 +145,25 @@ def test_any_number_of_chunks(name: str, ranks: int, chunks: int) -> None:
 @pytest.mark.mostly_slow(every=2)
 @pytest.mark.parametrize("name", ["zb-v", "dualpipe"])
 def test_dropout_is_that_of_a_seeded_eager_run(name: str, pool: Pool) -> None:
-    """Bitwise: the generator's state travels with the activations, whatever the order of the actions."""
+    """Bitwise: the generator's state travels with the activations, whatever the order of the
+    actions."""
     case = Case("small-dropout", name, 2, 4, steps=2)
     assert_bitwise(pool.alone(pipelined, case), reference(case))
     assert_bitwise(join(pool.run(pipelined, case, ranks=case.ranks)), reference(case))
 
 
 def folded(case: Case) -> Trained:
-    """Eager's per-microbatch gradients added in the schedule's own order of each stage, tied ones in their own."""
+    """Eager's per-microbatch gradients added in the schedule's own order of each stage, tied ones
+    in their own."""
     program = program_of(case)
     problem = PROBLEMS[case.problem]
     model, batch = problem.model(), problem.batches(1, case.microbatches * ROWS)[0]
     orders = {
-        name: range(case.microbatches)
-        if name in program.shared
-        else program.schedule.weight_order(program.homes[name][0])
+        name: (
+            range(case.microbatches)
+            if name in program.shared
+            else program.schedule.weight_order(program.homes[name][0])
+        )
         for name, _ in model.named_parameters()
     }
     loss = eager_step_in_order(model, problem.loss, batch, 0, orders)
@@ -156,7 +177,8 @@ def program_of(case: Case):
 
 
 def test_only_the_lazy_schedule_declares_another_order() -> None:
-    """The others accumulate in microbatch order on every stage, so they equal eager accumulation itself."""
+    """The others accumulate in microbatch order on every stage, so they equal eager accumulation
+    itself."""
     for name in names():
         schedule = build(name, 2, smallest_microbatches(name, 2, at_least=6))
         orders = {schedule.weight_order(stage) for stage in range(schedule.stages)}
@@ -165,8 +187,8 @@ def test_only_the_lazy_schedule_declares_another_order() -> None:
 
 @dataclass
 class Late(PointToPoint):
-    """Real messages, each sent a little late; ranks with odd numbers are slow. Where the channels are ordered, each is
-    a stream, as with NCCL."""
+    """Real messages, each sent a little late; ranks with odd numbers are slow. Where the channels
+    are ordered, each is a stream, as with NCCL."""
 
     def __post_init__(self) -> None:
         if isinstance(self.channels, OrderedLinks):
@@ -197,12 +219,15 @@ def delays() -> Iterator[Any]:
     for case, ordered in itertools.product(DELAYED, (False, True)):
         sampled = case in first[:2] and first.index(case) % 2 == ordered
         marks = [pytest.mark.slow] if sampled else [pytest.mark.slow, pytest.mark.beyond_sample]
-        yield pytest.param(case, ordered, id=f"{case}-{'in order' if ordered else 'by tag'}", marks=marks)
+        yield pytest.param(
+            case, ordered, id=f"{case}-{'in order' if ordered else 'by tag'}", marks=marks
+        )
 
 
 @pytest.mark.parametrize(("case", "ordered"), list(delays()))
 def test_late_messages_and_slow_ranks_change_no_bit(case: Case, ordered: bool, pool: Pool) -> None:
-    """Also where messages have no tags, and a channel ends one operation before it begins the next."""
+    """Also where messages have no tags, and a channel ends one operation before it begins
+    the next."""
     assert_declared(join(pool.run(delayed, case, ordered, ranks=case.ranks)), case)
 
 
@@ -210,7 +235,9 @@ def test_late_messages_and_slow_ranks_change_no_bit(case: Case, ordered: bool, p
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(Case("gpt-dropout", "zb-v", 2, 4, exact=False), marks=pytest.mark.beyond_sample),
+        pytest.param(
+            Case("gpt-dropout", "zb-v", 2, 4, exact=False), marks=pytest.mark.beyond_sample
+        ),
         Case("mlp", "dualpipe", 4, 8, exact=False),
     ],
     ids=str,
@@ -237,12 +264,15 @@ def test_callers_generator_is_left_alone(pool: Pool) -> None:
 
 @pytest.mark.parametrize("name", ["dualpipe-v", "1f1b-overlap", "dualpipe"])
 def test_pairs_run_as_one_graph(name: str) -> None:
-    """Each kind of pair is one merged graph, called once per pair; recorded spans still name both halves."""
+    """Each kind of pair is one merged graph, called once per pair; recorded spans still name both
+    halves."""
     case = Case("mlp", name, 2, 8, steps=1)
     pipe = pipeline_of(case)
     batch = PROBLEMS["mlp"].batches(1, case.microbatches * ROWS)[0]
     pipe.compile(*batch.args, target=batch.target)
-    pairs = [step for order in pipe.program.schedule.orders for step in order if isinstance(step, Pair)]
+    pairs = [
+        step for order in pipe.program.schedule.orders for step in order if isinstance(step, Pair)
+    ]
     calls: list[str] = []
     for plan in pipe._compiled.cache.plans[-1].plans:
         for kind, run in plan.merged.items():

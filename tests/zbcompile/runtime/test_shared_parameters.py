@@ -1,7 +1,9 @@
-"""Parameters that are used several times have the gradients of eager: every use counts, in eager's order.
+"""Parameters that are used several times have the gradients of eager: every use counts, in eager's
+order.
 
-A parameter used on several stages has one gradient per use until they are added up. Each pass that collects gradients
-by their parameter may lose one of them, so every model runs under schedules that place the uses differently.
+A parameter used on several stages has one gradient per use until they are added up. Each pass that
+collects gradients by their parameter may lose one of them, so every model runs under schedules that
+place the uses differently.
 """
 
 import pytest
@@ -30,7 +32,9 @@ ON_RANKS = {
 
 
 def cases_of(problem: str, exact: bool) -> list[Case]:
-    return [Case(problem, schedule, RANKS, MICROBATCHES, exact=exact, steps=1) for schedule in SCHEDULES]
+    return [
+        Case(problem, schedule, RANKS, MICROBATCHES, exact=exact, steps=1) for schedule in SCHEDULES
+    ]
 
 
 @pytest.mark.mostly_slow(every=len(SHARED_PARAMETERS), suite=1)
@@ -42,7 +46,9 @@ def test_exact_gradients_are_eagers_bits(problem: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.mostly_slow(every=2)
-@pytest.mark.parametrize("problem", [name for name in SHARED_PARAMETERS if not name.endswith("bfloat16")])
+@pytest.mark.parametrize(
+    "problem", [name for name in SHARED_PARAMETERS if not name.endswith("bfloat16")]
+)
 def test_default_gradients_are_close(problem: str) -> None:
     for case in cases_of(problem, exact=False):
         assert_close(quickly(case), reference(case))

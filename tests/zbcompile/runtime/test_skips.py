@@ -1,4 +1,5 @@
-"""Values that skip stages pass through the stages between: the bits of eager, and torch's schedules."""
+"""Values that skip stages pass through the stages between: the bits of eager, and torch's
+schedules."""
 
 from pathlib import Path
 
@@ -61,7 +62,9 @@ def test_a_saved_program_evaluations_and_other_counts_agree(tmp_path: Path) -> N
     torch.manual_seed(0)
     model, x = UNet(), torch.randn(8, WIDTH)
     loss = torch.nn.functional.mse_loss
-    pipe = zbcompile.pipeline(model, schedule="zb-v", ranks=4, microbatches=4, loss=loss, exact=True)
+    pipe = zbcompile.pipeline(
+        model, schedule="zb-v", ranks=4, microbatches=4, loss=loss, exact=True
+    )
     first = pipe.step(x, target=x)
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     torch.testing.assert_close(pipe.eval(x), model(x))
@@ -70,21 +73,28 @@ def test_a_saved_program_evaluations_and_other_counts_agree(tmp_path: Path) -> N
     assert torch.equal(loaded.step(x, target=x), first)
     for name, parameter in loaded.named_parameters():
         assert torch.equal(parameter.grad, gradients[name]), name
-    pipe.step(microbatches=[((part,), {}, part) for part in x[:6].split(2)])  # three instead of four
+    pipe.step(
+        microbatches=[((part,), {}, part) for part in x[:6].split(2)]
+    )  # three instead of four
     assert all(torch.isfinite(parameter.grad).all() for parameter in model.parameters())
 
 
 def step_of_two_shapes(schedule: str, first: int) -> tuple[Gradients, Gradients]:
-    """The gradients of eager and of a step whose microbatches differ in shape and in whether a value skips."""
+    """The gradients of eager and of a step whose microbatches differ in shape and in whether a
+    value skips."""
     torch.manual_seed(0)
     model, loss = MaybeSkip(), torch.nn.functional.mse_loss
-    parts = [(torch.randn(rows, WIDTH), torch.randn(rows, WIDTH)) for rows in (first, 5 - first) * 2]
+    parts = [
+        (torch.randn(rows, WIDTH), torch.randn(rows, WIDTH)) for rows in (first, 5 - first) * 2
+    ]
     for part, target in parts:
         (loss(model(part), target) / 4).backward()
     expected = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
     model.zero_grad()
     count = None if dist.is_initialized() else 4
-    pipe = zbcompile.pipeline(model, schedule=schedule, ranks=count, microbatches=4, loss=loss, exact=True)
+    pipe = zbcompile.pipeline(
+        model, schedule=schedule, ranks=count, microbatches=4, loss=loss, exact=True
+    )
     step = [((part,), {}, target) for part, target in parts]
     pipe.step(microbatches=step)
     return expected, {name: parameter.grad for name, parameter in pipe.named_parameters()}
@@ -117,7 +127,9 @@ def test_messages_that_are_empty_in_some_microbatches_travel_between_processes(p
 
 
 def torch_stages() -> None:
-    pipe = zbcompile.pipeline(UNet(), schedule="1f1b", loss=torch.nn.functional.mse_loss, microbatches=4)
+    pipe = zbcompile.pipeline(
+        UNet(), schedule="1f1b", loss=torch.nn.functional.mse_loss, microbatches=4
+    )
     x: Tensor = torch.ones(4, WIDTH)
     pipe.compile(x, target=x)
     pipe.stages()

@@ -1,4 +1,5 @@
-"""Ranks agree on a step by one message, without waiting for it, and a step that differs leaves nothing behind."""
+"""Ranks agree on a step by one message, without waiting for it, and a step that differs leaves
+nothing behind."""
 
 import contextlib
 import threading
@@ -62,8 +63,22 @@ def test_a_step_has_one_message_outside_of_its_actions(pool: Pool) -> None:
 
 
 CALLS = (  # of torch.distributed, by which a process speaks to others
-    *("all_reduce", "reduce", "broadcast", "all_gather", "all_gather_into_tensor", "all_gather_object", "barrier"),
-    *("reduce_scatter_tensor", "all_to_all_single", "gather_object", "broadcast_object_list", "scatter_object_list"),
+    *(
+        "all_reduce",
+        "reduce",
+        "broadcast",
+        "all_gather",
+        "all_gather_into_tensor",
+        "all_gather_object",
+        "barrier",
+    ),
+    *(
+        "reduce_scatter_tensor",
+        "all_to_all_single",
+        "gather_object",
+        "broadcast_object_list",
+        "scatter_object_list",
+    ),
     *("send", "recv", "isend", "irecv", "batch_isend_irecv"),
 )
 
@@ -73,11 +88,13 @@ def words(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def called(kind: str) -> tuple[Counter[str], int]:
-    """What this rank calls of torch.distributed in four steps that come after one like them: outside of the actions by
-    name, and within them how often."""
+    """What this rank calls of torch.distributed in four steps that come after one like them:
+    outside of the actions by name, and within them how often."""
     torch.manual_seed(0)
     options: dict[str, Any] = {"schedule": "zb-h1", "microbatches": 2, "loss": mse_loss}
-    along = "pp" if kind == "vocab" else "dp" if kind.startswith("zero") or kind == "early" else kind
+    along = (
+        "pp" if kind == "vocab" else "dp" if kind.startswith("zero") or kind == "early" else kind
+    )
     mesh = mesh_of(**{"pp": 1, along: 2})
     model: nn.Module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, bias=False))
     if kind == "tp":
@@ -99,7 +116,9 @@ def called(kind: str) -> tuple[Counter[str], int]:
         def counting(*given: Any, **named: Any) -> Any:
             codes = {frame.f_code for frame, _ in traceback.walk_stack(None)}
             acts = not codes.isdisjoint((RankRun._execute.__code__, RankRun._arrive.__code__))
-            acts = acts or threading.current_thread().name.startswith("zbcompile-collectives")  # begun by actions
+            acts = acts or threading.current_thread().name.startswith(
+                "zbcompile-collectives"
+            )  # begun by actions
             (within if acts else outside)[name] += 1
             return call(*given, **named)
 
@@ -108,7 +127,9 @@ def called(kind: str) -> tuple[Counter[str], int]:
     for step in range(5):
         with contextlib.ExitStack() as stack:
             for name in CALLS if step else ():
-                stack.enter_context(mock.patch.object(dist, name, counted(name, getattr(dist, name))))
+                stack.enter_context(
+                    mock.patch.object(dist, name, counted(name, getattr(dist, name)))
+                )
             pipe.step(x, target=x)
         optimizer.step()
         optimizer.zero_grad()
@@ -123,7 +144,9 @@ def called(kind: str) -> tuple[Counter[str], int]:
         *((f"zero {level}", 1) for level in range(2)),
     ],
 )
-def test_torch_is_called_once_a_step_outside_of_actions(kind: str, messages: int, pool: Pool) -> None:
+def test_torch_is_called_once_a_step_outside_of_actions(
+    kind: str, messages: int, pool: Pool
+) -> None:
     """Where ranks have losses of their own; else not at all. Losses and sums are actions."""
     for outside, within in pool.run(called, kind, ranks=2):
         assert outside == Counter({"all_reduce": 4 * messages} if messages else {})
@@ -134,7 +157,12 @@ def with_other_timeouts() -> str:
     """What a rank says if each waits for another time."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    given = {"schedule": "1f1b", "microbatches": 2, "loss": mse_loss, "timeout": 60 + dist.get_rank()}
+    given = {
+        "schedule": "1f1b",
+        "microbatches": 2,
+        "loss": mse_loss,
+        "timeout": 60 + dist.get_rank(),
+    }
     try:
         zbcompile.pipeline(model, **given).step(torch.zeros(4, 2), target=torch.zeros(4, 2))
     except PipelineError as error:
@@ -171,7 +199,8 @@ def differs_once(early: bool) -> tuple[list[str], bool, list[float]]:
 
 
 def test_a_step_that_differs_between_replicas_changes_nothing(pool: Pool) -> None:
-    """It has run when that is found: nothing was summed over replicas, no parameter updated, and the next step runs."""
+    """It has run when that is found: nothing was summed over replicas, no parameter updated, and
+    the next step runs."""
     for early in (False, True):
         for said, kept, losses in pool.run(differs_once, early, ranks=4):
             assert kept

@@ -31,7 +31,9 @@ def test_another_order_of_microbatches_gives_other_bits() -> None:
     found = []
     for order in (tuple(range(M)), tuple(reversed(range(M)))):
         model = chosen.model()
-        eager_step_in_order(model, chosen.loss, batch, 0, {name: order for name, _ in model.named_parameters()})
+        eager_step_in_order(
+            model, chosen.loss, batch, 0, {name: order for name, _ in model.named_parameters()}
+        )
         found.append(gradients_of(model))
     model = chosen.model()
     eager_step(model, chosen.loss, batch, M, 0)
@@ -40,6 +42,8 @@ def test_another_order_of_microbatches_gives_other_bits() -> None:
 
 
 def test_seeds_differ_by_step_microbatch_and_seed() -> None:
-    seeds = {zbcompile.microbatch_seed(s, m, k) for s in range(20) for m in range(20) for k in range(5)}
+    seeds = {
+        zbcompile.microbatch_seed(s, m, k) for s in range(20) for m in range(20) for k in range(5)
+    }
     assert len(seeds) == 2000
     assert all(0 <= seed < 2**63 for seed in seeds)

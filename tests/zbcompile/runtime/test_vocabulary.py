@@ -49,7 +49,11 @@ def test_in_processes(case: VocabularyCase, pool: Pool) -> None:
 def shares_of_state(case: VocabularyCase) -> tuple[list[int], list[str]]:
     """The rows of the head that this rank's state dict shows, and the names of all it shows."""
     pipe = zbcompile.pipeline(
-        model_of(case), schedule=case.schedule, microbatches=4, loss=MODELS[case.model][1], vocab=case.vocab
+        model_of(case),
+        schedule=case.schedule,
+        microbatches=4,
+        loss=MODELS[case.model][1],
+        vocab=case.vocab,
     )
     batch = batches_of(case)[0]
     pipe.compile(*batch.args, target=batch.target)
@@ -72,10 +76,13 @@ def test_what_cannot_be_is_refused() -> None:
     for options, reason in (
         ({"vocab": 3}, "vocab=3; expected"),
         ({"vocab": 1, "exact": True}, "exact=True cannot use it"),
-        ({"vocab": 1, "loss": lambda output, target: output.square().mean()}, "vocab=1: .*Use vocab=.off"),
+        (
+            {"vocab": 1, "loss": lambda output, target: output.square().mean()},
+            "vocab=1: .*Use vocab=.off",
+        ),
     ):
         given = {"loss": MODELS["gpt"][1], **options}
         with pytest.raises((CompileError, PipelineError), match=reason):
-            zbcompile.pipeline(model_of(case), schedule="1f1b", microbatches=4, ranks=2, **given).compile(
-                *batch.args, target=batch.target
-            )
+            zbcompile.pipeline(
+                model_of(case), schedule="1f1b", microbatches=4, ranks=2, **given
+            ).compile(*batch.args, target=batch.target)

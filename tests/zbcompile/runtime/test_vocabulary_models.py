@@ -1,7 +1,9 @@
-"""transformers' models with their vocabularies sharded: gradients of the unsplit model, in one process and over gloo.
+"""transformers' models with their vocabularies sharded: gradients of the unsplit model, in one
+process and over gloo.
 
-Llama untied, GPT-2 and BERT (masked LM) tied, Gemma-2 tied with a soft cap. GPT-2 meets every schedule, the others
-linear ones or those of a V; `examples/benchmarks/vocab_sweep.py` runs all of them in processes.
+Llama untied, GPT-2 and BERT (masked LM) tied, Gemma-2 tied with a soft cap. GPT-2 meets every
+schedule, the others linear ones or those of a V; `examples/benchmarks/vocab_sweep.py` runs all of
+them in processes.
 """
 
 from typing import Any
@@ -30,7 +32,9 @@ RUNS = (  # model, schedules, ranks, barriers; schedules with equal stages share
     ("bert", LINEAR, 4, 1),
 )
 CASES = [
-    ModelCase(model, schedule, ranks, barriers) for model, schedules, ranks, barriers in RUNS for schedule in schedules
+    ModelCase(model, schedule, ranks, barriers)
+    for model, schedules, ranks, barriers in RUNS
+    for schedule in schedules
 ]
 IN_PROCESSES = (ModelCase("gpt2", "zb-v", 2),)
 

@@ -1,4 +1,5 @@
-"""Replicas of a pipeline with a sharded output layer train as one process does on the concatenated batch."""
+"""Replicas of a pipeline with a sharded output layer train as one process does on the concatenated
+batch."""
 
 from dataclasses import replace
 from typing import Any
@@ -32,7 +33,8 @@ def model() -> nn.Module:
 
 
 def replicated() -> tuple[Tensor, dict[str, Tensor], Tensor]:
-    """What one rank sees of a step on its replica's half of a batch: loss, gradients, norm of all gradients."""
+    """What one rank sees of a step on its replica's half of a batch: loss, gradients, norm of all
+    gradients."""
     mesh = mesh_of_replicas()
     pipe = zbcompile.pipeline(model(), mesh=mesh, **OPTIONS)
     own = list(WHOLE.parts(REPLICAS))[mesh["dp"].get_local_rank()]
@@ -43,7 +45,8 @@ def replicated() -> tuple[Tensor, dict[str, Tensor], Tensor]:
 
 @pytest.mark.slow
 def test_gradients_are_those_of_the_concatenated_batch(pool: Pool) -> None:
-    """In float64, within 1e-12; the rows of a tied weight are reduced once, after the lookups have been added."""
+    """In float64, within 1e-12; the rows of a tied weight are reduced once, after the lookups have
+    been added."""
     expected = model()
     loss = eager_step(expected, next_byte_loss, WHOLE, REPLICAS * CASE.microbatches, 0)
     norm = nn.utils.get_total_norm([p.grad for p in expected.parameters() if p.grad is not None])
@@ -51,7 +54,9 @@ def test_gradients_are_those_of_the_concatenated_batch(pool: Pool) -> None:
     for replica in (ranks[:2], ranks[2:]):
         for its_loss, _, its_norm in replica:
             assert distance(its_loss, loss) < 1e-12
-            assert distance(its_norm.double(), norm.double()) < 1e-6  # norms of gradients are float32
+            assert (
+                distance(its_norm.double(), norm.double()) < 1e-6
+            )  # norms of gradients are float32
         for name, parameter in expected.named_parameters():
             parts = [found[name] for _, found, _ in replica if name in found]
             whole = parts[0] if parts[0].shape == parameter.shape else torch.cat(parts)

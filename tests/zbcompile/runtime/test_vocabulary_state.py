@@ -1,4 +1,5 @@
-"""Rows of a sharded vocabulary as parameters: replicas, clipping, checkpoints, models on the meta device."""
+"""Rows of a sharded vocabulary as parameters: replicas, clipping, checkpoints, models on the meta
+device."""
 
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,12 @@ from tests.support.pool import Pool
 from tests.support.vocabulary_training import distance
 
 MICROBATCHES, REPLICAS, MOST = 4, 2, 0.05
-OPTIONS: Any = {"schedule": "zb-h1", "microbatches": MICROBATCHES, "loss": next_byte_loss, "vocab": 1}
+OPTIONS: Any = {
+    "schedule": "zb-h1",
+    "microbatches": MICROBATCHES,
+    "loss": next_byte_loss,
+    "vocab": 1,
+}
 Seen = dict[str, Any]
 
 
@@ -34,7 +40,8 @@ def batch_of(rows: int) -> Batch:
 
 
 def replica(folder: str) -> Seen:
-    """One step of a tied model on this replica's half of the batch; gradients are clipped, a checkpoint is written."""
+    """One step of a tied model on this replica's half of the batch; gradients are clipped, a
+    checkpoint is written."""
     mesh = init_device_mesh("cpu", (REPLICAS, 2), mesh_dim_names=("dp", "pp"))
     own = list(batch_of(2 * REPLICAS * MICROBATCHES).parts(REPLICAS))[mesh["dp"].get_local_rank()]
     pipe = zbcompile.pipeline(small(tied=True), mesh=mesh, **OPTIONS)
@@ -49,14 +56,17 @@ def replica(folder: str) -> Seen:
 @pytest.mark.beyond_sample
 @pytest.mark.slow
 def test_replicas_clipping_and_a_checkpoint(pool: Pool, tmp_path: Path) -> None:
-    """Losses, the norm (each row counted once) and clipped gradients are those of one process on the whole batch; what
-    the ranks wrote is put together under eager's keys; each replica evaluates its own half."""
+    """Losses, the norm (each row counted once) and clipped gradients are those of one process on
+    the whole batch; what the ranks wrote is put together under eager's keys; each replica evaluates
+    its own half."""
     seen = pool.run(replica, str(tmp_path), ranks=4)
     model, batch = small(tied=True), batch_of(2 * REPLICAS * MICROBATCHES)
     loss = eager_step(model, next_byte_loss, batch, REPLICAS * MICROBATCHES, 0)
     norm = nn.utils.clip_grad_norm_(model.parameters(), MOST)
     assert all(distance(each["loss"], loss) < 1e-12 for each in seen)
-    assert all(distance(each["norm"], norm) < 1e-6 for each in seen)  # the norms of parts travel in fp32
+    assert all(
+        distance(each["norm"], norm) < 1e-6 for each in seen
+    )  # the norms of parts travel in fp32
     with torch.no_grad():
         outputs = [model(*half.args) for half in batch.parts(REPLICAS)]
     assert all(distance(each["output"], outputs[i // 2]) < 1e-12 for i, each in enumerate(seen))
@@ -67,7 +77,11 @@ def test_replicas_clipping_and_a_checkpoint(pool: Pool, tmp_path: Path) -> None:
         twins = [each["gradients"][name] for each in seen[2:] if name in each["gradients"]]
         assert all(torch.equal(one, other) for one, other in zip(parts, twins, strict=True)), name
     assert_holds(tmp_path, model.state_dict())
-    assert all(torch.equal(each["full"][key], value) for each in seen for key, value in model.state_dict().items())
+    assert all(
+        torch.equal(each["full"][key], value)
+        for each in seen
+        for key, value in model.state_dict().items()
+    )
 
 
 def assert_holds(folder: Path, expected: dict[str, Tensor]) -> None:
@@ -82,10 +96,16 @@ def fill(name: str, tensor: Tensor) -> None:
 
 
 def on_meta(folder: str) -> Seen:
-    """A model on the meta device, one layer on the first rank and two on the second; saved, changed and restored."""
+    """A model on the meta device, one layer on the first rank and two on the second; saved, changed
+    and restored."""
     with torch.device("meta"):
         model = tall()
-    options: Any = {"schedule": "1f1b", "microbatches": MICROBATCHES, "loss": next_byte_loss, "init": fill}
+    options: Any = {
+        "schedule": "1f1b",
+        "microbatches": MICROBATCHES,
+        "loss": next_byte_loss,
+        "init": fill,
+    }
     options["ranks"] = None if dist.is_initialized() else 2
     pipe = zbcompile.pipeline(model, vocab=1, balance=["blocks.1"], **options)
     batch = batch_of(2 * MICROBATCHES)
@@ -102,7 +122,13 @@ def on_meta(folder: str) -> Seen:
     assert pipe.program.vocabulary is not None
     words = [high - low for low, high in pipe.program.vocabulary.bounds]
     real = {name for name, p in model.named_parameters() if not p.is_meta}
-    seen: Seen = {"loss": loss, "gradients": gradients, "before": before, "trained": trained, "words": words}
+    seen: Seen = {
+        "loss": loss,
+        "gradients": gradients,
+        "before": before,
+        "trained": trained,
+        "words": words,
+    }
     return seen | {
         "real": real,
         "restored": pipe.state_dict(full=True),
@@ -124,8 +150,8 @@ sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 @pytest.mark.slow
 def test_a_rank_makes_its_own_rows_real(pool: Pool, tmp_path: Path) -> None:
-    """Only a rank's rows get memory, with the values that the whole parameter would have; gradients are those of one
-    process with all ranks, and a checkpoint puts the rows together again."""
+    """Only a rank's rows get memory, with the values that the whole parameter would have; gradients
+    are those of one process with all ranks, and a checkpoint puts the rows together again."""
     alone = pool.alone(on_meta, str(tmp_path / "alone"))
     seen = pool.run(on_meta, str(tmp_path / "ranks"))
     assert alone["words"] == seen[0]["words"] == seen[1]["words"]

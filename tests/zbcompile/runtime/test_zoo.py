@@ -1,8 +1,9 @@
-"""Models that people train, pipelined, against eager gradient accumulation: two steps with AdamW between them; losses,
-every gradient, and the state dict with all buffers bit by bit.
+"""Models that people train, pipelined, against eager gradient accumulation: two steps with AdamW
+between them; losses, every gradient, and the state dict with all buffers bit by bit.
 
-Each model runs under one schedule here, and all of (schedule, ranks) occur. What those of RARELY have, others have:
-they run with `pytest --every-case`; all combinations: `examples/benchmarks/oracle_sweep.py --problems llama bert ...`.
+Each model runs under one schedule here, and all of (schedule, ranks) occur. What those of RARELY
+have, others have: they run with `pytest --every-case`; all combinations:
+`examples/benchmarks/oracle_sweep.py --problems llama bert ...`.
 """
 
 from dataclasses import replace
@@ -46,7 +47,15 @@ CASES = (
     Case("unet", "1f1b", 3, 4, steps=2),
     Case("custom-op", "zb-v", 3, 4, steps=2),
 )
-RARELY = {"llama-unpadded", "llama-half-padded", "gpt2-full", "bert-full", "t5", "whisper", "gemma2"}
+RARELY = {
+    "llama-unpadded",
+    "llama-half-padded",
+    "gpt2-full",
+    "bert-full",
+    "t5",
+    "whisper",
+    "gemma2",
+}
 PROCESSES = (
     Case("gpt2", "zb-h1", 2, 4, steps=2),
     Case("resnet", "zb-v", 2, 4, steps=2),
@@ -70,7 +79,8 @@ ONE_BY_ONE = [pytest.param(case, id=str(case), marks=marks_of(case)) for case in
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ONE_BY_ONE)
 def test_in_one_process(case: Case) -> None:
-    """Every operation of the graphs that ran says which line of the model, or which pass of the compiler, made it."""
+    """Every operation of the graphs that ran says which line of the model, or which pass of the
+    compiler, made it."""
     assert_bitwise(quickly(case), reference(case))
     assert operations_from_nowhere(compiled_for(case)) == []
 
@@ -78,8 +88,17 @@ def test_in_one_process(case: Case) -> None:
 def operations_from_nowhere(program: Program) -> list[str]:
     """What `python -m zbcompile.inspect --graph` could name no origin of."""
     pieces = [piece for stage in program.stages for piece in stage.pieces.values()]
-    calls = [(piece.name, node) for piece in pieces for node in piece.module.graph.nodes if node.op == "call_function"]
-    return [f"{name}: {node.name}" for name, node in calls if not (origin_of(node) or node.meta.get("pass"))]
+    calls = [
+        (piece.name, node)
+        for piece in pieces
+        for node in piece.module.graph.nodes
+        if node.op == "call_function"
+    ]
+    return [
+        f"{name}: {node.name}"
+        for name, node in calls
+        if not (origin_of(node) or node.meta.get("pass"))
+    ]
 
 
 def built(problem: str) -> None:

@@ -1,4 +1,5 @@
-"""Orders that torch's own tests run, and others that no name has: given as a file or an object, with eager's bits."""
+"""Orders that torch's own tests run, and others that no name has: given as a file or an object,
+with eager's bits."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,7 +10,15 @@ from torch.distributed.pipelining import schedules as torch_schedules
 
 import zbcompile
 from tests.support.oracle import PROBLEMS
-from tests.support.training import Case, Trained, assert_bitwise, assert_close, compiled_once, eager, train
+from tests.support.training import (
+    Case,
+    Trained,
+    assert_bitwise,
+    assert_close,
+    compiled_once,
+    eager,
+    train,
+)
 from zbcompile.schedules import (
     Action,
     Costs,
@@ -27,26 +36,36 @@ from zbcompile.schedules import (
     to_csv,
 )
 
-# One rank a line, in torch's letters, as the schedules that torch keeps for its tests: a V, five stages on two ranks,
-# weight gradients apart, the messages of a batch of backwards behind all of these, and looped BFS, whose backwards
-# begin with the last microbatch.
+# One rank a line, in torch's letters, as the schedules that torch keeps for its tests: a V, five
+# stages on two ranks, weight gradients apart, the messages of a batch of backwards behind all of
+# these, and looped BFS, whose backwards begin with the last microbatch.
 FILES = {
     "v": "0F0,,,3F0,3B0,,,0B0\n,1F0,2F0,,,2B0,1B0,\n",
     "unbalanced": "0F0,1F0,,,4F0,4B0,,,1B0,0B0\n,,2F0,3F0,,,3B0,2B0,,\n",
-    "weights": "0F0,0F1,2F0,2F1,,2I0,2W0,0I0,2I1,0W0,0I1,2W1,0W1\n,1F0,1F1,3F0,3I0,3F1,1I0,3I1,3W0,1I1,1W0,3W1,1W1\n",
-    "messages": "0F0,0F1,0SEND_F0,0SEND_F1,0RECV_B0,0RECV_B1,0B0,0B1\n"
-    "1RECV_F0,1RECV_F1,1F0,1F1,1B0,1B1,1SEND_B0,1SEND_B1\n",
-    "waits": "0F0,0SEND_F0,0WAIT_SEND_F0,0RECV_B0,0B0,0REDUCE_GRAD,0WAIT_REDUCE_GRAD\n"
-    "1UNSHARD,1RECV_F0,1F0,1B0,1SEND_B0,1WAIT_SEND_B0,1RESHARD\n",
+    "weights": (
+        "0F0,0F1,2F0,2F1,,2I0,2W0,0I0,2I1,0W0,0I1,2W1,0W1\n,1F0,1F1,3F0,3I0,3F1,1I0,3I1,3W0,1I1,1W0,3W1,1W1\n"
+    ),
+    "messages": (
+        "0F0,0F1,0SEND_F0,0SEND_F1,0RECV_B0,0RECV_B1,0B0,0B1\n"
+        "1RECV_F0,1RECV_F1,1F0,1F1,1B0,1B1,1SEND_B0,1SEND_B1\n"
+    ),
+    "waits": (
+        "0F0,0SEND_F0,0WAIT_SEND_F0,0RECV_B0,0B0,0REDUCE_GRAD,0WAIT_REDUCE_GRAD\n"
+        "1UNSHARD,1RECV_F0,1F0,1B0,1SEND_B0,1WAIT_SEND_B0,1RESHARD\n"
+    ),
     "looped": "0F0,0F1,2F0,2F1,2B1,2B0,0B1,0B0\n1F0,1F1,3F0,3F1,3B1,3B0,1B1,1B0\n",
     "last first": "0F0,0F1,0F2,0B2,0B1,0B0\n1F0,1F1,1F2,1I2,1I1,1I0,1W0,1W2,1W1\n",
 }
 
-DESCENDING = {"looped": (1, 0), "last first": (0, 2, 1)}  # the W of stage 1 in those that do not ascend
+DESCENDING = {
+    "looped": (1, 0),
+    "last first": (0, 2, 1),
+}  # the W of stage 1 in those that do not ascend
 
 
 def step_of(schedule: Schedule | str, exact: bool = True) -> tuple[zbcompile.Pipeline, Trained]:
-    """One step of the oracle's net; the schedule alone says how many ranks and microbatches there are."""
+    """One step of the oracle's net; the schedule alone says how many ranks and microbatches there
+    are."""
     problem = PROBLEMS["mlp"]
     pipe = zbcompile.pipeline(problem.model(), schedule=schedule, loss=problem.loss, exact=exact)
     given = pipe.options.schedule
@@ -57,7 +76,8 @@ def step_of(schedule: Schedule | str, exact: bool = True) -> tuple[zbcompile.Pip
 
 @pytest.mark.parametrize("name", FILES)
 def test_an_order_of_torch_runs_as_a_file(name: str, tmp_path: Path) -> None:
-    """Every order of torch's tests with eager's bits; one whose W do not ascend only where exact=True is not asked."""
+    """Every order of torch's tests with eager's bits; one whose W do not ascend only where
+    exact=True is not asked."""
     path = tmp_path / f"{name}.csv"
     path.write_text(FILES[name], encoding="utf-8")
     if name not in DESCENDING:
@@ -67,12 +87,15 @@ def test_an_order_of_torch_runs_as_a_file(name: str, tmp_path: Path) -> None:
     pipe, ours = step_of(str(path), exact=False)
     assert_close(ours, eager("mlp", pipe.program.schedule.microbatches, 1))
     assert pipe.program.schedule.weight_order(1) == DESCENDING[name]
-    with pytest.raises(ScheduleError, match=r"weight gradients of stage \d run microbatch \d before [01]"):
+    with pytest.raises(
+        ScheduleError, match=r"weight gradients of stage \d run microbatch \d before [01]"
+    ):
         step_of(str(path))
 
 
 def test_the_order_of_w_is_the_order_of_accumulation() -> None:
-    """Weight gradients 1e8, 1 and -1e8 of three microbatches add up to 1 in one order, and to 0 in ascending order."""
+    """Weight gradients 1e8, 1 and -1e8 of three microbatches add up to 1 in one order, and to 0 in
+    ascending order."""
     given = from_csv(FILES["last first"])
     assert isinstance(given, Schedule)
     check(given, weight_order="any")
@@ -83,7 +106,9 @@ def test_the_order_of_w_is_the_order_of_accumulation() -> None:
         for layer in model:
             torch.nn.init.eye_(layer.weight)  # type: ignore[arg-type]
         options = {"balance": ("1",), "loss_reduction": "sum", "microbatches": 3}
-        pipe = zbcompile.pipeline(model, schedule=schedule, loss=last_of, ranks=2, exact=exact, **options)  # type: ignore[call-overload]
+        pipe = zbcompile.pipeline(
+            model, schedule=schedule, loss=last_of, ranks=2, exact=exact, **options
+        )  # type: ignore[call-overload]
         pipe.step(x)
         found.append(model[1].weight.grad[0, 0].item())  # type: ignore[union-attr, index]
     assert found == [1.0, 0.0]
@@ -117,7 +142,9 @@ def breadth_first(placement: Placement, microbatches: int) -> Schedule:
 
 
 @pytest.mark.mostly_slow(every=3)
-@pytest.mark.parametrize("owners", [(0, 0, 1, 1, 0), (2, 0, 1, 1, 0, 2, 2), (0, 1, 1, 0, 0, 1, 1, 0)], ids=str)
+@pytest.mark.parametrize(
+    "owners", [(0, 0, 1, 1, 0), (2, 0, 1, 1, 0, 2, 2), (0, 1, 1, 0, 0, 1, 1, 0)], ids=str
+)
 def test_any_map_of_stages_to_ranks(owners: tuple[int, ...], tmp_path: Path) -> None:
     """Checked, lowered, drawn, searched, read back from every kind of file, and run."""
     schedule = breadth_first(Placement.of_ranks(owners), 3)
@@ -127,16 +154,25 @@ def test_any_map_of_stages_to_ranks(owners: tuple[int, ...], tmp_path: Path) -> 
     for ending in ("csv", "json"):
         save(schedule, tmp_path / f"mine.{ending}")
         assert load(tmp_path / f"mine.{ending}").orders == schedule.orders
-    found = search(Costs.uniform(len(owners)), schedule.ranks, 3, placements=[str(schedule.placement)], passes=8)
+    found = search(
+        Costs.uniform(len(owners)),
+        schedule.ranks,
+        3,
+        placements=[str(schedule.placement)],
+        passes=8,
+    )
     assert found.simulation.makespan <= simulate(schedule, Costs.uniform(len(owners))).makespan
     check(found.schedule)
     pipe, ours = step_of(found.schedule)
-    assert {stage: pipe.program.rank_of(stage) for stage in range(len(owners))} == dict(enumerate(owners))
+    assert {stage: pipe.program.rank_of(stage) for stage in range(len(owners))} == dict(
+        enumerate(owners)
+    )
     assert_bitwise(ours, eager("mlp", 3, 1))
 
 
 def test_torchs_messages_are_safe_here(tmp_path: Path) -> None:
-    """What torch's runtime makes of its own order passes our check of messages, blocking sends included."""
+    """What torch's runtime makes of its own order passes our check of messages, blocking sends
+    included."""
     count = {"num_stages": 4, "group_size": 2, "group_rank": 0}
     stages = [SimpleNamespace(**count, submod=None, stage_index=i, is_last=False) for i in (0, 2)]
     theirs = torch_schedules.ScheduleInterleavedZeroBubble(stages, 4)  # type: ignore[arg-type]
@@ -147,7 +183,8 @@ def test_torchs_messages_are_safe_here(tmp_path: Path) -> None:
 
 
 def test_waits_of_sends_are_written_on_demand() -> None:
-    """torch 2.15 reads a lowered program only with one wait per send; earlier releases do not know the word."""
+    """torch 2.15 reads a lowered program only with one wait per send; earlier releases do not know
+    the word."""
     lowered = lower(build("1f1b", 2, 2))
     text = to_csv(lowered, waits=True)
     assert text.splitlines()[1].split(",")[-3:] == ["1WAIT_SEND_B0", "1SEND_B1", "1WAIT_SEND_B1"]

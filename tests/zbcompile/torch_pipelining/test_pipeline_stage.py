@@ -1,4 +1,5 @@
-"""The generated stages under torch's own schedules: torch orders the actions, our graphs compute, eager's bits."""
+"""The generated stages under torch's own schedules: torch orders the actions, our graphs compute,
+eager's bits."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,7 +28,11 @@ from tests.support.training import (
 from tests.zbcompile.torch_pipelining.test_given_orders import FILES
 from zbcompile.schedules import from_csv
 from zbcompile.torch_pipelining import pipeline_stage
-from zbcompile.torch_pipelining.pipeline_stage import CompiledPipelineStage, OutputToCome, group_between
+from zbcompile.torch_pipelining.pipeline_stage import (
+    CompiledPipelineStage,
+    OutputToCome,
+    group_between,
+)
 
 STEPS = 2
 
@@ -59,7 +64,8 @@ CASES = [
 
 
 def schedule_of(given: TorchCase, pipe: zbcompile.Pipeline) -> Any:
-    """torch's schedule over this rank's generated stages. The last stage, where there is one here, has the loss."""
+    """torch's schedule over this rank's generated stages. The last stage, where there is one here,
+    has the loss."""
     stages = pipe.stages()
     kind = getattr(torch_schedules, given.theirs)
     single = issubclass(kind, torch_schedules.PipelineScheduleSingle)
@@ -88,7 +94,9 @@ def driven_by_torch(given: TorchCase) -> Trained:
 def test_gradients_are_eagers(given: TorchCase, pool: Pool) -> None:
     ours, theirs = join(pool.run(driven_by_torch, given)), reference(given.case)
     for step in range(STEPS):
-        assert_same_tensors(ours.gradients[step], theirs.gradients[step], f"gradient in step {step} of")
+        assert_same_tensors(
+            ours.gradients[step], theirs.gradients[step], f"gradient in step {step} of"
+        )
     assert_same_tensors(ours.state, theirs.state, "state dict:")
 
 
@@ -99,13 +107,16 @@ def test_torchs_looped_bfs_accumulates_from_the_last_microbatch(pool: Pool) -> N
 
 
 def driven_from_a_file(path: str) -> tuple[Trained, Any]:
-    """torch's runtime with its own messages, over the stages of a pipeline that has read the same file."""
+    """torch's runtime with its own messages, over the stages of a pipeline that has read the same
+    file."""
     problem = PROBLEMS["mlp"]
     pipe = zbcompile.pipeline(problem.model(), schedule=path, loss=problem.loss, exact=True)
     microbatches = pipe.options.schedule.microbatches  # type: ignore[union-attr]
     (batch,) = problem.batches(1, 2 * microbatches)
     stages = pipe.compile(*batch.args, target=batch.target, return_outputs=True).stages()
-    runtime = torch_schedules._PipelineScheduleRuntime(stages, microbatches, loss_fn=stages[-1].loss)  # type: ignore[arg-type]
+    runtime = torch_schedules._PipelineScheduleRuntime(
+        stages, microbatches, loss_fn=stages[-1].loss
+    )  # type: ignore[arg-type]
     runtime._load_csv(path)
     output = runtime.step(*batch.args, target=batch.target)
     return Trained([], [gradients_of(pipe)], {}), output
@@ -121,7 +132,10 @@ def test_a_file_under_torchs_runtime(name: str, pool: Pool, tmp_path: Path) -> N
     assert_same_tensors(join(shares).gradients[0], theirs.gradients[0], "gradient of")
     (output,) = [each for each in outputs if each is not None]
     (batch,) = PROBLEMS["mlp"].batches(1, 2 * microbatches)
-    assert torch.equal(output, torch.cat([PROBLEMS["mlp"].model()(*part.args) for part in batch.parts(microbatches)]))
+    assert torch.equal(
+        output,
+        torch.cat([PROBLEMS["mlp"].model()(*part.args) for part in batch.parts(microbatches)]),
+    )
 
 
 def wrong_steps() -> list[str]:
@@ -131,7 +145,11 @@ def wrong_steps() -> list[str]:
     (stage,) = pipe.compile(*batch.args, target=batch.target).stages()
     (x,), y, loss = batch.args, batch.target, torch.nn.functional.mse_loss
     said = []
-    for inputs, target, function in ((x, y, loss), (x[:4], y[:4], stage.loss), (x, y.double(), stage.loss)):
+    for inputs, target, function in (
+        (x, y, loss),
+        (x[:4], y[:4], stage.loss),
+        (x, y.double(), stage.loss),
+    ):
         with pytest.raises(zbcompile.PipelineError) as caught:
             torch_schedules.Schedule1F1B(stage, 4, loss_fn=function).step(inputs, target=target)
         said.append(str(caught.value))
@@ -155,18 +173,24 @@ def driven_over_a_group_for_each_direction(given: TorchCase) -> tuple[Trained, i
         return found
 
     config: Any = torch.distributed.config
-    with config.patch(pipeline_per_edge_p2p=True), patch.object(pipeline_stage, "group_between", noted):
+    with (
+        config.patch(pipeline_per_edge_p2p=True),
+        patch.object(pipeline_stage, "group_between", noted),
+    ):
         return driven_by_torch(given), sum(taken.values()) if all(taken.values()) else 0
 
 
 @pytest.mark.skipif(
-    not hasattr(CompiledPipelineStage, "_get_p2p_group"), reason="torch 2.15 and later have such groups"
+    not hasattr(CompiledPipelineStage, "_get_p2p_group"),
+    reason="torch 2.15 and later have such groups",
 )
 def test_messages_go_through_the_group_of_their_direction(pool: Pool) -> None:
     given = TorchCase("ScheduleInterleavedZeroBubble", "interleaved-zb")
     found, theirs = pool.run(driven_over_a_group_for_each_direction, given), reference(given.case)
     assert [groups for _, groups in found] == [2, 2]
-    assert_same_tensors(join([trained for trained, _ in found]).gradients[0], theirs.gradients[0], "gradient of")
+    assert_same_tensors(
+        join([trained for trained, _ in found]).gradients[0], theirs.gradients[0], "gradient of"
+    )
 
 
 def losses_and_outputs() -> tuple[list[torch.Tensor], list[Any]]:
@@ -181,20 +205,24 @@ def losses_and_outputs() -> tuple[list[torch.Tensor], list[Any]]:
 
 
 def test_losses_and_outputs_are_those_of_the_microbatches(pool: Pool) -> None:
-    """The outputs merged, of a step and of an evaluation, as torch does where the step was compiled with them."""
+    """The outputs merged, of a step and of an evaluation, as torch does where the step was compiled
+    with them."""
     (first, none), (last, outputs) = pool.run(losses_and_outputs)
     model, batch = PROBLEMS["mlp"].model(), PROBLEMS["mlp"].batches(1, 16)[0]
     assert none == [None, None]
     for output in outputs:
         assert torch.equal(output, torch.cat([model(*part.args) for part in batch.parts(8)]))
-    theirs = [torch.nn.functional.mse_loss(model(*part.args), part.target) for part in batch.parts(8)]  # type: ignore[arg-type]
+    theirs = [
+        torch.nn.functional.mse_loss(model(*part.args), part.target) for part in batch.parts(8)
+    ]  # type: ignore[arg-type]
     assert not first
     assert_same_tensors(last, theirs, "loss of microbatch")
 
 
 @dataclass(frozen=True)
 class Evaluated:
-    """What an evaluation before the first step left on one rank, what it returned, and what the step did after it."""
+    """What an evaluation before the first step left on one rank, what it returned, and what the
+    step did after it."""
 
     gradients: list[Tensor | None]
     losses: list[Tensor]
@@ -214,14 +242,19 @@ def evaluated_by_torch(given: TorchCase) -> Evaluated:
     return Evaluated(left, losses, returned, Trained([], [gradients_of(pipe)], {}))
 
 
-@pytest.mark.parametrize("given", [CASES[2], CASES[6]], ids=lambda given: f"{given.theirs} {given.problem}")
+@pytest.mark.parametrize(
+    "given", [CASES[2], CASES[6]], ids=lambda given: f"{given.theirs} {given.problem}"
+)
 def test_an_evaluation_leaves_no_trace(given: TorchCase, pool: Pool) -> None:
-    """No gradients and no numbers for outputs; the next step draws the random numbers of a first one."""
+    """No gradients and no numbers for outputs; the next step draws the random numbers of a first
+    one."""
     ranks = pool.run(evaluated_by_torch, given)
     assert all(value in (None, ()) for found in ranks for value in found.returned)
     assert all(gradient is None for found in ranks for gradient in found.gradients)
     theirs = reference(given.case)
-    assert_same_tensors(join([found.trained for found in ranks]).gradients[0], theirs.gradients[0], "gradient of")
+    assert_same_tensors(
+        join([found.trained for found in ranks]).gradients[0], theirs.gradients[0], "gradient of"
+    )
     (losses,) = [found.losses for found in ranks if found.losses]
     torch.testing.assert_close(torch.stack(losses).mean(), theirs.losses[0])
 
@@ -239,7 +272,9 @@ def test_parameters_on_several_stages_are_refused(pool: Pool) -> None:
 
 
 def test_one_process_has_no_stages() -> None:
-    pipe = pipeline_of(Case("mlp", "1f1b", 2, 2)).compile(torch.zeros(4, WIDTH), target=torch.zeros(4, WIDTH))
+    pipe = pipeline_of(Case("mlp", "1f1b", 2, 2)).compile(
+        torch.zeros(4, WIDTH), target=torch.zeros(4, WIDTH)
+    )
     with pytest.raises(zbcompile.PipelineError, match="torchrun"):
         pipe.stages()
 

@@ -1,6 +1,8 @@
-"""torch's own schedules, read from torch: checked, compared with ours, and ours loaded by torch's CSV loader.
+"""torch's own schedules, read from torch: checked, compared with ours, and ours loaded by torch's
+CSV loader.
 
-torch computes an order from a few numbers of its stages, so plain stand-ins for these are enough: nothing is run here.
+torch computes an order from a few numbers of its stages, so plain stand-ins for these are enough:
+nothing is run here.
 """
 
 from pathlib import Path
@@ -39,13 +41,19 @@ MULTI = (  # class, stages per rank
 def _stages(ranks: int, chunks: int) -> list[SimpleNamespace]:
     """What the constructors of torch's schedules read of the stages of rank 0."""
     count = {"num_stages": ranks * chunks, "group_size": ranks, "group_rank": 0}
-    return [SimpleNamespace(**count, submod=None, stage_index=chunk * ranks, is_last=False) for chunk in range(chunks)]
+    return [
+        SimpleNamespace(**count, submod=None, stage_index=chunk * ranks, is_last=False)
+        for chunk in range(chunks)
+    ]
 
 
 def _order_of(schedule, ranks: int) -> Schedule:
-    """The order that torch holds, read through the text of its actions as it stands in torch's CSV files."""
+    """The order that torch holds, read through the text of its actions as it stands in torch's CSV
+    files."""
     rows = [schedule.pipeline_order[rank] for rank in range(ranks)]
-    text = "\n".join(",".join("" if action is None else str(action) for action in row) for row in rows)
+    text = "\n".join(
+        ",".join("" if action is None else str(action) for action in row) for row in rows
+    )
     program = from_csv(text, name=type(schedule).__name__)
     assert isinstance(program, Schedule)
     return program
@@ -63,7 +71,8 @@ def _multi(name: str, ranks: int, microbatches: int, chunks: int) -> Schedule | 
 @pytest.mark.mostly_slow(every=3, suite=1)
 @pytest.mark.parametrize(("name", "chunks"), MULTI)
 def test_torch_is_right_and_never_shorter_than_ours(name: str, chunks: int) -> None:
-    """Accepted by `check`; at equal times and no more memory ours is as short, in cost and in makespan."""
+    """Accepted by `check`; at equal times and no more memory ours is as short, in cost and in
+    makespan."""
     compared = 0
     for ranks in RANKS:
         for microbatches in MICROBATCHES:
@@ -91,23 +100,29 @@ def test_torch_admits_what_we_admit(name: str, chunks: int) -> None:
     rule = find(name).rule
     for ranks in RANKS:
         for microbatches in MICROBATCHES:
-            assert rule.holds(ranks, microbatches) == (_multi(name, ranks, microbatches, chunks) is not None)
+            assert rule.holds(ranks, microbatches) == (
+                _multi(name, ranks, microbatches, chunks) is not None
+            )
 
 
 @pytest.mark.parametrize(("name", "chunks"), MULTI)
 def test_same_rule_same_order(name: str, chunks: int) -> None:
-    """From m = 2p on, where ours follow the published rules, they are torch's orders action by action."""
+    """From m = 2p on, where ours follow the published rules, they are torch's orders action by
+    action."""
     for ranks in RANKS:
         theirs = _multi(name, ranks, 3 * ranks, chunks)
         assert theirs is not None
         assert build(name, ranks, 3 * ranks, chunks=chunks).orders == theirs.orders
 
 
-# Stages per rank, microbatches and ranks: of torch's own list those that the tables above do not reach.
+# Stages per rank, microbatches and ranks: of torch's own list those that the tables above do not
+# reach.
 PLANS = ((4, 16, 16), (4, 32, 32), (3, 2, 2), (3, 8, 2), (3, 12, 4), (4, 6, 3), (4, 10, 5))
 
 
-@pytest.mark.parametrize("name", ["ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble", "ScheduleLoopedBFS"])
+@pytest.mark.parametrize(
+    "name", ["ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble", "ScheduleLoopedBFS"]
+)
 def test_plans_of_torchs_own_tests(name: str) -> None:
     """torch's looped BFS runs its backwards from the last microbatch on, which takes as long."""
     for chunks, microbatches, ranks in PLANS:
@@ -120,12 +135,16 @@ def test_plans_of_torchs_own_tests(name: str) -> None:
             continue
         check(theirs, weight_order="any")
         _assert_no_longer(ours, theirs)
-        with pytest.raises(ScheduleError, match=r"weight gradients of stage \d+ run microbatch .* expected ascending"):
+        with pytest.raises(
+            ScheduleError,
+            match=r"weight gradients of stage \d+ run microbatch .* expected ascending",
+        ):
             check(theirs)
 
 
 def test_few_microbatches_of_zb_v_are_shorter_than_torch() -> None:
-    """m < 2p-1, where torch deletes actions from a longer order: at m = p = 8 55 chunk passes instead of 62."""
+    """m < 2p-1, where torch deletes actions from a longer order: at m = p = 8 55 chunk passes
+    instead of 62."""
     theirs = _multi("ScheduleZBVZeroBubble", 8, 8, 2)
     assert theirs is not None
     costs = Costs.uniform(16)
@@ -135,23 +154,28 @@ def test_few_microbatches_of_zb_v_are_shorter_than_torch() -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 def test_schedule_1f1b_is_wrong_on_its_last_rank(ranks: int) -> None:
-    """Schedule1F1B executes 1F1B, but the order it shows numbers the forwards of the last rank from 1 (torch 2.13).
+    """Schedule1F1B executes 1F1B, but the order it shows numbers the forwards of the last rank from
+    1 (torch 2.13).
 
     Its other ranks are ours, and with the last one put right so is the whole schedule.
     """
     microbatches = 2 * ranks
-    theirs = _order_of(torch_schedules.Schedule1F1B(_stages(ranks, 1)[0], microbatches), ranks)  # pyright: ignore[reportArgumentType]
+    # pyright: ignore[reportArgumentType]
+    theirs = _order_of(torch_schedules.Schedule1F1B(_stages(ranks, 1)[0], microbatches), ranks)
     ours = build("1f1b", ranks, microbatches)
     assert theirs.orders[:-1] == ours.orders[:-1]
     with pytest.raises(ScheduleError, match=r"never runs|before"):
         check(theirs)
-    repaired = Schedule("repaired", theirs.placement, microbatches, (*theirs.orders[:-1], ours.orders[-1]))
+    repaired = Schedule(
+        "repaired", theirs.placement, microbatches, (*theirs.orders[:-1], ours.orders[-1])
+    )
     check(repaired)
     _assert_no_longer(ours, repaired)
 
 
 def test_schedule_gpipe_is_ours() -> None:
-    theirs = _order_of(torch_schedules.ScheduleGPipe(_stages(4, 1)[0], 8), 4)  # pyright: ignore[reportArgumentType]
+    # pyright: ignore[reportArgumentType]
+    theirs = _order_of(torch_schedules.ScheduleGPipe(_stages(4, 1)[0], 8), 4)
     assert theirs.orders == build("gpipe", 4, 8).orders
 
 
@@ -172,15 +196,20 @@ def test_torch_loads_our_csv(name: str, tmp_path: Path) -> None:
     save(schedule, tmp_path / "schedule.csv")
     runtime = _loaded(tmp_path / "schedule.csv", schedule, "compute_only")
     assert _order_of(runtime, 4).orders == schedule.orders
-    assert runtime.stage_index_to_group_rank == {s: schedule.placement.rank(s) for s in range(schedule.stages)}
+    assert runtime.stage_index_to_group_rank == {
+        s: schedule.placement.rank(s) for s in range(schedule.stages)
+    }
 
 
 @pytest.mark.parametrize("name", LOADABLE)
 def test_torch_loads_our_lowered_csv(name: str, tmp_path: Path) -> None:
-    """As "compute_comms": the SEND and RECV actions are ours, and of what torch writes again we read the same order."""
+    """As "compute_comms": the SEND and RECV actions are ours, and of what torch writes again we
+    read the same order."""
     schedule = build(name, ranks=4, microbatches=8)
     lowered = lower(schedule)
-    (tmp_path / "lowered.csv").write_text(to_csv(lowered, waits=hasattr(torch_schedules, "WAIT_SEND_F")))
+    (tmp_path / "lowered.csv").write_text(
+        to_csv(lowered, waits=hasattr(torch_schedules, "WAIT_SEND_F"))
+    )
     runtime = _loaded(tmp_path / "lowered.csv", schedule, "compute_comms")
     runtime._dump_csv(str(tmp_path / "again.csv"), format="compute_comms")
     assert from_csv((tmp_path / "again.csv").read_text(), name) == schedule

@@ -1,4 +1,5 @@
-"""On PYTHONPATH: every Python process, also those of torchrun and spawn, begins with the pretended GPU."""
+"""On PYTHONPATH: every Python process, also those of torchrun and spawn, begins with the pretended
+GPU."""
 
 import importlib.util
 import os
