@@ -331,13 +331,6 @@ def group_called(name: str) -> torch.distributed.ProcessGroup:
 FUNCTIONAL_COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd")
 
 
-class _FinishedWork:
-    """What a call with `async_op=True` returns: the graph waits where it exchanges."""
-
-    def wait(self) -> bool:
-        return True
-
-
 AUTOCAST = "zbcompile.autocast"
 
 

@@ -15,6 +15,7 @@ from zbcompile.batches.batch_split import Split
 from zbcompile.errors import PipelineError
 from zbcompile.model.materialize import Init
 from zbcompile.model.placements import Placements, read_placements
+from zbcompile.passes.capture.training_step import LossFunction
 from zbcompile.passes.compile_options import (
     POLICIES,
     Balance,
@@ -26,7 +27,6 @@ from zbcompile.passes.compile_options import (
     read_bytes,
 )
 from zbcompile.passes.errors import CompileError
-from zbcompile.passes.exported.capture.training_step import LossFunction
 from zbcompile.passes.layout_strings import cuts_of_layout
 from zbcompile.passes.machine.hardware import Hardware, hardware_names, read_hardware
 from zbcompile.passes.torch_names import NAMED

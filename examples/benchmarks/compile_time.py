@@ -21,8 +21,8 @@ import zbcompile
 from zbcompile.compiler.compile_example import one_microbatch
 from zbcompile.compiler.compile_model import compile_program, export_step
 from zbcompile.passes.compile_options import Choices
-from zbcompile.passes.exported.partition.balance_stages import balanced_cuts
-from zbcompile.passes.exported.partition.cut_points import forward_line
+from zbcompile.passes.partition.balance_stages import balanced_cuts
+from zbcompile.passes.partition.cut_points import forward_line
 from zbcompile.schedules import build
 
 sys.path.insert(0, str(Path(__file__).parents[1]))

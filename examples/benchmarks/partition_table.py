@@ -21,10 +21,10 @@ import zbcompile
 from zbcompile.amounts import format_bytes
 from zbcompile.compiler.compile_example import one_microbatch
 from zbcompile.compiler.compile_model import export_step
-from zbcompile.passes.exported.partition.balance_stages import balanced_cuts, node_loads
-from zbcompile.passes.exported.partition.cut_points import forward_line
-from zbcompile.passes.exported.step_graph import StepGraph
 from zbcompile.passes.partition.balance import LoadRow, best_cuts, heaviest_piece
+from zbcompile.passes.partition.balance_stages import balanced_cuts, node_loads
+from zbcompile.passes.partition.cut_points import forward_line
+from zbcompile.passes.step_graph import StepGraph
 from zbcompile.schedules import Schedule, build
 
 sys.path.insert(0, str(Path(__file__).parents[1]))

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.support.exported_runner import Batch, Runner, differences, eager_step
-from zbcompile.passes.exported.capture.export import export_training_step
-from zbcompile.passes.exported.compile_step import CompiledStep, compile_graph
-from zbcompile.passes.exported.partition.cut_points import ForwardLine
-from zbcompile.passes.exported.step_graph import StepGraph
+from tests.support.pass_graph_runner import Batch, Runner, differences, eager_step
+from zbcompile.passes.capture.export import export_training_step
+from zbcompile.passes.compile_step import CompiledStep, compile_graph
+from zbcompile.passes.partition.cut_points import ForwardLine
+from zbcompile.passes.step_graph import StepGraph
 from zbcompile.schedules.ir.actions import Action
 
 MICROBATCHES, STAGES = 3, 3

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from zbcompile.passes.exported.recompute.saved_values import Candidates
+from zbcompile.passes.recompute.saved_values import Candidates
 from zbcompile.passes.stage.piece import Piece
 
 
 def every_choice(candidates: Candidates) -> Iterator[tuple[int, int]]:
-    """`zbcompile.passes.exported.recompute.saved_values`: bytes and cost of every set of kept
+    """`zbcompile.passes.recompute.saved_values`: bytes and cost of every set of kept
     values from which the backward's can be made; the best within a budget of bytes is the one of
     least cost."""
     for flags in itertools.product((False, True), repeat=len(candidates.bytes)):

@@ -11,20 +11,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.support.exported_runner import Batch, Runner, StepResult
+from tests.support.pass_graph_runner import Batch, Runner, StepResult
+from zbcompile.passes.capture.batch_inputs import leaves_with_paths
 from zbcompile.passes.compile_options import Choices
-from zbcompile.passes.exported.capture.batch_inputs import leaves_with_paths
-from zbcompile.passes.exported.compile_step import CompiledStep
-from zbcompile.passes.exported.stage.pass_graph import (
+from zbcompile.passes.compile_step import CompiledStep
+from zbcompile.passes.graph.roles import Slot
+from zbcompile.passes.stage.pass_graph import (
     ACTIVATION,
     GRADIENT,
     PassGraph,
     Slot as PassSlot,
 )
-from zbcompile.passes.exported.vocabulary.shard_program import VocabularyProgram
-from zbcompile.passes.exported.vocabulary.trunk import ShardedStep
-from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.torch_names import dtype_named
+from zbcompile.passes.vocabulary.shard_program import VocabularyProgram
+from zbcompile.passes.vocabulary.trunk import ShardedStep
 from zbcompile.runtime.gradient_sums import Gradients
 from zbcompile.runtime.stage_plan import SHARD, prepare_stage
 from zbcompile.runtime.stage_run import StageRun

@@ -26,9 +26,9 @@ from zbcompile.model.held_elsewhere import readable
 from zbcompile.optimizer.optimizer_request import OptimizerRequest, Predicate
 from zbcompile.optimizer.pipeline_optimizer import PipelineOptimizer
 from zbcompile.options import PipelineOptions
-from zbcompile.passes.exported.capture.joined_loss import join_loss
-from zbcompile.passes.exported.capture.model_checks import check_wrappers
-from zbcompile.passes.exported.capture.training_step import LossFunction
+from zbcompile.passes.capture.joined_loss import join_loss
+from zbcompile.passes.capture.model_checks import check_wrappers
+from zbcompile.passes.capture.training_step import LossFunction
 from zbcompile.planning.batch_layout import BatchLayout
 from zbcompile.planning.choose_schedule import choose_schedule
 from zbcompile.profiling.observation import Observation

@@ -14,7 +14,7 @@ from zbcompile.compiler.compile_forward import ForwardOptions, compile_forward
 from zbcompile.compiler.compile_model import compile_program, export_step
 from zbcompile.model.model_info import module_of
 from zbcompile.passes.compile_options import Choices
-from zbcompile.passes.exported.compile_step import Observer, no_observer
+from zbcompile.passes.compile_step import Observer, no_observer
 from zbcompile.program.directories import read_manifest, read_program
 from zbcompile.program.program import Program
 from zbcompile.schedules.ir.schedule import Schedule

@@ -23,17 +23,17 @@ from zbcompile.compiler.torch_logs import without_torchs_logs
 from zbcompile.compiler.vocabulary_sharding import forward_shards
 from zbcompile.errors import PipelineError
 from zbcompile.model.model_info import facts_of
+from zbcompile.passes.capture.export import ExportOptions
+from zbcompile.passes.capture.forward_only import export_forward
 from zbcompile.passes.compile_options import Choices
-from zbcompile.passes.exported.capture.export import ExportOptions
-from zbcompile.passes.exported.capture.forward_only import export_forward
-from zbcompile.passes.exported.compile_step import compile_graph
-from zbcompile.passes.exported.stage_programs import stage_programs
-from zbcompile.passes.exported.step_graph import StepGraph, is_random
-from zbcompile.passes.exported.vocabulary.log_probs import IGNORED
-from zbcompile.passes.exported.vocabulary.output_layer import NotShardableError
-from zbcompile.passes.exported.vocabulary.shard_program import VocabularyProgram, even_bounds
-from zbcompile.passes.exported.vocabulary.trunk import ShardedStep, cut_output_layer
-from zbcompile.passes.exported.vocabulary.whole_logits import require_whole_logits
+from zbcompile.passes.compile_step import compile_graph
+from zbcompile.passes.stage.stage_programs import stage_programs
+from zbcompile.passes.step_graph import StepGraph, is_random
+from zbcompile.passes.vocabulary.log_probs import IGNORED
+from zbcompile.passes.vocabulary.output_layer import NotShardableError
+from zbcompile.passes.vocabulary.shard_program import VocabularyProgram, even_bounds
+from zbcompile.passes.vocabulary.trunk import ShardedStep, cut_output_layer
+from zbcompile.passes.vocabulary.whole_logits import require_whole_logits
 from zbcompile.program.directories import save_here
 from zbcompile.program.output import FORWARDS
 from zbcompile.program.program import Program, call_of, listed

@@ -16,27 +16,27 @@ from zbcompile.compiler.paired_schedule import lower_for
 from zbcompile.compiler.torch_logs import without_torchs_logs
 from zbcompile.compiler.vocabulary_sharding import choose_sharding, shard
 from zbcompile.model.model_info import facts_of
+from zbcompile.passes.capture.export import ExportOptions, export_training_step
 from zbcompile.passes.compile_options import Choices
-from zbcompile.passes.errors import PartitionError
-from zbcompile.passes.exported.capture.export import ExportOptions, export_training_step
-from zbcompile.passes.exported.compile_step import (
+from zbcompile.passes.compile_step import (
     CompiledStep,
     Observer,
     compile_graph,
     no_observer,
 )
-from zbcompile.passes.exported.partition.assign_stages import cuts_of_owners
-from zbcompile.passes.exported.partition.balance_stages import balanced_cuts
-from zbcompile.passes.exported.partition.cut_points import ForwardLine
-from zbcompile.passes.exported.partition.named_cuts import edges_named
-from zbcompile.passes.exported.stage.pass_graph import graph_text
-from zbcompile.passes.exported.stage_programs import end_pieces, stage_programs
-from zbcompile.passes.exported.step_graph import StepGraph
-from zbcompile.passes.exported.vocabulary.shard_program import VocabularyProgram
-from zbcompile.passes.exported.vocabulary.trunk import ShardedStep
+from zbcompile.passes.errors import PartitionError
+from zbcompile.passes.partition.assign_stages import cuts_of_owners
 from zbcompile.passes.partition.balance import LoadRow
+from zbcompile.passes.partition.balance_stages import balanced_cuts
+from zbcompile.passes.partition.cut_points import ForwardLine
 from zbcompile.passes.partition.cuts import Cuts
+from zbcompile.passes.partition.named_cuts import edges_named
+from zbcompile.passes.stage.pass_graph import graph_text
 from zbcompile.passes.stage.stage_program import StageProgram, collectives_of, tensor_spec
+from zbcompile.passes.stage.stage_programs import end_pieces, stage_programs
+from zbcompile.passes.step_graph import StepGraph
+from zbcompile.passes.vocabulary.shard_program import VocabularyProgram
+from zbcompile.passes.vocabulary.trunk import ShardedStep
 from zbcompile.program.directories import save_here
 from zbcompile.program.output import Output
 from zbcompile.program.program import Program, call_of

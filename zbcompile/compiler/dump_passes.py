@@ -8,9 +8,9 @@ from typing import Any
 from torch.fx import Graph
 
 from zbcompile.env import DUMP
-from zbcompile.passes.exported.compile_step import Observer
-from zbcompile.passes.exported.stage.pass_graph import PassGraph
-from zbcompile.passes.exported.step_graph import StepGraph
+from zbcompile.passes.compile_step import Observer
+from zbcompile.passes.stage.pass_graph import PassGraph
+from zbcompile.passes.step_graph import StepGraph
 
 
 def with_dumps(observe: Observer) -> Observer:

@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from zbcompile.passes.exported.flops import node_flops
-from zbcompile.passes.exported.partition.cut_points import ForwardLine
 from zbcompile.passes.graph.source_location import origin_of
+from zbcompile.passes.node_cost import node_flops
 from zbcompile.passes.partition.balance import LoadRow
+from zbcompile.passes.partition.cut_points import ForwardLine
 
 WORTH_SAYING = 1.2  # the heaviest rank over the mean
 

@@ -8,19 +8,19 @@ from itertools import accumulate
 from zbcompile.compiler.stage_price import bytes_of
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.errors import CompileError, PartitionError
-from zbcompile.passes.exported.partition.balance_stages import balanced_cuts, node_loads
-from zbcompile.passes.exported.partition.cut_points import forward_line
-from zbcompile.passes.exported.step_graph import StepGraph
-from zbcompile.passes.exported.vocabulary.output_layer import NotShardableError
-from zbcompile.passes.exported.vocabulary.shard import shard_passes
-from zbcompile.passes.exported.vocabulary.shard_program import (
+from zbcompile.passes.partition.balance import LoadRow
+from zbcompile.passes.partition.balance_stages import balanced_cuts, node_loads
+from zbcompile.passes.partition.cut_points import forward_line
+from zbcompile.passes.stage.stage_program import StageProgram
+from zbcompile.passes.step_graph import StepGraph
+from zbcompile.passes.vocabulary.output_layer import NotShardableError
+from zbcompile.passes.vocabulary.shard import shard_passes
+from zbcompile.passes.vocabulary.shard_program import (
     Bounds,
     VocabularyProgram,
     even_bounds,
 )
-from zbcompile.passes.exported.vocabulary.trunk import ShardedStep, cut_output_layer
-from zbcompile.passes.partition.balance import LoadRow
-from zbcompile.passes.stage.stage_program import StageProgram
+from zbcompile.passes.vocabulary.trunk import ShardedStep, cut_output_layer
 from zbcompile.schedules import (
     Costs,
     Placement,

@@ -14,15 +14,15 @@ from zbcompile.batches.batch import whole_batch
 from zbcompile.compiler.compile_example import recorded_warnings
 from zbcompile.compiler.torch_logs import silenced
 from zbcompile.model.materialize import shortened
+from zbcompile.passes.capture.export import export_training_step
+from zbcompile.passes.capture.model_checks import model_problems
+from zbcompile.passes.capture.structures import flatten_output
+from zbcompile.passes.capture.training_step import LossFunction
+from zbcompile.passes.compile_step import CompiledStep, compile_graph
 from zbcompile.passes.errors import CompileError
-from zbcompile.passes.exported.capture.export import export_training_step
-from zbcompile.passes.exported.capture.model_checks import model_problems
-from zbcompile.passes.exported.capture.structures import flatten_output
-from zbcompile.passes.exported.capture.training_step import LossFunction
-from zbcompile.passes.exported.compile_step import CompiledStep, compile_graph
-from zbcompile.passes.exported.step_graph import StepGraph
 from zbcompile.passes.graph.source_location import origin_of, shown_path
 from zbcompile.passes.module_state import AttributeSnapshot
+from zbcompile.passes.step_graph import StepGraph
 from zbcompile.passes.torch_names import type_text
 from zbcompile.tables import Figure, Table, facts, to_text
 

@@ -10,11 +10,11 @@ from torch.fx import Node
 from zbcompile.compiler.compile_example import CompiledExample
 from zbcompile.compiler.dump_passes import graphs_of
 from zbcompile.errors import PipelineError
-from zbcompile.passes.exported.compile_step import PASSES
-from zbcompile.passes.exported.torch_private import ANNOTATIONS
+from zbcompile.passes.compile_step import PASSES
 from zbcompile.passes.graph.fx import copied, with_graph
 from zbcompile.passes.graph.source_location import origin_of
 from zbcompile.passes.torch_private import set_stack_trace
+from zbcompile.passes.torch_private_capture import ANNOTATIONS
 from zbcompile.schedules import Schedule
 from zbcompile.tables import Figure, Table
 

@@ -11,7 +11,7 @@ from zbcompile.cli.compile_arguments import Plan, compiled, example_of, schedule
 from zbcompile.compiler.compile_example import CompiledExample, read_saved
 from zbcompile.errors import PipelineError
 from zbcompile.inspection.measured_report import StepComparison, compare_step
-from zbcompile.passes.exported.compile_step import Observer, no_observer
+from zbcompile.passes.compile_step import Observer, no_observer
 from zbcompile.passes.machine.hardware import Hardware
 from zbcompile.prediction.predict import Basis, basis_of, hardware_of, require_costs
 from zbcompile.program.program import Program

@@ -17,11 +17,11 @@ from zbcompile.json_text import from_plain, to_text
 from zbcompile.model.model_info import Member, ModelFacts
 from zbcompile.options import PipelineOptions, StepOptions
 from zbcompile.passes.compile_options import Choices
-from zbcompile.passes.exported.serialize import DEVICES
-from zbcompile.passes.exported.vocabulary.shard_program import InputLayer, VocabularyProgram
 from zbcompile.passes.machine.hardware import Hardware
 from zbcompile.passes.partition.cuts import Cuts
+from zbcompile.passes.serialize import DEVICES
 from zbcompile.passes.stage.stage_program import Crossing, Recomputation, StageProgram
+from zbcompile.passes.vocabulary.shard_program import InputLayer, VocabularyProgram
 from zbcompile.program.output import (
     output_from_data,
     output_to_data,

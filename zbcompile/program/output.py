@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from zbcompile.errors import PipelineError
-from zbcompile.passes.exported.capture.structures import OutputStructure, Position, vars_of
-from zbcompile.passes.exported.vocabulary.log_probs import log_probs
+from zbcompile.passes.capture.structures import OutputStructure, TensorPosition, vars_of
 from zbcompile.passes.graph.roles import TensorSpec
 from zbcompile.passes.torch_names import dtype_named
+from zbcompile.passes.vocabulary.log_probs import log_probs
 
 # What a forward can compute: the model's output, or what is read of it.
 FORWARDS: Mapping[str, Callable[[Any, Any], Any] | None] = {"eval": None, "log_probs": log_probs}
@@ -74,7 +74,7 @@ def output_from_data(data: dict[str, Any] | None, device: str) -> Output | None:
 def _to_data(value: Any) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    if isinstance(value, Position):
+    if isinstance(value, TensorPosition):
         return {"tensor": value.index}
     if isinstance(value, list | tuple):
         return {"tuple" if isinstance(value, tuple) else "list": [_to_data(each) for each in value]}
@@ -92,7 +92,7 @@ def _from_data(data: Any, tensors: int) -> Any:
         return data
     ((kind, value),) = data.items()
     if kind == "tensor":
-        return Position(range(tensors)[value])
+        return TensorPosition(range(tensors)[value])
     if kind == "mapping":
         return {key: _from_data(each, tensors) for key, each in value.items()}
     return {"tuple": tuple, "list": list}[kind](_from_data(each, tensors) for each in value)

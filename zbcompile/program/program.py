@@ -15,13 +15,13 @@ from zbcompile.model.model_info import ModelFacts
 from zbcompile.model.placements import PARTIAL, placement_of
 from zbcompile.options import StepOptions
 from zbcompile.passes.compile_options import Choices
-from zbcompile.passes.exported.vocabulary.shard_program import VocabularyProgram
 from zbcompile.passes.gpu import kind_of
 from zbcompile.passes.graph.fx import on_any_device
 from zbcompile.passes.partition.cuts import Cuts
 from zbcompile.passes.stage.piece import Piece
 from zbcompile.passes.stage.stage_program import StageProgram, collectives_of
 from zbcompile.passes.torch_names import type_text
+from zbcompile.passes.vocabulary.shard_program import VocabularyProgram
 from zbcompile.program.output import FORWARDS, Output
 from zbcompile.schedules.ir.schedule import Schedule
 from zbcompile.version import __version__

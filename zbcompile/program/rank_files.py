@@ -11,10 +11,10 @@ from safetensors.torch import load, save
 from zbcompile.json_text import to_text
 from zbcompile.model.model_info import Member, has_values
 from zbcompile.passes.errors import CompileError
-from zbcompile.passes.exported.operators import is_foreign
-from zbcompile.passes.exported.serialize import graph_from_data, graph_to_data, operators_in
 from zbcompile.passes.graph.fx import output_values
 from zbcompile.passes.graph.roles import Kind, Slot
+from zbcompile.passes.operators import is_foreign
+from zbcompile.passes.serialize import graph_from_data, graph_to_data, operators_in
 from zbcompile.passes.stage.piece import Piece
 from zbcompile.program.program import Program
 

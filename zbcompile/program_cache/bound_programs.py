@@ -28,7 +28,7 @@ from zbcompile.model.model_info import first_names
 from zbcompile.model.placements import SHARD, along, require_matches
 from zbcompile.model.resident_tensors import kind_of, require_same_tensors, resident_tensors
 from zbcompile.options import PipelineOptions
-from zbcompile.passes.exported.capture.model_checks import check_hooks
+from zbcompile.passes.capture.model_checks import check_hooks
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.stage.stage_program import bind_groups
 from zbcompile.passes.torch_private import accumulators, function_modes, global_hooks, have_hooks

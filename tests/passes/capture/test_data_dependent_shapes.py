@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 import zbcompile
-from tests.support.exported_runner import run_forward
+from tests.support.pass_graph_runner import run_forward
+from zbcompile.passes.capture.export import ExportOptions, export_training_step
+from zbcompile.passes.compile_step import compile_forward
 from zbcompile.passes.errors import CaptureError
-from zbcompile.passes.exported.capture.export import ExportOptions, export_training_step
-from zbcompile.passes.exported.compile_step import compile_forward
 
 Call = Callable[[Tensor, Tensor], Any]
 

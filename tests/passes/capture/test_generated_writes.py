@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.support.exported_runner import run_uncut
+from tests.support.pass_graph_runner import run_uncut
 from tests.support.training import assert_same_tensors
+from zbcompile.passes.capture.export import export_training_step
 from zbcompile.passes.errors import CaptureError
-from zbcompile.passes.exported.capture.export import export_training_step
 
 COMPARED, LINES, MICROBATCHES = 4, 7, 2
 VIEWS = (

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.support.middle_stage import MICROBATCHES, ORDERS, compile_middle, differences_of_order
-from zbcompile.passes.exported.stage.pass_graph import SAVED, WEIGHT_GRADIENT
-from zbcompile.passes.exported.step_graph import Label
+from zbcompile.passes.stage.pass_graph import SAVED, WEIGHT_GRADIENT
+from zbcompile.passes.step_graph import Label
 
 D = 6
 

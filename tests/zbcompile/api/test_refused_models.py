@@ -18,7 +18,7 @@ import zbcompile
 from tests.support.oracle import MLP, WIDTH
 from tests.support.pool import Pool
 from tests.support.refused import CAPTURE, PARTITION, PIPELINE, ROWS, Refused, train
-from zbcompile.passes.exported.capture.model_checks import _WRAPPERS as WRAPPERS
+from zbcompile.passes.capture.model_checks import _WRAPPERS as WRAPPERS
 
 # Lost in silence, if it were not refused
 

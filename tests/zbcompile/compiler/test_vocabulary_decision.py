@@ -11,9 +11,9 @@ import zbcompile
 from gpt import GPT, next_byte_loss
 from tests.support.oracle import Batch
 from zbcompile.compiler.vocabulary_sharding import WORTH, choose_sharding, predict_steps
+from zbcompile.passes.capture.export import export_training_step
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.errors import CompileError
-from zbcompile.passes.exported.capture.export import export_training_step
 from zbcompile.schedules import build
 
 MICROBATCHES, LENGTH = 4, 16

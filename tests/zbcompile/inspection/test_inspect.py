@@ -18,7 +18,7 @@ import zbcompile.compile
 from tests.support.error_lines import without_progress
 from zbcompile.cli.target import load_example
 from zbcompile.inspect import main
-from zbcompile.passes.exported.compile_step import PASSES
+from zbcompile.passes.compile_step import PASSES
 from zbcompile.tables import WIDTH
 
 ROOT = Path(__file__).parents[3]

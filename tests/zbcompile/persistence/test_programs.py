@@ -34,7 +34,7 @@ from tests.support.training import (
     train,
 )
 from tests.support.vocabulary_training import VocabularyCase
-from zbcompile.passes.exported.stage.pass_graph import graph_text
+from zbcompile.passes.stage.pass_graph import graph_text
 from zbcompile.program.manifest import digest_of
 from zbcompile.program.program import Program
 from zbcompile.program.receive_buffers import arrivals_of

@@ -17,7 +17,7 @@ from tests.support.random_models import WIDTH as RANDOM_WIDTH, RandomModel
 from tests.support.training import assert_same_tensors, gradients_of
 from zbcompile.batches.batch import flatten_batch
 from zbcompile.compiler.compile_model import export_step
-from zbcompile.passes.exported.partition.cut_points import forward_line
+from zbcompile.passes.partition.cut_points import forward_line
 
 WIDTH, ROWS, MICROBATCHES = 8, 8, 4
 

@@ -1,0 +1,59 @@
+"""Marks on backward nodes: the number of the forward operation whose gradient a node computes.
+
+Autograd runs the backward of an operation inside its grad_fn. Hooks around every grad_fn annotate
+the nodes traced in between. The sums that autograd adds between grad_fns stay unmarked, because
+they belong to several forward operations.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zbcompile.passes.torch_private_capture import (
+    annotations_of,
+    remove_node_annotation,
+    sequence_number,
+    set_node_annotation,
+)
+
+BACKWARD_OF = "backward_of"  # key of an annotation: seq_nr of the forward node
+
+
+def mark_backward_nodes(loss: Tensor) -> None:
+    """Registers hooks so that a later backward of `loss` marks the nodes of every grad_fn."""
+    for grad_fn in grad_fns_below(loss):
+        grad_fn.register_prehook(partial(_begin, sequence_number(grad_fn)))
+        grad_fn.register_hook(_end)
+
+
+def forward_number(node: torch.fx.Node) -> int | None:
+    """Returns the seq_nr of the forward node of a backward node; None for a sum of gradients."""
+    return annotations_of(node).get(BACKWARD_OF)
+
+
+def is_gradient_sum(node: torch.fx.Node) -> bool:
+    """Returns True for a sum that autograd adds between grad_fns for several uses of a value."""
+    return node.target is torch.ops.aten.add.Tensor and forward_number(node) is None
+
+
+def grad_fns_below(loss: Tensor) -> Iterator[Any]:
+    """Yields every grad_fn from which `loss` is computed, once."""
+    pending, visited = [loss.grad_fn], set()
+    while pending:
+        grad_fn = pending.pop()
+        if grad_fn is None or grad_fn in visited:
+            continue
+        visited.add(grad_fn)
+        pending.extend(next_fn for next_fn, _ in grad_fn.next_functions)
+        yield grad_fn
+
+
+def _begin(number: int, grads: Any) -> None:
+    set_node_annotation(BACKWARD_OF, number)
+
+
+def _end(grad_inputs: Any, grad_outputs: Any) -> None:
+    remove_node_annotation(BACKWARD_OF)

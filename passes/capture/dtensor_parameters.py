@@ -1,0 +1,186 @@
+"""DTensor parameters: they enter the exported step as local tensors and are DTensors inside of it.
+
+Gradients are taken with respect to the DTensors, as in eager mode. A gradient with respect to the
+local tensor would be redistributed to the placement of the parameter: one all-reduce per norm
+weight and microbatch, and other bits.
+"""
+
+import contextlib
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Node
+
+from zbcompile.passes.capture.mesh_groups import collective_name, group_of
+from zbcompile.passes.capture.source_lines import LINE
+from zbcompile.passes.step_graph import StepGraph, is_random
+from zbcompile.passes.torch_collectives import is_dtensor
+from zbcompile.passes.torch_private_capture import annotations_of, reparametrize_module
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """The sharding of a parameter or buffer that is a DTensor.
+
+    Attributes:
+        dtensor: The class DTensor.
+        placements: One placement per mesh dimension.
+        shape: Of the full tensor, as `stride`.
+    """
+
+    dtensor: Any
+    mesh: Any
+    placements: tuple[Any, ...]
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: Any) -> "Sharding":
+        return cls(
+            type(tensor),
+            tensor.device_mesh,
+            tuple(tensor.placements),
+            tensor.shape,
+            tensor.stride(),
+        )
+
+    def wrap(self, local: Tensor) -> Tensor:
+        """Returns the DTensor of a local tensor."""
+        wrapped: Tensor = self.dtensor.from_local(
+            local,
+            self.mesh,
+            self.placements,
+            run_check=False,
+            shape=self.shape,
+            stride=self.stride,
+        )
+        return wrapped
+
+
+def shardings_of(module: nn.Module) -> dict[str, Sharding]:
+    """Returns the sharding of every parameter and buffer of a module that is a DTensor, by name."""
+    tensors: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
+    tensors |= module.named_buffers(remove_duplicate=False)
+    wholes = {name: whole_tensor(tensor) for name, tensor in tensors.items()}
+    return {name: Sharding.of(whole) for name, whole in wholes.items() if is_dtensor(whole)}
+
+
+def whole_tensor(tensor: Any) -> Any:
+    """Returns the DTensor of which a plain tensor is the local part, or the tensor itself."""
+    part = getattr(tensor, "part_of", None)
+    return tensor if part is None else part.whole
+
+
+@contextlib.contextmanager
+def exportable_tensors(module: nn.Module, tied: Iterable[str]) -> Iterator[None]:
+    """Context in which every DTensor of a module is replaced by its local tensor, and every further
+    name of a tied buffer by a copy.
+
+    Tied parameters stay tied. torch.export takes neither DTensors nor tied buffers that are
+    written.
+    """
+    tensors: dict[str, Any] = dict(module.named_parameters(remove_duplicate=False))
+    parameters = set(tensors)
+    tensors |= module.named_buffers(remove_duplicate=False)
+    local: dict[int, Tensor] = {}
+    replacements: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if is_dtensor(tensor):
+            if id(tensor) not in local:
+                value = tensor.to_local().detach()
+                local[id(tensor)] = (
+                    nn.Parameter(value, requires_grad=tensor.requires_grad)
+                    if name in parameters
+                    else value
+                )
+            replacements[name] = local[id(tensor)]
+    for name in tied:
+        if name not in parameters and name not in replacements:
+            replacements[name] = tensors[name].clone()
+    with reparametrize_module(module, replacements):
+        yield
+
+
+def without_sharding(value: Any) -> Tensor:
+    """Returns the full tensor of a DTensor; other tensors unchanged."""
+    return value.full_tensor() if is_dtensor(value) else value  # type: ignore[no-any-return]
+
+
+def local_gradient(
+    gradient: Any, sharding: Sharding | None
+) -> tuple[Tensor | None, tuple[Any, ...] | None]:
+    """Returns the local tensor of a gradient and its placements, None if it is not a DTensor.
+
+    It is distributed as its parameter. Only a sum over ranks of which the parameter is a replica
+    stays partial: the engine adds the parts once, after the step.
+    """
+    if not is_dtensor(gradient) or sharding is None:
+        return gradient, None
+    placements = tuple(
+        placement if placement.is_partial("sum") and own.is_replicate() else own
+        for placement, own in zip(gradient.placements, sharding.placements, strict=True)
+    )
+    if placements != tuple(gradient.placements):
+        gradient = gradient.redistribute(placements=placements)
+    return gradient.to_local(), placements
+
+
+def tangent_like(loss: Any, tangent: Tensor) -> Tensor:
+    """Returns the gradient of the loss in its dtype; for a loss that is a DTensor, replicated."""
+    tangent = tangent.to(loss.dtype).reshape(loss.shape)
+    if not is_dtensor(loss):
+        return tangent
+    ones: Any = torch.ones_like(loss)  # a DTensor with the placements that eager mode begins with
+    mesh, placements = ones.device_mesh, ones.placements
+    wrapped: Tensor = type(loss).from_local(tangent, mesh, placements, run_check=False)
+    return wrapped
+
+
+def warn_of_random_numbers_on_shards(step: StepGraph) -> None:
+    """Warns once if an operation draws random numbers for a value that differs between ranks.
+
+    The ranks of a tensor-parallel group draw from equal generators, so every shard gets the same
+    dropout mask.
+    """
+    varying = _varying_dimensions(step)
+    for node in step.calls():
+        dimensions = set().union(*(varying.get(source, set()) for source in node.all_input_nodes))
+        if is_random(node) and dimensions:
+            line = annotations_of(node).get(LINE, "")
+            warnings.warn(
+                f"{node.target} at {line} draws random numbers for a tensor that is sharded over "
+                f"{', '.join(sorted(dimensions))}: dropout on a sharded activation repeats its "
+                "mask on each shard. Gather the activation first, or set p=0 there.",
+                stacklevel=2,
+            )
+            return
+
+
+_UNIFORM = ("all_reduce", "all_reduce_coalesced", "all_gather_into_tensor")
+
+
+def _varying_dimensions(step: StepGraph) -> dict[Node, frozenset[str]]:
+    """Maps values that differ between ranks to the mesh dimensions along which they differ."""
+    varying: dict[Node, frozenset[str]] = {}
+    for name, sharding in step.shardings.items():
+        node = step.parameters.get(name) or step.buffers.get(name)
+        names = sharding.mesh.mesh_dim_names or ()
+        if node is not None:
+            varying[node] = frozenset(
+                dimension
+                for dimension, placement in zip(names, sharding.placements, strict=False)
+                if placement.is_shard()
+            )
+    for node in step.calls():
+        dimensions = frozenset().union(
+            *(varying.get(source, frozenset()) for source in node.all_input_nodes)
+        )
+        if collective_name(node) in _UNIFORM:
+            dimensions -= {str(group_of(node))}
+        if dimensions:
+            varying[node] = dimensions
+    return varying

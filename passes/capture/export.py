@@ -1,0 +1,378 @@
+"""Exports a microbatch's training step and describes the inputs and outputs of the graph."""
+
+import contextlib
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+from torch.fx import Node
+
+from zbcompile.passes.capture.autocast_casts import AUTOCAST
+from zbcompile.passes.capture.backward_marks import BACKWARD_OF, forward_number
+from zbcompile.passes.capture.batch_inputs import BatchStructure
+from zbcompile.passes.capture.checkpoint_hints import (
+    CHECKPOINT,
+    REENTRANT,
+    reentrant_calls,
+)
+from zbcompile.passes.capture.dtensor_parameters import (
+    exportable_tensors,
+    warn_of_random_numbers_on_shards,
+)
+from zbcompile.passes.capture.mesh_groups import (
+    groups_of_meshes,
+    name_process_groups,
+)
+from zbcompile.passes.capture.model_checks import check_model
+from zbcompile.passes.capture.python_effects import HooksInstalled
+from zbcompile.passes.capture.source_lines import LINE
+from zbcompile.passes.capture.training_step import (
+    LOSS_MODULE,
+    LossFunction,
+    TrainingStep,
+    public_name,
+)
+from zbcompile.passes.capture.unsupported import (
+    LOSS_WRITES_ITS_BUFFER,
+    WRITES_A_PARAMETER,
+    WRITES_AN_INPUT,
+    refusal_of,
+    refuse_dynamic_shapes,
+    refuse_mixed_dtypes,
+    refuse_numbers,
+)
+from zbcompile.passes.errors import CaptureError
+from zbcompile.passes.step_graph import StepGraph
+from zbcompile.passes.torch_collectives import functional_collectives
+from zbcompile.passes.torch_private_capture import (
+    ANNOTATIONS,
+    ASSERTIONS,
+    DATA_DEPENDENT_ERRORS,
+    MODULES,
+    annotations_of,
+    pytree,
+)
+from zbcompile.passes.torch_private_export import export_below_autograd
+
+aten = torch.ops.aten
+_ANNOTATIONS = (LINE, CHECKPOINT, REENTRANT, BACKWARD_OF, AUTOCAST)
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """Options of an export.
+
+    Attributes:
+        static_inputs: Paths of batch inputs whose values the model may read in Python.
+        returns: What the step returns besides its loss: "", "outputs" or "metrics".
+        device: Device on which parameters of the meta device are traced; that of the other
+            tensors, or the CPU, if None.
+        process_groups: The mesh dimension of process groups that the model communicates over, by
+            the group's name. The groups of DTensor parameters need not be named.
+    """
+
+    static_inputs: Sequence[str] = ()
+    returns: str = ""
+    device: torch.device | None = None
+    process_groups: Mapping[str, str] = field(default_factory=dict)
+
+
+def export_training_step(
+    model: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    target: Any = None,
+    loss_fn: LossFunction | None = None,
+    options: ExportOptions | None = None,
+) -> StepGraph:
+    """Returns the training step of `model` for one microbatch as a graph.
+
+    The first attempt lets the model believe that it runs eagerly. Models such as those of
+    transformers otherwise build explicit attention masks and lose the flash kernel. If that fails
+    because the model reads the value of an input, the second attempt uses the path that the model
+    has for compilers, and warns.
+
+    >>> step = export_training_step(nn.Linear(4, 2), (torch.randn(3, 4),),
+    ...                             loss_fn=lambda output, target: output.sum())
+    >>> list(step.gradients)
+    ['weight', 'bias']
+    """
+    batch = (args, dict(kwargs or {}), target)
+    return export_step(TrainingStep, model, loss_fn, batch, options or ExportOptions())
+
+
+def export_step(
+    kind: type[TrainingStep],
+    model: nn.Module,
+    function: LossFunction | None,
+    batch: tuple[Any, ...],
+    options: ExportOptions,
+) -> StepGraph:
+    """Exports a module of class `kind` by two attempts, and returns its graph."""
+    check_model(model)
+    if isinstance(function, nn.Module):
+        check_model(function)
+    structure = BatchStructure.of(batch)
+    tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
+    static_inputs = {
+        path: tensor.detach().cpu().clone()  # before the trace, in which a clone is fake
+        for path, tensor in zip(structure.paths, tensors, strict=True)
+        if path in _static_paths(options.static_inputs)
+    }
+    arguments: dict[str, Any] = {
+        "batch": structure,
+        "static_inputs": static_inputs,
+        "returns": options.returns,
+    }
+    step = kind(model, function, eager_path=True, **arguments)
+    device = options.device or _device_of(model, tensors)
+    example = (torch.ones((), device=device), tensors) if kind is TrainingStep else (tensors,)
+    try:
+        program = _export(step, example, device)
+    except CaptureError:
+        raise
+    except Exception as eager_error:  # torch.cond, for one, needs the flags of a compiler
+        running = step.running
+        step = kind(model, function, eager_path=False, **arguments)
+        try:
+            program = _export(step, example, device)
+        except CaptureError:
+            raise
+        except Exception as error:
+            is_question = isinstance(error, DATA_DEPENDENT_ERRORS)
+            cause = error if is_question else eager_error
+            raise refusal_of(cause, running, step.questions) from eager_error
+        warnings.warn(
+            "the model was captured on the path that it has for compilers, because it reads values "
+            "of its inputs in Python: results may differ from eager mode in the last bits. Without "
+            f"that path: {eager_error}",
+            stacklevel=3,
+        )
+    for sentence in step.python_effects.warnings:
+        warnings.warn(sentence, stacklevel=3)
+    described = describe(program, step)
+    meshes = [sharding.mesh for sharding in step.shardings.values()]
+    dimensions = {**groups_of_meshes(meshes), **options.process_groups}
+    described.process_groups = name_process_groups(described.module, dimensions)
+    warn_of_random_numbers_on_shards(described)
+    return described
+
+
+def _export(step: TrainingStep, example: tuple[Any, ...], device: torch.device) -> ExportedProgram:
+    tensors = exportable_tensors(step, step.tied)
+    with tensors, functional_collectives(), _without_gradients(step):
+        try:
+            program = _export_with_hooks(step, example, device)
+        except Exception:
+            if not step.prediction.wrong:
+                raise
+        if step.prediction.wrong:
+            step.prediction.enabled = False
+            program = export_below_autograd(step, example, device)
+    return program
+
+
+@contextlib.contextmanager
+def _without_gradients(step: TrainingStep) -> Iterator[None]:
+    """Context in which parameters have no `.grad`, which a fake tensor may not take."""
+    gradients = [(parameter, parameter.grad) for parameter in step.parameters()]
+    for parameter, _ in gradients:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+
+
+def _export_with_hooks(
+    step: TrainingStep, example: tuple[Any, ...], device: torch.device
+) -> ExportedProgram:
+    """Exports a step; once more if forward has installed hooks on modules when it first ran."""
+    try:
+        return export_below_autograd(step, example, device)
+    except HooksInstalled:
+        return export_below_autograd(step, example, device)
+
+
+def describe(program: ExportedProgram, step: TrainingStep) -> StepGraph:
+    """Returns the step graph of an exported training step: every input and output by its role."""
+    signature = program.graph_signature
+    graph = program.graph_module.graph
+    nodes = {node.name: node for node in graph.nodes}
+    for output in signature.output_specs:
+        line = annotations_of(nodes[output.arg.name]).get(LINE, "") if output.target else ""
+        if output.kind.name == "PARAMETER_MUTATION":
+            raise CaptureError(WRITES_A_PARAMETER.format(line=line or output.target))
+        if output.kind.name == "USER_INPUT_MUTATION":
+            position = list(signature.user_inputs).index(output.target)
+            path = step.batch.paths[position - len(signature.user_inputs)]
+            raise CaptureError(WRITES_AN_INPUT.format(path=path, line=line))
+    parameters: dict[str, Node] = {}
+    buffers: dict[str, Node] = {}
+    for table, names in (
+        (parameters, signature.inputs_to_parameters),
+        (buffers, signature.inputs_to_buffers),
+    ):
+        for node_name, name in names.items():
+            table[public_name(name)] = nodes[node_name]
+    constants = {
+        name: nodes[node_name]
+        for node_name, name in signature.inputs_to_lifted_tensor_constants.items()
+    }
+    inputs = [nodes[str(name)] for name in signature.user_inputs]
+    batch_nodes = inputs[len(inputs) - len(step.batch.paths) :]
+    tangent = inputs[0] if len(inputs) > len(batch_nodes) else None
+    loss, gradients, outputs, fits = _results(program, step, nodes)
+    buffer_updates = {
+        public_name(name): nodes[node_name]
+        for node_name, name in signature.buffers_to_mutate.items()
+    }
+    constant_values = {name: program.constants[name] for name in constants}
+    for name in [name for name in buffers if _is_of_loss(name) and name not in step.tied]:
+        # A step reads its present value. It belongs to no stage.
+        if name in buffer_updates:
+            raise CaptureError(LOSS_WRITES_ITS_BUFFER.format(name=_name_in_loss(name)))
+        constants[name], constant_values[name] = buffers.pop(name), step.get_buffer(name)
+    described = StepGraph(
+        module=program.graph_module,
+        parameters=parameters,
+        buffers=buffers,
+        constants=constants,
+        constant_values=constant_values,
+        batch_inputs=dict(zip(step.batch.paths, batch_nodes, strict=True)),
+        tangent=tangent,
+        loss=loss,
+        gradients=gradients,
+        buffer_updates=buffer_updates,
+        outputs=[*outputs],
+        fits=fits,
+        output_structure=step.output_structure,
+        eager_path=step.eager_path,
+        tied_names={public_name(a): public_name(b) for a, b in step.tied.items()},
+        changed_state=step.python_effects.changed,
+        inexact_calls=tuple(step.inexact_calls),
+        unused_outputs=step.unused_outputs,
+        shardings={public_name(name): sharding for name, sharding in step.shardings.items()},
+        gradient_placements={
+            public_name(name): placements for name, placements in step.gradient_placements.items()
+        },
+    )
+    refuse_dynamic_shapes(described.graph.nodes, step.questions)
+    refuse_mixed_dtypes(described.calls())
+    _clean(described)
+    refuse_numbers(described.calls(), step.questions)
+    described.inexact_calls += tuple(reentrant_calls(described))
+    return described
+
+
+def _is_of_loss(name: str) -> bool:
+    return name.startswith(f"{LOSS_MODULE}.")
+
+
+def _name_in_loss(name: str) -> str:
+    return name.removeprefix(f"{LOSS_MODULE}.")
+
+
+def _results(
+    program: ExportedProgram, step: TrainingStep, nodes: Mapping[str, Node]
+) -> tuple[Node | None, dict[str, Node | None], list[Node], list[Node]]:
+    """Returns the nodes of the loss, of each gradient, of the outputs and of `require_fit`."""
+    user_outputs = [
+        _undetached(nodes[value]) if isinstance(value, str) else None
+        for value in program.graph_signature.user_outputs
+    ]
+    if type(step) is not TrainingStep:
+        return None, {}, [node for node in user_outputs if node is not None], []
+    loss, *rest = user_outputs
+    count, fits = len(step.trained), len(rest) - len(step.fits)
+    gradients = {
+        public_name(name): node for name, node in zip(step.trained, rest[:count], strict=True)
+    }
+    outputs = [node for node in rest[count:fits] if node is not None]
+    return loss, gradients, outputs, [node for node in rest[fits:] if node is not None]
+
+
+def _undetached(node: Node) -> Node:
+    """Returns the value that a node detaches.
+
+    If the model adds to its loss in place, the loss is detached behind the backward.
+    """
+    while node.target in (aten.detach.default, aten.alias.default):
+        source = node.args[0]
+        if not isinstance(source, Node) or source.op != "call_function":
+            break
+        node = source
+    return node
+
+
+def _clean(step: StepGraph) -> None:
+    """Removes assertions on shapes and dead code, and makes the graph return results by role."""
+    for node in step.calls():
+        if node.target in ASSERTIONS:
+            step.graph.erase_node(node)
+        custom = annotations_of(node)
+        node.meta[ANNOTATIONS] = {key: custom[key] for key in _ANNOTATIONS if key in custom}
+    for name, update in step.buffer_updates.items():
+        step.buffer_updates[name] = _assigned_value(update)
+    _trace_backward_to_forward(step)
+    step.refresh_output()
+    for name, first in step.tied_names.items():
+        tensors = {**step.parameters, **step.buffers}
+        tied = tensors[name]
+        tied.replace_all_uses_with(tensors[first])  # a module with two paths has the last tensor
+        step.parameters.pop(name, None)
+        step.buffers.pop(name, None)
+        step.graph.erase_node(tied)
+    step.remove_dead_nodes()
+
+
+def _trace_backward_to_forward(step: StepGraph) -> None:
+    """Gives every backward node the module and the line of its forward node.
+
+    A sum of gradients has those of its first operand, what begins the backward those of the loss.
+    """
+    backward = step.backward_nodes()
+    sources = {n.meta.get("seq_nr"): n for n in reversed(step.calls()) if n not in backward}
+    for node in backward:
+        number = forward_number(node)
+        operands = [source for source in node.all_input_nodes if source in backward]
+        source = sources.get(number) if number is not None else next(iter(operands), None)
+        source = source if source is not None else step.loss
+        node.meta[MODULES] = source.meta.get(MODULES, {}) if source is not None else {}
+        node.meta[ANNOTATIONS].pop(LINE, None)
+        if source is not None and LINE in annotations_of(source):
+            node.meta[ANNOTATIONS][LINE] = annotations_of(source)[LINE]
+
+
+def _assigned_value(update: Node) -> Node:
+    """Returns the node that computes a buffer's new value, without the copy at the end of the step.
+
+    No cut is possible between the reads of a buffer and its write.
+    """
+    node = update
+    while node.target in (aten.copy.default, aten.detach.default, aten.alias.default):
+        source = node.args[1] if node.target is aten.copy.default else node.args[0]
+        if not isinstance(source, Node) or source.op != "call_function":
+            return node
+        before, after = source.meta["val"], node.meta["val"]
+        if (before.dtype, before.shape) != (after.dtype, after.shape):
+            return node
+        node = source
+    return node
+
+
+def _static_paths(names: Sequence[str]) -> set[str]:
+    """Returns the batch paths that names of static inputs may stand for."""
+    return {path for name in names for path in (name, f"kwargs['{name}']", f"args[{name}]")}
+
+
+def _device_of(model: nn.Module, batch: Sequence[Tensor]) -> torch.device:
+    """Returns the device of the first tensor that is not on the meta device; else the CPU."""
+    tensors = [*model.parameters(), *model.buffers(), *batch]
+    devices = (tensor.device for tensor in tensors if not tensor.is_meta)
+    return next(devices, torch.device("cpu"))

@@ -1,0 +1,125 @@
+"""Process groups in graphs: collectives name the mesh dimension over which they communicate.
+
+A traced collective names its group, and that name is valid in one process only, while the graphs
+of all ranks must be equal. Groups that belong to no known mesh are numbered in order of appearance.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch.fx import Graph, GraphModule, Node
+
+from zbcompile.passes.capture.unsupported import COMMUNICATES_IN_A_BRANCH, UNNAMED_GROUP
+from zbcompile.passes.errors import CaptureError
+from zbcompile.passes.torch_collectives import COLLECTIVES
+from zbcompile.passes.torch_private_capture import LazyGraphModule, OpOverload, schema_of
+
+GROUP = "group_name"  # the argument by which collectives, and custom operators, take their group
+WAIT = "wait_tensor"
+
+
+def name_process_groups(module: GraphModule, dimensions: Mapping[str, str]) -> dict[str, str]:
+    """Renames the process groups in a graph, in place, and returns the former name of each.
+
+    Args:
+        dimensions: The mesh dimension of each process group, by the group's name.
+
+    Raises:
+        CaptureError: A collective stands in a branch, which not all ranks need to take.
+    """
+    for child in module.modules():
+        if isinstance(child, GraphModule) and child is not module:
+            _refuse_collectives(child.graph)
+    labels: dict[str, str] = {}
+    for node in module.graph.nodes:
+        group = group_of(node)
+        if group is None:
+            continue
+        if not isinstance(group, str):
+            kind = type(group).__name__
+            raise CaptureError(UNNAMED_GROUP.format(operator=node.target, kind=kind))
+        if group not in labels:
+            number = sum(name not in dimensions for name in labels)
+            labels[group] = dimensions.get(group, f"group{number}")
+        set_group(node, labels[group])
+    return {label: group for group, label in labels.items()}
+
+
+def with_process_groups(module: GraphModule, names: Mapping[str, str]) -> GraphModule:
+    """Returns a graph whose collectives name the groups of this process; itself if it has none."""
+    if not any(map(is_collective, module.graph.nodes)):
+        return module
+    copied = LazyGraphModule(module, copy_graph(module.graph))
+    for node in filter(is_collective, copied.graph.nodes):
+        set_group(node, names[str(group_of(node))])
+    return copied
+
+
+def copy_graph(graph: Graph) -> Graph:
+    """Returns a copy of a graph with its metadata."""
+    copied = Graph()
+    copies: dict[Node, Node] = {}
+    result = copied.graph_copy(graph, copies)
+    copied.output(result)
+    copied.output_node().meta = dict(graph.output_node().meta)
+    for node, copy in copies.items():
+        copy.meta = dict(node.meta)
+    return copied
+
+
+def groups_of_meshes(meshes: Iterable[Any]) -> dict[str, str]:
+    """Maps the name of the process group of each named mesh dimension to the dimension."""
+    dimensions: dict[str, str] = {}
+    for mesh in meshes:
+        for index, dimension in enumerate(mesh.mesh_dim_names or ()):
+            dimensions.setdefault(mesh.get_group(index).group_name, dimension)
+    return dimensions
+
+
+def group_of(node: Node) -> Any:
+    """Returns the process group that a node communicates over; None for other nodes."""
+    position = _position(node)
+    if position is None:
+        return None
+    return node.args[position] if position < len(node.args) else node.kwargs.get(GROUP)
+
+
+def set_group(node: Node, group: str) -> None:
+    """Changes the process group of a collective."""
+    position = _position(node)
+    assert position is not None
+    if position < len(node.args):
+        node.update_arg(position, group)
+    else:
+        node.update_kwarg(GROUP, group)
+
+
+def collective_name(node: Node) -> str:
+    """Returns the name of a functional collective, such as `all_reduce`; "" for other nodes."""
+    target = node.target
+    if isinstance(target, OpOverload) and target.namespace in COLLECTIVES:
+        return str(target.overloadpacket.__name__)
+    return ""
+
+
+def is_wait(node: Node) -> bool:
+    """Returns True for the node that waits for a collective."""
+    return collective_name(node) == WAIT
+
+
+def is_collective(node: Node) -> bool:
+    """Returns True for a node that begins a communication."""
+    return _position(node) is not None
+
+
+def _position(node: Node) -> int | None:
+    if not isinstance(node.target, OpOverload):
+        return None
+    names = [argument.name for argument in schema_of(node.target).arguments]
+    return names.index(GROUP) if GROUP in names else None
+
+
+def _refuse_collectives(graph: Graph) -> None:
+    for node in graph.nodes:
+        if is_collective(node):
+            raise CaptureError(COMMUNICATES_IN_A_BRANCH.format(operator=node.target))

@@ -1,0 +1,123 @@
+"""Checks of a model before it is traced."""
+
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+
+from zbcompile.passes.capture.parameter_hooks import accumulation_hooks
+from zbcompile.passes.capture.unsupported import (
+    FUNCTION_MODE_IS_ON,
+    HAS_GLOBAL_HOOKS,
+    HOOK_NEVER_RUNS,
+    INSIDE_CONTEXT_PARALLEL,
+    IS_A_WRAPPER,
+    IS_LAZY,
+    MOMENTUM_IS_NONE,
+    SHARES_MEMORY,
+)
+from zbcompile.passes.errors import CaptureError
+from zbcompile.passes.graph.source_location import is_users
+from zbcompile.passes.torch_private import function_modes, global_hooks
+from zbcompile.passes.torch_private_capture import storage_key
+
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+_REPLICAS = (
+    'Replicas are the dimension "dp" of mesh=, and pipe.optimizer(zero=1) shards the optimizer.'
+)
+_WRAPPERS = {  # by the name of the class, so that nothing is imported: the remedy
+    "DataParallel": f"Pass model.module. {_REPLICAS}",
+    "DistributedDataParallel": f"Pass model.module. {_REPLICAS}",
+    "DDP": f"Pass the module as it was before replicate(). {_REPLICAS}",
+    "ReplicateModule": f"Pass the module as it was before replicate(). {_REPLICAS}",
+    "FullyShardedDataParallel": f"Pass the module as it was before. {_REPLICAS}",
+    "FSDPModule": f"Pass the module as it was before fully_shard. {_REPLICAS}",
+    "ScriptModule": "Pass the module that was scripted: this one has no Python code to trace.",
+}
+
+
+def check_model(model: nn.Module) -> None:
+    """Raises CaptureError with the first problem of a model."""
+    for problem in model_problems(model):
+        raise CaptureError(problem)
+
+
+def check_wrappers(model: nn.Module) -> None:
+    """Raises CaptureError for a wrapper that does more than its forward says."""
+    for problem in _wrappers(model):
+        raise CaptureError(problem)
+
+
+def check_hooks(model: nn.Module) -> None:
+    """Raises CaptureError for hooks and modes that a compiled step would lose."""
+    for problem in _lost_hooks(model):
+        raise CaptureError(problem)
+
+
+def model_problems(model: nn.Module) -> Iterator[str]:
+    """Yields a sentence for every reason why a model cannot be captured."""
+    if str(nn.functional.scaled_dot_product_attention.__module__).startswith("torch.distributed."):
+        yield INSIDE_CONTEXT_PARALLEL
+    yield from _wrappers(model)
+    yield from _lost_hooks(model)
+    for name, module in model.named_modules():
+        where = _described(name, module)
+        if any(nn.parameter.is_lazy(tensor) for tensor in module.parameters(recurse=False)):
+            yield IS_LAZY.format(module=where)
+        averages = isinstance(module, _BATCH_NORMS) and module.running_mean is not None
+        if averages and module.training and module.momentum is None:
+            yield MOMENTUM_IS_NONE.format(module=where)
+    yield from _shared_memory(model)
+
+
+def _described(name: str, module: nn.Module) -> str:
+    return f"module {name or '(the model itself)'} ({type(module).__name__})"
+
+
+def _wrappers(model: nn.Module) -> Iterator[str]:
+    for name, module in model.named_modules():
+        classes = [kind for kind in type(module).__mro__ if kind.__module__.startswith("torch.")]
+        wrapper = next((kind.__name__ for kind in classes if kind.__name__ in _WRAPPERS), None)
+        if wrapper is not None:
+            names = {"kind": wrapper, "remedy": _WRAPPERS[wrapper]}
+            yield IS_A_WRAPPER.format(module=_described(name, module), **names)
+
+
+def _lost_hooks(model: nn.Module) -> Iterator[str]:
+    """Yields a sentence for hooks and modes that a compiled step would lose, cheap enough for every
+    step. Hooks on modules and plain hooks on parameters are a part of the step."""
+    if global_hooks():
+        yield HAS_GLOBAL_HOOKS.format(hooks=", ".join(global_hooks()))
+    for mode in filter(is_users, function_modes()):
+        yield FUNCTION_MODE_IS_ON.format(mode=mode.__name__)
+    for name, kind in accumulation_hooks(model):
+        yield HOOK_NEVER_RUNS.format(kind=kind, name=name)
+
+
+def _shared_memory(model: nn.Module) -> Iterator[str]:
+    """Yields a sentence for parameters, or buffers, that are different tensors over one memory.
+
+    Stages on different ranks would change them apart.
+    """
+    for kind, tensors in (
+        ("parameters", model.named_parameters()),
+        ("buffers", model.named_buffers()),
+    ):
+        ranges: dict[int, list[tuple[int, int, str]]] = {}
+        for name, tensor in tensors:
+            if nn.parameter.is_lazy(tensor) or not tensor.numel() or tensor.is_meta:
+                continue
+            start, end = _byte_range(tensor)
+            neighbors = ranges.setdefault(storage_key(tensor), [])
+            for first, last, other in neighbors:
+                if first < end and start < last:
+                    yield SHARES_MEMORY.format(kind=kind, first=other, second=name)
+            neighbors.append((start, end, name))
+
+
+def _byte_range(tensor: Tensor) -> tuple[int, int]:
+    """Returns the bytes of its storage that a tensor spans. Those of a flat buffer's parts are
+    disjoint."""
+    extents = zip(map(int, tensor.shape), tensor.stride(), strict=True)
+    last = sum((size - 1) * stride for size, stride in extents)
+    start = int(tensor.storage_offset()) * tensor.itemsize
+    return start, start + (last + 1) * tensor.itemsize

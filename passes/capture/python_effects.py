@@ -1,0 +1,253 @@
+"""Effects of forward and loss in Python, which a compiled step does not repeat.
+
+A step is traced once. Attributes that forward sets, numbers that it draws from Python's or numpy's
+generators and seeds that it sets would be the same in every later step.
+"""
+
+import contextlib
+import dis
+import random
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zbcompile.passes.capture.known_values import KnownValues
+from zbcompile.passes.capture.source_lines import is_users_frame, users_line
+from zbcompile.passes.capture.unsupported import (
+    CARRIES_A_TENSOR,
+    CATCHES_A_QUESTION,
+    CHANGES_HOOKS,
+    DRAWS_OUTSIDE_TORCH,
+    REPLACES_A_MODULE,
+    SETS_A_SEED,
+    at,
+)
+from zbcompile.passes.errors import CaptureError
+from zbcompile.passes.module_state import AttributeSnapshot, functions_of
+from zbcompile.passes.torch_private_capture import DATA_DEPENDENT_ERRORS, real_mode, replaced
+
+_READS = ("LOAD_ATTR", "LOAD_METHOD")
+
+
+class HooksInstalled(Exception):
+    """Forward installed hooks, as some models do when they first run: it must be traced again."""
+
+
+class PythonEffects:
+    """What forward and loss do in Python, watched during every run of an export.
+
+    Attributes:
+        changed: Paths of the module state that forward changes, such as `model.calls`.
+        warnings: Sentences for the user.
+    """
+
+    def __init__(self, model: nn.Module, loss: Any = None) -> None:
+        self.changed: frozenset[str] = frozenset()
+        self.warnings: list[str] = []
+        self._roots = (model, loss)
+        self._runs = 0
+        self._hooks_are_installed = False
+
+    @contextlib.contextmanager
+    def watched(self, known: KnownValues) -> Iterator[None]:
+        """Context of one run of forward and loss, after which the module state is as before.
+
+        Raises:
+            CaptureError: Forward does what no graph can repeat.
+        """
+        snapshot = AttributeSnapshot(*self._roots)
+        children = [(path, table, dict(table)) for path, table in _submodules(*self._roots)]
+        known.protect(
+            {path: value for path, value in snapshot.values.items() if isinstance(value, Tensor)}
+        )
+        generators = _generators(snapshot.values)
+        before = {name: _state(generator) for name, generator in generators.items()}
+        lines: dict[str, str] = {}
+        try:
+            with _lines_of_draws(lines), _seeds_refused(known), _caught_questions_refused():
+                yield
+        finally:  # also if a question failed: the model believes that its hooks are there
+            installs = not self._hooks_are_installed and snapshot.installed_hooks()
+            changes = snapshot.restore()
+            replaced_modules = [path for path, table, before in children if _restore(table, before)]
+        if replaced_modules:
+            raise CaptureError(REPLACES_A_MODULE.format(path=replaced_modules[0]))
+        if installs:
+            self._hooks_are_installed = True
+            raise HooksInstalled
+        # The second run finds the generators where the first one left them, unless forward seeds
+        # them: then every run draws the same numbers.
+        self._runs += 1
+        for name, generator in generators.items():
+            if self._runs > 1 and not _equal(_state(generator), before[name]):
+                place = at(lines.get(name, ""))
+                raise CaptureError(DRAWS_OUTSIDE_TORCH.format(generator=name, at=place))
+        self._note_changes(changes)
+
+    def _note_changes(self, changes: list[tuple[str, bool]]) -> None:
+        for path, carries in changes:
+            if path.startswith("the hooks"):
+                raise CaptureError(CHANGES_HOOKS.format(path=path))
+            name = path.rpartition(".")[2]
+            if carries and name in self._names_read():
+                raise CaptureError(CARRIES_A_TENSOR.format(path=path))
+            sentence = (
+                f"forward changes {path}. A compiled step runs no Python, so it never does, and it "
+                "computes with the value from before the first step."
+            )
+            if sentence not in self.warnings:
+                self.warnings.append(sentence)
+        self.changed |= {path for path, _ in changes}
+
+    def _names_read(self) -> set[str]:
+        """Returns the attributes that the user's functions read by name."""
+        codes = [function.__code__ for function in functions_of(*self._roots)]
+        texts = {value for code in codes for value in code.co_consts if isinstance(value, str)}
+        return texts | {
+            instruction.argval
+            for code in codes
+            for instruction in dis.get_instructions(code)
+            if instruction.opname in _READS
+        }
+
+
+def _submodules(model: nn.Module, loss: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields the table of submodules of every module, by path."""
+    for root, name in ((model, "model"), (loss, "loss")):
+        for path, module in root.named_modules() if isinstance(root, nn.Module) else ():
+            yield f"{name}.{path}".rstrip("."), vars(module)["_modules"]
+
+
+def _restore(table: dict[str, Any], before: dict[str, Any]) -> bool:
+    """Restores a table of submodules. Returns True if it was changed."""
+    if list(map(id, table.values())) == list(map(id, before.values())):
+        return False
+    table.clear()
+    table.update(before)
+    return True
+
+
+def _generators(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns Python's and numpy's generators, and those among the values of the module state."""
+    found: dict[str, Any] = {
+        name: module.random.__self__ for name, module in _modules_that_draw().items()
+    }
+    found |= {path: value for path, value in values.items() if _state(value) is not None}
+    return found
+
+
+def _modules_that_draw() -> dict[str, types.ModuleType]:
+    numpy = sys.modules.get("numpy")
+    modules = {"Python's random module": random, "numpy.random": getattr(numpy, "random", None)}
+    return {name: module for name, module in modules.items() if module is not None}
+
+
+def _state(generator: Any) -> Any:
+    """Returns the state of a generator of Python or numpy; None for other objects."""
+    kind = type(generator)
+    if isinstance(generator, random.Random):
+        system = isinstance(generator, random.SystemRandom)
+        return None if system else generator.getstate()
+    if kind.__module__.partition(".")[0] != "numpy":
+        return None
+    if hasattr(kind, "bit_generator"):
+        return generator.bit_generator.state
+    return generator.get_state(legacy=False) if kind.__name__ == "RandomState" else None
+
+
+def _equal(first: Any, second: Any) -> bool:
+    """Returns True for equal states, which consist of numbers, tuples, mappings and arrays."""
+    if isinstance(first, dict):
+        return all(_equal(value, second[key]) for key, value in first.items())
+    same = first == second
+    return bool(same.all()) if hasattr(same, "all") else bool(same)
+
+
+@contextlib.contextmanager
+def _lines_of_draws(lines: dict[str, str]) -> Iterator[None]:
+    """Context that notes the user's first line which calls a module that draws, by its name."""
+    with contextlib.ExitStack() as stack:
+        for name, module in _modules_that_draw().items():
+            generator = module.random.__self__
+            for key, function in list(vars(module).items()):
+                if key[0] != "_" and getattr(function, "__self__", None) is generator:
+                    note = _before_call(function, lambda line, n=name: lines.setdefault(n, line))  # type: ignore[misc]
+                    stack.enter_context(replaced(module, key, note))
+        yield
+
+
+def _before_call(function: Callable[..., Any], note: Callable[[str], Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        note(users_line(sys._getframe(1)))
+        return function(*args, **kwargs)
+
+    return call
+
+
+@contextlib.contextmanager
+def _seeds_refused(known: KnownValues) -> Iterator[None]:
+    """Context in which forward must not change the state of torch's generator.
+
+    A state that is restored changes nothing if eager mode draws nothing in between, as in a
+    `torch.random.fork_rng` without draws.
+    """
+    states: dict[int, tuple[Tensor, int]] = {}
+    read, restore = torch.get_rng_state, torch.set_rng_state
+    before = read()
+
+    def get_state() -> Tensor:
+        state = read()
+        states[id(state)] = state, known.draws
+        return state
+
+    def set_state(state: Tensor) -> None:
+        _, draws = states.get(id(state), (None, -1))
+        if draws != known.draws and _is_called_by_user():
+            raise CaptureError(SETS_A_SEED.format(at=at(users_line(sys._getframe(1)))))
+        restore(state)
+
+    def seed(line: str) -> None:
+        raise CaptureError(SETS_A_SEED.format(at=at(line)))
+
+    with contextlib.ExitStack() as stack:
+        for module in (torch, torch.random):
+            stack.enter_context(replaced(module, "get_rng_state", get_state))
+            stack.enter_context(replaced(module, "set_rng_state", set_state))
+            for name in ("manual_seed", "seed"):
+                function = _before_call(getattr(module, name), seed)
+                stack.enter_context(replaced(module, name, function))
+        yield
+    with real_mode():
+        is_unchanged = torch.equal(read(), before)
+    if not is_unchanged:
+        restore(before)
+        raise CaptureError(SETS_A_SEED.format(at=""))
+
+
+def _is_called_by_user() -> bool:
+    """Returns True if the caller's caller is the user's code, also by way of fork_rng. torch itself
+    restores states around what it traces."""
+    frame: types.FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_globals.get("__name__") in ("contextlib", "torch.random"):
+        frame = frame.f_back
+    return frame is not None and is_users_frame(frame)
+
+
+@contextlib.contextmanager
+def _caught_questions_refused() -> Iterator[None]:
+    """Context in which forward must not catch the error that reading a value raises in a trace.
+
+    Eager mode raises none, and takes another branch.
+    """
+    lines: list[str] = []
+    with contextlib.ExitStack() as stack:
+        for kind in DATA_DEPENDENT_ERRORS:
+            constructor = _before_call(kind.__init__, lines.append)
+            stack.enter_context(replaced(kind, "__init__", constructor))
+        yield
+    if lines:
+        raise CaptureError(CATCHES_A_QUESTION.format(at=at(lines[0])))

@@ -1,0 +1,372 @@
+"""The training step as one module: forward, loss and the gradient of every trained parameter."""
+
+import contextlib
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zbcompile.passes.capture.autocast_casts import AutocastRegions
+from zbcompile.passes.capture.backward_marks import (
+    grad_fns_below,
+    mark_backward_nodes,
+)
+from zbcompile.passes.capture.batch_inputs import BatchStructure
+from zbcompile.passes.capture.checkpoint_hints import checkpoint_hints
+from zbcompile.passes.capture.dtensor_parameters import (
+    Sharding,
+    local_gradient,
+    shardings_of,
+    tangent_like,
+    without_sharding,
+)
+from zbcompile.passes.capture.joined_loss import without_joined_loss
+from zbcompile.passes.capture.known_values import KnownValues
+from zbcompile.passes.capture.parameter_hooks import GradWrites, traced_hooks
+from zbcompile.passes.capture.python_effects import PythonEffects
+from zbcompile.passes.capture.structures import (
+    OutputStructure,
+    flatten_output,
+    output_names,
+)
+from zbcompile.passes.capture.unsupported import (
+    LOSS_HAS_A_SHAPE,
+    LOSS_IS_AN_INTEGER,
+    LOSS_IS_NO_TENSOR,
+    NO_LOSS,
+    NO_METRICS,
+    NOTHING_TO_TRAIN,
+    REPLACES_A_BUFFER,
+    SPARSE_GRADIENT,
+    WRITES_A_BUFFER_IN_BACKWARD,
+    WRITES_A_PARAMETER,
+    InexactCalls,
+    Questions,
+    refuse_assigned_data,
+)
+from zbcompile.passes.errors import CaptureError
+from zbcompile.passes.torch_names import type_text
+from zbcompile.passes.torch_private_capture import (
+    data_assignments,
+    not_compiling,
+    pytree,
+    reparametrize_module,
+    version_of,
+)
+
+LossFunction = Callable[[Any, Any], Any]
+LOSS_MODULE = "loss_function"  # prefix of parameters that belong to a loss module
+MODEL = "model"
+
+
+class TrainingStep(nn.Module):
+    """A model with its loss and its backward.
+
+    Args:
+        model: The user's module.
+        loss_fn: Maps `(output, target)` to the loss, or to `(loss, metrics)`. If None, the output
+            is the loss, has an attribute or a key `loss`, or is a tuple that begins with it.
+        batch: The structure of the batch.
+        eager_path: True if torch.compiler.is_compiling() is False inside of the model.
+        static_inputs: Real tensors by the path of the batch input whose values the model may read.
+        returns: What the step returns besides its loss: "outputs" (with the metrics of the loss,
+            if there are any), "metrics" alone, or nothing if "".
+
+    After a trace `python_effects` names the module state that forward changed, `inexact_calls` the
+    calls whose bits differ from eager mode, `unused_outputs` what forward returns besides its loss,
+    and `output_structure` rebuilds what the step returns from the traced outputs.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: LossFunction | None = None,
+        *,
+        batch: BatchStructure,
+        eager_path: bool = True,
+        static_inputs: Mapping[str, Tensor] | None = None,
+        returns: str = "",
+    ) -> None:
+        super().__init__()
+        self.model = model
+        if isinstance(loss_fn, nn.Module) and loss_fn in model.modules():
+            vars(self)["loss_function"] = loss_fn  # its tensors have names in the model alone
+        else:
+            self.loss_function = loss_fn
+        self.batch = batch
+        self.eager_path = eager_path
+        self.static_inputs = dict(static_inputs or {})
+        self.returns = returns
+        self.tied = _tied_names(self)
+        self.shardings: dict[str, Sharding] = shardings_of(self)
+        self.gradient_placements: dict[str, tuple[Any, ...]] = {}
+        self.trained = tuple(name for name, param in self.named_parameters() if param.requires_grad)
+        self.python_effects = PythonEffects(model, loss_fn)
+        self.output_structure: OutputStructure | None = None
+        self.inexact_calls: list[str] = []
+        self.unused_outputs: tuple[str, ...] = ()
+        self.fits: list[Tensor] = []
+        self.prediction = GradientPrediction(enabled=not self.shardings)
+        # torch.export restores lists and other containers, but no attributes of other objects.
+        self._progress = SimpleNamespace(call=f"torch.export of {type(model).__name__}", known=None)
+        self._originals = {name: self._tensor(name) for name in self.trained}
+
+    def forward(
+        self, tangent: Tensor, tensors: list[Tensor]
+    ) -> tuple[Tensor, list[Tensor | None], list[Tensor], list[Tensor]]:
+        """Returns the loss, one gradient per trained parameter (None if it has none), outputs, and
+        whether tokens fit into exchanges between experts.
+
+        `tangent` is the gradient of the loss; a pipeline of m microbatches passes 1/m. `tensors`
+        are those of the batch.
+        """
+        args, kwargs, target = self.batch.rebuild(tensors)
+        with torch.enable_grad(), self._tensors_of_eager_mode():
+            buffers = {name: self._tensor(name) for name, _ in self.named_buffers()}
+            parameters = {name: self._tensor(name) for name in self.trained}
+            with self._model_context(tensors):
+                output = self._run_model(args, kwargs)
+                loss, metrics = self._loss_of(output, target)
+            self._refuse_replaced(parameters)
+            value = without_sharding(loss).detach()
+            outputs, self.output_structure = flatten_output(self._returned(output, metrics))
+            outputs = [without_sharding(tensor).detach() for tensor in outputs]
+            self._progress.call = f"the backward of {type(self.model).__name__}"
+            grads = self._gradients(loss, tangent)
+            self._progress.call = f"torch.export of {type(self.model).__name__}"
+            self._write_assigned_buffers(buffers)
+        return value, grads, outputs, self.fits
+
+    @property
+    def running(self) -> str:
+        """What the trace was running last, and what it received."""
+        return str(self._progress.call)
+
+    @property
+    def questions(self) -> Questions:
+        """The values of inputs that the last trace asked for."""
+        known: KnownValues | None = self._progress.known
+        return Questions() if known is None else known.questions
+
+    def _run_model(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        name = type(self.model).__name__
+        self._progress.call = f"forward of {name}, called with {tensor_types(args, kwargs)},"
+        with without_joined_loss(self.model):
+            return self.model(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def _model_context(self, tensors: Sequence[Tensor]) -> Iterator[None]:
+        """Context of the model and the loss: eager's path, known values and checkpoint hints."""
+        known = self._progress.known = KnownValues()
+        for path, tensor in zip(self.batch.paths, tensors, strict=True):
+            known.declare(tensor, path, self.static_inputs.get(path))
+        flags = not_compiling() if self.eager_path else contextlib.nullcontext()
+        inexact = InexactCalls(known.routed, known.numbers_of, self.parameters())
+        effects = self.python_effects.watched(known)
+        with effects, flags, checkpoint_hints(), AutocastRegions().numbered(), inexact, known:
+            yield
+        self.inexact_calls, self.fits = inexact.calls, inexact.fits
+
+    def _refuse_replaced(self, parameters: Mapping[str, Tensor]) -> None:
+        """Raises CaptureError if forward assigned a parameter or wrote its `.data`."""
+        for name, parameter in parameters.items():
+            if self._tensor(name) is not parameter or not parameter.requires_grad:
+                raise CaptureError(WRITES_A_PARAMETER.format(line=public_name(name)))
+
+    def _gradients(self, loss: Tensor, tangent: Tensor) -> list[Tensor | None]:
+        params = {name: self._tensor(name) for name in self.trained}
+        if self.prediction.enabled and self.prediction.exists is None:
+            dtypes = [gradient_dtype(self._originals[name]) for name in params]
+            return self.prediction.empty_gradients(loss, list(params.values()), dtypes)
+        writes = GradWrites({public_name(name): tensor for name, tensor in params.items()})
+        buffers = {name: (buffer, version_of(buffer)) for name, buffer in self.named_buffers()}
+        mark_backward_nodes(loss)
+        with (
+            traced_hooks(self._originals, params),
+            data_assignments(refuse_assigned_data),  # in the backward of a Function
+            torch.autocast(loss.device.type, enabled=False),  # as recommended for eager mode
+        ):
+            grads = torch.autograd.grad(
+                loss, list(params.values()), tangent_like(loss, tangent), allow_unused=True
+            )
+        writes.check()
+        for name, (buffer, version) in buffers.items():
+            if version_of(buffer) != version:
+                name = public_name(name)
+                raise CaptureError(WRITES_A_BUFFER_IN_BACKWARD.format(name=name))
+        self.prediction.compare(grads)
+        return [self._local_gradient(name, grad) for name, grad in zip(params, grads, strict=True)]
+
+    def _local_gradient(self, name: str, gradient: Tensor | None) -> Tensor | None:
+        if gradient is not None and gradient.layout is not torch.strided:
+            raise CaptureError(SPARSE_GRADIENT.format(name=public_name(name)))
+        local, placements = local_gradient(gradient, self.shardings.get(name))
+        if placements is not None:
+            self.gradient_placements[name] = placements
+        return local
+
+    def _write_assigned_buffers(self, buffers: Mapping[str, Tensor]) -> None:
+        """Writes buffers that forward assigned (`self.count = self.count + 1`) in place.
+
+        torch.export would lose the assignment. The write comes after the backward, which may read
+        the old value.
+        """
+        for name, original in buffers.items():
+            assigned = self._tensor(name)
+            if assigned is original:
+                continue
+            before, now = type_text(original), type_text(assigned)
+            if before != now:
+                name = public_name(name)
+                raise CaptureError(REPLACES_A_BUFFER.format(name=name, before=before, now=now))
+            with torch.no_grad():
+                original.copy_(assigned)
+            owner, _, attribute = name.rpartition(".")
+            setattr(self.get_submodule(owner), attribute, original)
+
+    def _loss_of(self, output: Any, target: Any) -> tuple[Tensor, tuple[Any, ...]]:
+        """Returns the loss, and the metrics if the loss function returns them with it."""
+        metrics: tuple[Any, ...] = ()
+        if self.loss_function is None:
+            loss = loss_in(output)
+            self.unused_outputs = tuple(n for n in output_names(output) if n != "loss")
+        else:
+            name = getattr(self.loss_function, "__name__", type(self.loss_function).__name__)
+            types = tensor_types(output, target)
+            self._progress.call = f"the loss {name}, called with {types},"
+            loss = self.loss_function(output, target)
+            if isinstance(loss, tuple) and len(loss) == 2:
+                loss, metrics = loss[0], loss[1:]
+        _check_loss(loss)
+        return loss, metrics
+
+    def _returned(self, output: Any, metrics: tuple[Any, ...]) -> Any:
+        if self.returns == "metrics":
+            if not metrics:
+                alone = self.loss_function is not None
+                missing = (
+                    "the loss function returned a loss alone" if alone else "there is no loss="
+                )
+                raise CaptureError(NO_METRICS.format(missing=missing))
+            return metrics[0]
+        if self.returns == "outputs":
+            return (output, *metrics) if metrics else output
+        return None
+
+    def _tensor(self, name: str) -> Tensor:
+        return operator.attrgetter(name)(self)  # type: ignore[no-any-return]
+
+    def _tensors_of_eager_mode(self) -> contextlib.AbstractContextManager[None]:
+        """Context in which DTensors are DTensors and tied tensors are one.
+
+        torch.export takes local tensors, and makes one tensor per name.
+        """
+        tensors = {
+            name: sharding.wrap(self._tensor(name))
+            for name, sharding in self.shardings.items()
+            if name not in self.tied
+        }
+        for name in self.trained:
+            dtype = gradient_dtype(self._originals[name])
+            if name not in self.tied and dtype != self._tensor(name).dtype:
+                tensors[name] = _leaf(tensors.get(name, self._tensor(name)), dtype)
+        for name, first in self.tied.items():
+            tensors[name] = tensors[first] if first in tensors else self._tensor(first)
+        return reparametrize_module(self, tensors)
+
+
+class GradientPrediction:
+    """Empty gradients for the first run of a step, which saves its backward.
+
+    torch.export runs a module twice: once to see which outputs there are, and once to trace it. It
+    restores the module's attributes in between, so what the first run finds is kept here.
+
+    Attributes:
+        exists: Whether the first run returned a gradient for each parameter; None before it.
+        wrong: True if the trace returned other gradients than the first run.
+    """
+
+    def __init__(self, enabled: bool) -> None:
+        self.enabled = enabled
+        self.exists: list[bool] | None = None
+        self.wrong = False
+
+    def empty_gradients(
+        self, loss: Tensor, params: list[Tensor], dtypes: list[torch.dtype]
+    ) -> list[Tensor | None]:
+        """Returns an empty gradient for each parameter that the loss depends on, else None."""
+        edges = {edge for grad_fn in grad_fns_below(loss) for edge in grad_fn.next_functions}
+        edge_of = torch.autograd.graph.get_gradient_edge
+        self.exists = [tuple(edge_of(param)[:2]) in edges for param in params]
+        return [
+            torch.empty_like(param, dtype=dtype) if exists else None
+            for param, dtype, exists in zip(params, dtypes, self.exists, strict=True)
+        ]
+
+    def compare(self, grads: Sequence[Tensor | None]) -> None:
+        """Compares the gradients of the trace with those of the first run."""
+        self.wrong = self.enabled and self.exists != [grad is not None for grad in grads]
+
+
+def _leaf(parameter: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns a parameter whose gradients have another dtype: a trace loses `grad_dtype`, and sums
+    would be rounded elsewhere than in eager mode."""
+    leaf = parameter.detach().requires_grad_()
+    leaf.grad_dtype = dtype
+    return leaf
+
+
+def gradient_dtype(parameter: Tensor) -> torch.dtype:
+    """Returns the dtype of `.grad`: `grad_dtype` (torch 2.10), if it is set."""
+    return getattr(parameter, "grad_dtype", None) or parameter.dtype
+
+
+def public_name(name: str) -> str:
+    """Returns the user's name of a tensor of a training step: without the prefix `model.`."""
+    return name.removeprefix(f"{MODEL}.")
+
+
+def tensor_types(*values: Any) -> str:
+    """Returns dtype and shape of the tensors in `values`: `(float32[2, 8], int64[2])`."""
+    leaves = (leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor))
+    return f"({', '.join(map(type_text, leaves))})"
+
+
+def loss_in(output: Any) -> Tensor:
+    """Returns the loss in a model's output: the output itself, its entry or attribute `loss`, or
+    the first entry of a tuple."""
+    if isinstance(output, Tensor):
+        return output
+    is_mapping = isinstance(output, Mapping)
+    loss = output.get("loss") if is_mapping else getattr(output, "loss", None)
+    if loss is None and isinstance(output, tuple | list) and output:
+        loss = output[0]
+    if not isinstance(loss, Tensor):
+        raise CaptureError(NO_LOSS.format(kind=type(output).__name__))
+    return loss
+
+
+def _check_loss(loss: Any) -> None:
+    if not isinstance(loss, Tensor):
+        raise CaptureError(LOSS_IS_NO_TENSOR.format(kind=type(loss).__name__))
+    if not loss.is_floating_point():
+        raise CaptureError(LOSS_IS_AN_INTEGER.format(dtype=loss.dtype))
+    if loss.numel() != 1:
+        raise CaptureError(LOSS_HAS_A_SHAPE.format(shape=tuple(loss.shape)))
+    if not loss.requires_grad:
+        raise CaptureError(NOTHING_TO_TRAIN)
+
+
+def _tied_names(module: nn.Module) -> dict[str, str]:
+    """Maps every further name of a tied parameter or buffer to its first name."""
+    tied: dict[str, str] = {}
+    first_names: dict[int, str] = {}
+    for named in (module.named_parameters, module.named_buffers):
+        for name, tensor in named(remove_duplicate=False):
+            first = first_names.setdefault(id(tensor), name)
+            if first != name:
+                tied[name] = first
+    return tied

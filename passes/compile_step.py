@@ -1,0 +1,194 @@
+"""The recipe: from a model and one microbatch to the pass graphs of all stages."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from zbcompile.passes.capture.autocast_casts import merge_autocast_casts
+from zbcompile.passes.capture.export import ExportOptions, export_training_step
+from zbcompile.passes.capture.forward_only import Function, export_forward
+from zbcompile.passes.capture.training_step import LossFunction
+from zbcompile.passes.capture.unsupported import refuse_inexact
+from zbcompile.passes.check import check_pass_graphs
+from zbcompile.passes.partition.assign_stages import (
+    assign_stages,
+    cuts_of_owners,
+    keep_updated_buffers,
+    parameter_owners,
+)
+from zbcompile.passes.partition.balance_stages import balanced_cuts, node_loads
+from zbcompile.passes.partition.cut_points import ForwardLine, forward_line
+from zbcompile.passes.recompute.recompute import (
+    Policy,
+    policies_of,
+    recompute as duplicate_recomputed,
+    saved_bytes,
+)
+from zbcompile.passes.split.defer_sums import defer_sums
+from zbcompile.passes.split.split_backward import split_backward, split_convolutions
+from zbcompile.passes.split.tied_gradients import label_tied_gradients
+from zbcompile.passes.stage.extract import extract
+from zbcompile.passes.stage.pass_graph import PassGraph
+from zbcompile.passes.step_graph import Label, StepGraph
+
+# Receives the name of a pass that has ended, and what it changed or returned.
+Observer = Callable[[str, Any], None]
+PASSES = {  # in order: what each does
+    "export": "traces forward, loss and gradients",
+    "copy": "copies the graph for one placement",
+    "defer_sums": "sums gradients over ranks once per step (not exact)",
+    "merge_autocast_casts": "casts a weight under autocast once",
+    "split_convolutions": "separates the gradients of convolutions",
+    "forward_line": "finds the places where the model can be cut",
+    "assign_stages": "balances the cuts, assigns nodes to stages",
+    "keep_updated_buffers": "keeps what the backward reads of buffers",
+    "split_backward": "labels weight gradients W, the rest B",
+    "label_tied_gradients": "sums gradients of shared weights per stage",
+    "recompute": "lets the backward compute values again",
+    "extract": "makes the graphs F, B, W and BW of stages",
+    "check_pass_graphs": "checks what all passes read and return",
+    "sink_waits": "moves waits for collectives behind other work",
+    "accumulate": "adds gradients into their buffers",
+}
+
+
+def no_observer(name: str, artifact: Any) -> None:
+    """Does nothing after a pass."""
+
+
+@dataclass(frozen=True)
+class CompiledStep:
+    """The pass graphs of a training step, by stage and kind, and the graph they were made from.
+
+    Attributes:
+        passes: F, B, W and E of every stage, in the order in which one microbatch runs them.
+        fused: BW of every stage: B and W in one graph.
+        ranks_of: The rank of each stage.
+        owners: The stages that read each parameter, lowest first.
+        line: The forward operations in the order in which they are cut, and `cuts`: the numbers of
+            operations before each cut.
+        loads: The FLOPs of each operation of the line with its backward.
+        parts: With `exact=True`, the stages that compute parts of a gradient which is added at the
+            end of the step, by parameter.
+        saved_without_recompute: The bytes that each stage would keep for its backward if it
+            recomputed nothing.
+    """
+
+    step: StepGraph
+    passes: Mapping[Label, PassGraph]
+    fused: Mapping[int, PassGraph]
+    ranks_of: tuple[int, ...]
+    owners: Mapping[str, list[int]]
+    line: ForwardLine
+    cuts: tuple[int, ...]
+    loads: Sequence[float]
+    parts: Mapping[str, frozenset[int]]
+    saved_without_recompute: Mapping[int, int]
+
+    @property
+    def stages(self) -> int:
+        return len(self.ranks_of)
+
+
+def compile_step(
+    model: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    target: Any = None,
+    loss_fn: LossFunction | None = None,
+    *,
+    ranks_of: Sequence[int],
+    exact: bool = False,
+    options: ExportOptions | None = None,
+    recompute: Policy | Sequence[Policy] = "hints",
+) -> CompiledStep:
+    """Compiles the training step of one microbatch.
+
+    Args:
+        ranks_of: The rank of each stage, such as `(0, 1, 1, 0)` for a V on two ranks.
+        exact: Whether gradients of parameters that several stages read are added in autograd's
+            order.
+        recompute: What the backward recomputes, for all stages or for each.
+    """
+    step = export_training_step(model, args, kwargs, target, loss_fn, options)
+    return compile_graph(step, ranks_of=ranks_of, exact=exact, recompute=recompute)
+
+
+def compile_graph(
+    step: StepGraph,
+    *,
+    ranks_of: Sequence[int],
+    exact: bool = False,
+    owners: Mapping[str, Sequence[int]] | None = None,
+    recompute: Policy | Sequence[Policy] = "hints",
+    choose_cuts: Callable[[StepGraph, ForwardLine], Sequence[int]] | None = None,
+    observe: Observer = no_observer,
+) -> CompiledStep:
+    """Compiles an exported training step. The passes change its graph in place.
+
+    Args:
+        owners: The stages of every parameter if another program of the model has placed them.
+        choose_cuts: Returns the cuts of the line; balanced by FLOPs if None.
+        observe: Called after each pass.
+    """
+    if exact:
+        refuse_inexact(step.inexact_calls)
+    else:
+        defer_sums(step)
+        observe("defer_sums", step)
+    merge_autocast_casts(step)
+    observe("merge_autocast_casts", step)
+    split_convolutions(step)
+    observe("split_convolutions", step)
+    line = forward_line(step)
+    observe("forward_line", step)
+    if owners is not None:
+        cuts = cuts_of_owners(step, line, owners, len(ranks_of))
+    elif choose_cuts is not None:
+        cuts = tuple(choose_cuts(step, line))
+    else:
+        cuts = balanced_cuts(step, line, ranks_of)
+    loads = node_loads(step, line)
+    stages = assign_stages(step, line, cuts)
+    parameter_stages = parameter_owners(step, line, stages)
+    observe("assign_stages", step)
+    keep_updated_buffers(step, stages)
+    observe("keep_updated_buffers", step)
+    labels = split_backward(step, stages)
+    observe("split_backward", labels)
+    parts = label_tied_gradients(step, labels, exact)
+    observe("label_tied_gradients", labels)
+    saved = saved_bytes(step, labels)
+    duplicate_recomputed(step, labels, policies_of(recompute, len(ranks_of)))
+    observe("recompute", labels)
+    passes, fused = extract(step, labels)
+    observe("extract", [*passes.values(), *fused.values()])
+    check_pass_graphs(step, passes, fused)
+    observe("check_pass_graphs", [*passes.values(), *fused.values()])
+    ranks = tuple(ranks_of)
+    return CompiledStep(
+        step, passes, fused, ranks, parameter_stages, line, cuts, loads, parts, saved
+    )
+
+
+def compile_forward(
+    model: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    target: Any = None,
+    function: Function | None = None,
+    *,
+    ranks_of: Sequence[int],
+    owners: Mapping[str, Sequence[int]] | None = None,
+    options: ExportOptions | None = None,
+) -> CompiledStep:
+    """Compiles the forward of one microbatch in eval mode; its passes are the F of every stage.
+
+    Args:
+        function: Maps `(output, target)` to what is returned instead of the output.
+        owners: The stages of every parameter, if a training step has placed them.
+    """
+    step = export_forward(model, args, kwargs, target, function, options)
+    return compile_graph(step, ranks_of=ranks_of, owners=owners, recompute="off")

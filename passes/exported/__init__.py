@@ -1,1 +1,0 @@
-"""From a model to pass graphs: one exported training step with labelled nodes."""

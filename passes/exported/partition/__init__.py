@@ -1,1 +1,0 @@
-"""Assigns the nodes of a training step to pipeline stages."""

@@ -1,1 +1,0 @@
-"""Extracts one graph per stage and pass."""

@@ -1,0 +1,177 @@
+"""Stages: which stage computes each node of a training step."""
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch.fx import Node
+
+from zbcompile.passes.capture.backward_marks import forward_number
+from zbcompile.passes.errors import PartitionError
+from zbcompile.passes.partition.cut_points import ForwardLine
+from zbcompile.passes.step_graph import StepGraph, operator_name
+from zbcompile.passes.torch_private_capture import ANNOTATIONS, annotations_of
+
+Stages = dict[Node, int]
+
+
+def assign_stages(step: StepGraph, line: ForwardLine, cuts: Sequence[int]) -> Stages:
+    """Returns the stage of every node except the free ones.
+
+    A backward node belongs to the stage of its forward node. A sum of gradients, or a node whose
+    forward node is free, belongs to the lowest stage of its operands: gradients flow from later
+    stages to earlier ones.
+    """
+    stages: Stages = {node: bisect_right(cuts, index) for index, node in enumerate(line.nodes)}
+    last_stage = len(cuts)
+    _assign_homes(line, stages)
+    _check_buffers(step, line, stages)
+    stage_of_number: dict[int, int] = {}
+    for node in (*line.nodes, *line.homes):
+        stage_of_number.setdefault(node.meta.get("seq_nr", -1), stages[node])
+    backward = step.backward_nodes()
+    for node in backward:
+        operands = [stages[source] for source in node.all_input_nodes if source in backward]
+        lowest = min(operands, default=last_stage)
+        number = forward_number(node)
+        stage = stage_of_number.get(-1 if number is None else number, lowest)
+        if stage > lowest:
+            raise AssertionError(
+                f"{node.name} of stage {stage} reads a gradient of stage {lowest}: a gradient "
+                "would flow to a later stage"
+            )
+        stages[node] = stage
+    return stages
+
+
+def keep_updated_buffers(step: StepGraph, stages: Stages) -> None:
+    """Makes the backward read a copy of every buffer that the step writes.
+
+    Later microbatches run their forward, and write the buffer, before the backward of this one.
+    """
+    backward = step.backward_nodes()
+    for name, update in step.buffer_updates.items():
+        holder = step.buffers.get(name)
+        readers = [node for node in holder.users if node in backward] if holder else []
+        if holder is None or not readers:
+            continue
+        first = next(iter(step.calls()))
+        with step.graph.inserting_before(first):
+            copy = step.graph.call_function(torch.ops.aten.clone.default, (holder,))
+        copy.meta = {"val": holder.meta["val"], ANNOTATIONS: dict(annotations_of(update))}
+        stages[copy] = stages[update]
+        for node in readers:
+            node.replace_input_with(holder, copy)
+
+
+def cuts_of_owners(
+    step: StepGraph, line: ForwardLine, owners: Mapping[str, Sequence[int]], stages: int
+) -> tuple[int, ...]:
+    """Returns the cuts that keep every parameter on the stages that `owners` lists.
+
+    Used for a further program of the same model, such as another batch shape. Between the last
+    node that reads a parameter of stage s or below and the first that reads one above s, the
+    cut with the fewest crossing bytes is chosen. Of a parameter on several stages the first and
+    the last reader are known, of one that operations on parameters alone read the first.
+
+    Raises:
+        PartitionError: The parameters are read in another order than the owners' stages.
+    """
+    parameters = set(step.parameters.values())
+    both = {**line.free, **dict.fromkeys(line.homes)}
+    readers: dict[Node, list[int]] = {}
+    home_readers: dict[Node, list[int]] = {}
+    for index, node in enumerate(line.nodes):
+        for parameter in _parameters_read(node, line.free, parameters):
+            readers.setdefault(parameter, []).append(index)
+        for parameter in _parameters_read(node, both, parameters):
+            home_readers.setdefault(parameter, []).append(index)
+    reads: list[tuple[int, int]] = []
+    shared: list[tuple[int, int]] = []  # of parameters that several stages have
+    for name, owner in owners.items():
+        indices = readers.get(step.parameters[name], [])
+        if len(owner) == 1 and indices:
+            reads += [(index, owner[0]) for index in indices]
+        elif owner and len(set(indices)) > 1:  # a single read may be on any of the owners
+            shared += [(indices[0], owner[0]), (indices[-1], owner[-1])]
+        elif owner and not indices and step.parameters[name] in home_readers:
+            reads.append((home_readers[step.parameters[name]][0], owner[0]))
+    try:
+        return _cuts_between(line, [*reads, *shared], stages)
+    except PartitionError:  # both reads of a shared parameter may be on one of its stages
+        return _cuts_between(line, reads, stages)
+
+
+def _cuts_between(
+    line: ForwardLine, reads: Sequence[tuple[int, int]], stages: int
+) -> tuple[int, ...]:
+    """Returns the cuts with the fewest bytes that have every read, `(position, stage)`, there."""
+    cuts: list[int] = []
+    for stage in range(stages - 1):
+        low = max((index for index, place in reads if place <= stage), default=-1)
+        high = min((index for index, place in reads if place > stage), default=len(line.nodes))
+        places = [cut for cut in line.cuts if max(low, *cuts, 0) < cut <= high]
+        if not places:
+            raise PartitionError(
+                f"no cut keeps the parameters of stages 0 to {stage} before those of later stages. "
+                "The model reads its parameters in another order than when it was placed; call "
+                "`pipe.recompile()` to place it again."
+            )
+        cuts.append(min(places, key=lambda cut: (line.crossing_bytes[cut], cut)))
+    return tuple(cuts)
+
+
+def parameter_owners(step: StepGraph, line: ForwardLine, stages: Stages) -> dict[str, list[int]]:
+    """Returns the stages that read each parameter in the forward, lowest first."""
+    readers: dict[str, list[int]] = {}
+    for name, holder in step.parameters.items():
+        found: set[int] = set()
+        pending = list(holder.users)
+        while pending:
+            node = pending.pop()
+            if node in line.free:
+                pending.extend(node.users)
+            elif node in stages:
+                found.add(stages[node])
+        readers[name] = sorted(found)
+    return readers
+
+
+def _parameters_read(node: Node, through: Mapping[Node, None], parameters: set[Node]) -> list[Node]:
+    """Returns the parameters that a node reads, also through the nodes of `through`."""
+    found, pending = [], list(node.all_input_nodes)
+    while pending:
+        source = pending.pop()
+        if source in parameters:
+            found.append(source)
+        elif source in through:
+            pending.extend(source.all_input_nodes)
+    return found
+
+
+def _assign_homes(line: ForwardLine, stages: Stages) -> None:
+    """Assigns operations on parameters alone to the lowest stage that reads them.
+
+    Results that only the backward reads, and parts of tuples, follow the operation they belong to.
+    """
+    for node in reversed(line.homes):
+        readers = [stages[user] for user in node.users if user in stages]
+        if readers:
+            stages[node] = min(readers)
+    for node in line.homes:
+        sources = [stages[source] for source in node.all_input_nodes if source in stages]
+        if operator_name(node) == "getitem" or node not in stages:
+            stages[node] = max(sources, default=0)
+
+
+def _check_buffers(step: StepGraph, line: ForwardLine, stages: Stages) -> None:
+    """Raises PartitionError if a buffer is read on another stage than the one that writes it."""
+    for name, update in step.buffer_updates.items():
+        holder = step.buffers.get(name)
+        for node in holder.users if holder is not None else ():
+            if node in stages and update in stages and stages[node] != stages[update]:
+                raise PartitionError(
+                    f"the buffer {name!r} is read on stage {stages[node]} and written on stage "
+                    f"{stages[update]}: the reader would see the value of another microbatch. Read "
+                    "and write it in one layer, or use fewer stages."
+                )

@@ -1,0 +1,160 @@
+"""Cut points: the places between forward operations at which a model can be cut into stages."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Node
+
+from zbcompile.passes.capture.backward_marks import forward_number
+from zbcompile.passes.node_cost import node_flops, storage_bytes
+from zbcompile.passes.step_graph import StepGraph, is_random, operator_name, tensors_of
+from zbcompile.passes.torch_private_capture import TO_COPY, is_view
+
+CASTS = (TO_COPY, torch.ops.aten.detach.default)
+PARAMETER, BATCH, STATE = "parameter", "batch", "state"  # kinds of values that a node depends on
+
+
+@dataclass(frozen=True)
+class ForwardLine:
+    """The forward operations of a step, sorted by how they are assigned to stages.
+
+    Attributes:
+        nodes: Operations of exactly one stage. A cut divides this list into stages.
+        free: Operations that every stage computes for itself: masks, position tables, views and
+            casts of parameters.
+        homes: Operations on trained parameters alone. They run on the lowest stage that reads them.
+        cuts: Numbers of nodes before each possible cut.
+        crossing_bytes: Bytes that cross the cut before node i, for one microbatch.
+        buffer_spans: First and last node that read or write each buffer that the step writes.
+    """
+
+    nodes: tuple[Node, ...]
+    free: Mapping[Node, None]
+    homes: tuple[Node, ...]
+    cuts: tuple[int, ...]
+    crossing_bytes: tuple[int, ...]
+    buffer_spans: Mapping[str, tuple[int, int]]
+
+    @property
+    def allowed(self) -> list[bool]:
+        """Returns for each node whether a cut is possible right after it."""
+        places = set(self.cuts)
+        return [index + 1 in places for index in range(len(self.nodes))]
+
+
+def forward_line(step: StepGraph) -> ForwardLine:
+    """Returns the forward operations of a step as a line with the places where it can be cut."""
+    forward = step.forward_nodes()
+    free, homes = _unplaced_nodes(step, forward)
+    unplaced = {**free, **homes}
+    nodes = [node for node in forward if node not in unplaced]
+    position = {node: index for index, node in enumerate(nodes)}
+    last_use = {
+        node: max((position[user] for user in node.users if user in position), default=-1)
+        for node in nodes
+    }
+    spans = _buffer_spans(step, position)
+    forbidden = _indivisible(step, nodes, position)
+    for first, last in spans.values():
+        forbidden.update(range(first, last))
+    cuts, crossing_bytes = [], [0]
+    live: dict[Node, None] = {}
+    for index, node in enumerate(nodes[:-1]):
+        live = {value: None for value in (*live, node) if last_use[value] > index}
+        crossing_bytes.append(storage_bytes(live))
+        whole = not is_view(node) or node.target is torch.ops.aten.detach.default
+        if index not in forbidden and live and not _has_tuple(live) and whole:
+            cuts.append(index + 1)
+    return ForwardLine(tuple(nodes), free, tuple(homes), tuple(cuts), tuple(crossing_bytes), spans)
+
+
+def _unplaced_nodes(
+    step: StepGraph, forward: list[Node]
+) -> tuple[dict[Node, None], dict[Node, None]]:
+    """Returns the free nodes and the nodes with a home, in order."""
+    results = set(step.result_nodes())
+    updated = {step.buffers[name] for name in step.buffer_updates if name in step.buffers}
+    if step.vocabulary_values is not None and step.vocabulary_values.lookup is not None:
+        updated.add(step.vocabulary_values.lookup)  # which the first stage receives
+    kinds: dict[Node, frozenset[str]] = {
+        **dict.fromkeys(step.parameters.values(), frozenset({PARAMETER})),
+        **dict.fromkeys(step.batch_inputs.values(), frozenset({BATCH})),
+        **dict.fromkeys(updated, frozenset({STATE})),
+    }
+    free: dict[Node, None] = {}
+    homes: dict[Node, None] = {}
+    for node in forward:
+        inputs = node.all_input_nodes
+        kinds[node] = frozenset().union(*(kinds.get(source, frozenset()) for source in inputs))
+        placed = any(source.op == "call_function" and source not in free for source in inputs)
+        on_line = any(
+            source.op == "call_function" and source not in free and source not in homes
+            for source in inputs
+        )
+        if is_random(node) or node in results or on_line or STATE in kinds[node]:
+            continue
+        if PARAMETER not in kinds[node]:
+            if node_flops(node) == 0 or not _is_large(node):
+                free[node] = None
+        elif BATCH not in kinds[node]:
+            if not placed and (is_view(node) or node.target in CASTS):
+                free[node] = None
+            else:
+                homes[node] = None
+    return free, homes
+
+
+def _is_large(node: Node) -> bool:
+    """Returns True for products whose result is worth sending instead of computing again."""
+    return node_flops(node) > 1 << 24
+
+
+def _has_tuple(values: Mapping[Node, None]) -> bool:
+    return any(not isinstance(value.meta.get("val"), torch.Tensor) for value in values)
+
+
+def _indivisible(step: StepGraph, nodes: list[Node], position: Mapping[Node, int]) -> set[int]:
+    """Returns the positions after which no cut is possible.
+
+    The backward of a grad_fn runs on one stage. Its forward nodes stay together if they read
+    trained parameters or are saved for the backward.
+    """
+    forbidden: set[int] = set()
+    trained = {step.parameters[name] for name in step.gradients}
+    backward = step.backward_nodes()
+    numbers = {forward_number(node) for node in backward}
+    first_of: dict[int, int] = {}
+    for index, node in enumerate(nodes):
+        number = node.meta.get("seq_nr")
+        if number not in numbers or number is None:
+            continue
+        first = first_of.setdefault(number, index)
+        saved = any(user in backward for user in node.users)
+        if saved or operator_name(node) == "getitem" or trained & set(node.all_input_nodes):
+            forbidden.update(range(first, index))
+    for index, node in enumerate(nodes):
+        if operator_name(node) == "getitem" and node.args[0] in position:
+            forbidden.update(range(position[node.args[0]], index))  # type: ignore[index]
+    hidden = step.vocabulary_values.hidden if step.vocabulary_values is not None else None
+    if hidden is not None and hidden in position:
+        forbidden.update(range(position[hidden], len(nodes)))
+    large = [index for index, node in enumerate(nodes) if _elements(node) > 1]
+    forbidden.update(range(max(large, default=0), len(nodes)))  # what follows is the loss
+    return forbidden
+
+
+def _buffer_spans(step: StepGraph, position: Mapping[Node, int]) -> dict[str, tuple[int, int]]:
+    """Returns where each buffer that the step writes is read and written."""
+    spans = {}
+    for name, update in step.buffer_updates.items():
+        holder = step.buffers.get(name)
+        users = (*holder.users, update) if holder is not None else (update,)
+        touched = [position[node] for node in users if node in position]
+        if touched:
+            spans[name] = min(touched), max(touched)
+    return spans
+
+
+def _elements(node: Node) -> int:
+    return max((tensor.numel() for tensor in tensors_of(node)), default=0)

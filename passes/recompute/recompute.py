@@ -1,0 +1,273 @@
+"""Recompute: B computes some values of the forward again instead of keeping them.
+
+Forward nodes are duplicated under the label B, right before their first use in the backward. They
+are in B even if only W reads them, so the bytes between B and W do not change. Random numbers are
+never drawn again, and buffers that the step writes are never read again.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from zbcompile.passes.capture.checkpoint_hints import checkpoint_region
+from zbcompile.passes.errors import CompileError
+from zbcompile.passes.node_cost import node_cost, node_flops
+from zbcompile.passes.recompute.saved_values import (
+    Candidates,
+    SavedValues,
+    fewest_bytes,
+    least_cost_within,
+)
+from zbcompile.passes.step_graph import (
+    BACKWARD,
+    FORWARD,
+    WEIGHT,
+    Label,
+    Labels,
+    StepGraph,
+    is_random,
+    operator_name,
+    tensors_of,
+)
+from zbcompile.passes.torch_private_capture import OpOverload, is_view, schema_of, storage_key
+
+Policy = str | int | float  # "off", "hints", "selective", "full", bytes, or a share of the bytes
+RECOMPUTED = "recomputed"  # key in node.meta of the duplicates
+
+
+def recompute(step: StepGraph, labels: Labels, policies: Sequence[Policy]) -> None:
+    """Duplicates forward nodes under the label B, in place.
+
+    Args:
+        policies: One per stage. "off": nothing. "hints": the operations of torch.utils.checkpoint
+            regions. "selective": also everything but products with parameters (Korthikanti et al.
+            2022, section 5). "full": whatever can be. An int: the cheapest choice that keeps at
+            most so many bytes per microbatch between F and B. A float: the same with that share
+            of the bytes that are kept without recomputation, or the fewest possible.
+
+    Raises:
+        CompileError: A stage cannot keep as few bytes as its int says.
+    """
+    saved = saved_bytes(step, labels)
+    for stage, policy in enumerate(policies):
+        if policy == "off":
+            continue
+        forward = StageForward(step, labels, stage)
+        if policy == "hints" and not any(map(_is_hinted, forward.computed)):
+            continue
+        candidates = forward.candidates("full" if isinstance(policy, int | float) else policy)
+        kept = _choose(candidates, policy, stage, saved.get(stage, 0))
+        if kept.recomputed:
+            _duplicate(step, labels, forward, kept)
+
+
+class StageForward:
+    """The forward of one stage as its backward sees it.
+
+    Attributes:
+        computed: Nodes that F computes.
+        received: Values of earlier stages that this stage reads.
+        wanted: Values of either kind that B or W of this stage reads.
+    """
+
+    def __init__(self, step: StepGraph, labels: Labels, stage: int) -> None:
+        self.stage = stage
+        self.labels = labels
+        self.forward, self.backward = Label(stage, FORWARD), Label(stage, BACKWARD)
+        self.readers = (self.backward, Label(stage, WEIGHT))
+        own = (self.forward, *self.readers)
+        earlier = [
+            node
+            for node in step.calls()
+            if node in labels and labels[node].kind == FORWARD and labels[node].stage <= stage
+        ]
+        self.computed = [node for node in earlier if labels[node] == self.forward]
+        self.received = [
+            node
+            for node in earlier
+            if labels[node].stage < stage and any(labels.get(user) in own for user in node.users)
+        ]
+        values = (*self.received, *self.computed)
+        self.wanted = [node for node in values if any(True for _ in self.backward_readers(node))]
+        self._changing = {
+            step.buffers[name] for name in step.buffer_updates if name in step.buffers
+        }
+        if step.vocabulary_values is not None and step.vocabulary_values.lookup is not None:
+            self._changing.add(step.vocabulary_values.lookup)  # F alone receives it
+        self._trained = _values_of_parameters(step)
+
+    def backward_readers(self, node: Node) -> Iterator[Node]:
+        """Yields the nodes of B and W of this stage that read a value."""
+        for user in node.users:
+            if self.labels.get(user) in self.readers:
+                yield user
+
+    def candidates(self, policy: str) -> Candidates:
+        """Returns the values of the forward with what it costs to keep and to recompute each."""
+        values = (*self.received, *self.computed)
+        known = set(values)
+        allowed = {node for node in self.computed if self._may_recompute(node, policy)}
+        return Candidates(
+            wanted=frozenset(self.wanted),
+            inputs={
+                node: tuple(
+                    source
+                    for source in (node.all_input_nodes if node not in self.received else ())
+                    if source in known
+                )
+                for node in values
+            },
+            bytes={node: _bytes(node) for node in values if _can_keep(node, node in allowed)},
+            cost={node: int(node_cost(node)) for node in self.computed if node in allowed},
+        )
+
+    def _may_recompute(self, node: Node, policy: str) -> bool:
+        if not can_recompute(node) or self._changing.intersection(node.all_input_nodes):
+            return False
+        free = is_view(node) or operator_name(node) == "getitem"
+        if policy == "full" or free or policy == "off":
+            return policy == "full" or free
+        if _is_hinted(node):
+            return True
+        product_with_parameter = node_flops(node) and self._trained & set(node.all_input_nodes)
+        return policy == "selective" and not product_with_parameter
+
+
+def _is_hinted(node: Node) -> bool:
+    return checkpoint_region(node) is not None
+
+
+_UNINITIALIZED = frozenset(
+    {
+        *("empty", "empty_like", "empty_strided", "empty_permuted"),
+        *("new_empty", "new_empty_strided"),
+    }
+)
+
+
+def can_recompute(node: Node) -> bool:
+    """Returns True if an operation computes the same bits from the same inputs once more."""
+    if operator_name(node) == "getitem":
+        return can_recompute(node.all_input_nodes[0])
+    target = node.target
+    if not isinstance(target, OpOverload) or target.namespace not in ("aten", "prims"):
+        return False  # nothing is known of other libraries' operators
+    return not (
+        schema_of(target).is_mutable
+        or is_random(node)
+        or torch.Tag.nondeterministic_bitwise in target.tags
+        or operator_name(node) in _UNINITIALIZED
+    )
+
+
+def _choose(candidates: Candidates, policy: Policy, stage: int, without: int) -> SavedValues:
+    """Returns what a stage keeps that would keep `without` bytes if it recomputed nothing."""
+    smallest = fewest_bytes(candidates)
+    if isinstance(policy, float):
+        return least_cost_within(candidates, int(policy * without)) or smallest
+    if isinstance(policy, int):
+        saved = least_cost_within(candidates, policy)
+        if saved is None:
+            raise CompileError(
+                f"recompute={policy:,} bytes: stage {stage} keeps at least {smallest.bytes:,} "
+                "bytes per microbatch between F and B, its inputs and what cannot be recomputed. "
+                "Allow more bytes, use more stages, or make the microbatches smaller."
+            )
+        return saved
+    return smallest
+
+
+def _duplicate(step: StepGraph, labels: Labels, forward: StageForward, saved: SavedValues) -> None:
+    """Duplicates the recomputed nodes that the backward reads, each before its first use.
+
+    Views of kept values are not duplicated: to keep them takes no bytes.
+    """
+    chosen: set[Node] = set()
+    for node in forward.computed:
+        is_part = is_view(node) or operator_name(node) == "getitem"
+        if node in saved.recomputed and (not is_part or chosen.intersection(node.all_input_nodes)):
+            chosen.add(node)
+    position = {node: index for index, node in enumerate(step.graph.nodes)}
+    copies: dict[Node, Node] = {}
+
+    def copy_before(place: Node, node: Node) -> Node:
+        missing, pending = set[Node](), [node]
+        while pending:
+            source = pending.pop()
+            if source in chosen and source not in copies and source not in missing:
+                missing.add(source)
+                pending.extend(source.all_input_nodes)
+        for source in sorted(missing, key=position.__getitem__):
+            with step.graph.inserting_before(place):
+                copy = step.graph.node_copy(source, lambda value: copies.get(value, value))
+            copy.meta = {**source.meta, RECOMPUTED: True}
+            labels[copy] = forward.backward
+            copies[source] = copy
+        return copies[node]
+
+    readers = {
+        reader: None
+        for node in forward.wanted
+        if node in chosen
+        for reader in forward.backward_readers(node)
+    }
+    for reader in sorted(readers, key=position.__getitem__):
+        for node in reader.all_input_nodes:
+            if node in chosen:
+                reader.replace_input_with(node, copy_before(reader, node))
+
+
+def _can_keep(node: Node, may_recompute: bool) -> bool:
+    """Returns True for a tensor that is no view of another: keeping a view keeps its base."""
+    is_tensor = isinstance(node.meta.get("val"), torch.Tensor)
+    return is_tensor and not (is_view(node) and may_recompute)
+
+
+def _bytes(node: Node) -> int:
+    storages: dict[Any, int] = {
+        storage_key(tensor): int(tensor.untyped_storage().nbytes()) for tensor in tensors_of(node)
+    }
+    return sum(storages.values())
+
+
+def _values_of_parameters(step: StepGraph) -> set[Node]:
+    """Returns parameters and values of parameters alone: transposed and cast weights."""
+    constant = {*step.buffers.values(), *step.constants.values()}
+    found = set(step.parameters.values())
+    for node in step.calls():
+        inputs = set(node.all_input_nodes)
+        if inputs & found and inputs <= found | constant:
+            found.add(node)
+    return found
+
+
+def saved_bytes(step: StepGraph, labels: Labels) -> dict[int, int]:
+    """Returns the bytes that each stage keeps for its backward, by storage, views once."""
+    tables = (step.parameters, step.buffers, step.constants, step.batch_inputs)
+    resident = {storage_key(node.meta["val"]) for table in tables for node in table.values()}
+    saved: dict[int, dict[int, int]] = {}
+    for node, (stage, kind) in labels.items():
+        for source in node.all_input_nodes if kind in (BACKWARD, WEIGHT) else ():
+            if source in labels and labels[source].kind == FORWARD:
+                storages = saved.setdefault(stage, {})
+                for tensor in tensors_of(source):
+                    if labels[source].stage <= stage and storage_key(tensor) not in resident:
+                        storages[storage_key(tensor)] = int(tensor.untyped_storage().nbytes())
+    return {stage: sum(storages.values()) for stage, storages in saved.items()}
+
+
+def policies_of(recompute: Policy | Sequence[Policy], stages: int) -> list[Policy]:
+    """Returns one policy per stage for the option `recompute=`.
+
+    >>> policies_of(["off", "full"], 2)
+    ['off', 'full']
+    """
+    if isinstance(recompute, str | int | float):
+        return [recompute] * stages
+    if len(recompute) != stages:
+        raise CompileError(
+            f"recompute= lists {len(recompute)} policies; expected {stages}, one per stage."
+        )
+    return list(recompute)

@@ -1,0 +1,145 @@
+"""Gradients of parameters that several stages read.
+
+With `exact=True` the sum of a microbatch's parts runs at the end of the step, in autograd's order
+(label E). By default the sum is regrouped: every stage adds its own uses over all microbatches,
+and the engine adds the stages' sums once after the step.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch.fx import Node
+
+from zbcompile.passes.capture.backward_marks import is_gradient_sum
+from zbcompile.passes.step_graph import (
+    BACKWARD,
+    END,
+    WEIGHT,
+    Label,
+    Labels,
+    StepGraph,
+)
+from zbcompile.passes.torch_private_capture import ANNOTATIONS, TO_COPY, annotations_of
+
+
+def label_tied_gradients(step: StepGraph, labels: Labels, exact: bool) -> dict[str, frozenset[int]]:
+    """Labels the sums of gradients over stages E, or replaces them by one sum per stage.
+
+    Returns the stages of the parts of every sum that is labeled E, by parameter.
+    """
+    end = _sums_over_stages(step, labels)
+    if exact:
+        for node in reversed(end):  # all sums of one gradient run on one stage
+            stages = [labels[user].stage for user in node.users if user in end]
+            labels[node] = Label(min(stages, default=labels[node].stage), END)
+        return {
+            name: frozenset(labels[part].stage for part in _parts_of_end(gradient, end))
+            for name, gradient in step.gradients.items()
+            if gradient in end
+        }
+    for name, gradient in list(step.gradients.items()):
+        if gradient is not None and gradient in end:
+            step.stage_gradients[name] = _sum_per_stage(step, labels, gradient, end)
+            del step.gradients[name]
+    step.refresh_output()
+    for node in reversed(end):
+        if not node.users:
+            step.graph.erase_node(node)
+            del labels[node]
+    return {}
+
+
+def _parts_of_end(gradient: Node, end: Mapping[Node, None]) -> set[Node]:
+    """Returns the values of other passes that a gradient of label E is computed from."""
+    parts, pending = set(), [gradient]
+    while pending:
+        node = pending.pop()
+        if node in end:
+            pending.extend(node.all_input_nodes)
+        else:
+            parts.add(node)
+    return parts
+
+
+def _sums_over_stages(step: StepGraph, labels: Labels) -> dict[Node, None]:
+    """Returns the sums of gradients of several stages and what follows them, in order."""
+    end: dict[Node, None] = {}
+    for node in step.backward_nodes():
+        if any(source in end for source in node.all_input_nodes):
+            end[node] = None
+        elif is_gradient_sum(node) and _reaches_gradients_only(node, labels):
+            sources = [labels[source] for source in node.all_input_nodes if source in labels]
+            if any(source.stage != labels[node].stage for source in sources):
+                end[node] = None
+    return end
+
+
+def _reaches_gradients_only(node: Node, labels: Labels) -> bool:
+    """Returns True if gradients of parameters are all that is computed from a sum."""
+    pending, visited = [node], {node}
+    while pending:
+        current = pending.pop()
+        if len(current.users) == 0:
+            return False
+        for user in current.users:
+            if user.op == "output" or user in visited:
+                continue
+            simple = is_gradient_sum(user) or user.target in _TAIL
+            if not simple or user not in labels:
+                return False
+            visited.add(user)
+            pending.append(user)
+    return True
+
+
+_TAIL = frozenset(
+    {
+        TO_COPY,
+        torch.ops.aten.t.default,
+        torch.ops.aten.view.default,
+        torch.ops.aten.permute.default,
+        torch.ops.aten.transpose.int,
+        torch.ops.aten.detach.default,
+    }
+)
+
+
+def _sum_per_stage(
+    step: StepGraph, labels: Labels, gradient: Node, end: Mapping[Node, None]
+) -> dict[int, Node]:
+    """Returns one sum per stage of the parts of a gradient, added in autograd's order."""
+    parts: dict[int, list[Node]] = {}
+    for part in _parts(gradient, end, labels):
+        parts.setdefault(labels[part].stage, []).append(part)
+    return {stage: _add_parts(step, labels, nodes) for stage, nodes in parts.items()}
+
+
+def _parts(node: Node, end: Mapping[Node, None], labels: Labels) -> list[Node]:
+    """Returns the nodes that a sum adds; casts and views of a sum are applied to its parts."""
+    if node not in end:
+        return [node]
+    if is_gradient_sum(node):
+        return [part for source in node.all_input_nodes for part in _parts(source, end, labels)]
+    copies = []
+    (source,) = node.all_input_nodes
+    for part in _parts(source, end, labels):
+        graph = node.graph
+        with graph.inserting_before(node):
+            copy = graph.node_copy(node, lambda _, part=part: part)  # type: ignore[misc]
+        copy.meta = dict(node.meta)
+        labels[copy] = labels[part]
+        copies.append(copy)
+    return copies
+
+
+def _add_parts(step: StepGraph, labels: Labels, parts: list[Node]) -> Node:
+    total = parts[0]
+    kind = WEIGHT if any(labels[part].kind == WEIGHT for part in parts) else BACKWARD
+    last = max(parts, key=lambda part: list(step.graph.nodes).index(part))
+    for part in parts[1:]:
+        with step.graph.inserting_after(last):
+            node = step.graph.call_function(torch.ops.aten.add.Tensor, (total, part))
+        node.meta = {"val": part.meta["val"], ANNOTATIONS: dict(annotations_of(part))}
+        labels[node] = Label(labels[part].stage, kind)
+        total = last = node
+    return total

@@ -1,0 +1,261 @@
+"""Accumulation: W (or BW) adds its gradients into buffers that last for a step.
+
+By default the operation that computes a gradient adds it, if it can: a matrix product adds into the
+buffer itself (addmm_, baddbmm_), an embedding adds its rows (index_add_) instead of making a whole
+table, and the terms of a sum are added one by one. The buffer is viewed the other way round where
+views stand between such an operation and the parameter. With `exact=True` whole gradients are
+added, as autograd's AccumulateGrad does.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from zbcompile.passes.capture.mesh_groups import copy_graph
+from zbcompile.passes.stage.pass_graph import (
+    ACCUMULATOR,
+    WEIGHT_GRADIENT,
+    PassGraph,
+    Slot,
+)
+from zbcompile.passes.torch_private_capture import (
+    UNSAFE_VIEW,
+    FakeTensorMode,
+    LazyGraphModule,
+    OpOverload,
+    schema_of,
+    storage_key,
+)
+
+aten = torch.ops.aten
+View = tuple[Any, tuple[Any, ...]]  # operator and its further arguments
+
+
+def accumulate(
+    graph: PassGraph, buffers: Mapping[str, Tensor], *, exact: bool = False
+) -> PassGraph:
+    """Returns the pass with every weight gradient added into an input instead of returned.
+
+    Args:
+        buffers: A (fake) tensor of every gradient buffer by the name of its parameter, with the
+            parameter's shape and strides, in its dtype or a wider one. `add_` casts.
+    """
+    copied = copy_graph(graph.module.graph)
+    results = list(copied.output_node().args[0])  # type: ignore[arg-type]
+    pairs = list(zip(graph.outputs, results, strict=True))
+    gradients = [(slot, node) for slot, node in pairs if slot.role == WEIGHT_GRADIENT]
+    others = [(slot, node) for slot, node in pairs if slot.role != WEIGHT_GRADIENT]
+    inputs = list(graph.inputs)
+    places = []
+    for slot, node in gradients:
+        inputs.append(Slot(ACCUMULATOR, slot.name))
+        places.append((_new_placeholder(copied, len(inputs) - 1, buffers[slot.name]), node))
+    copied.output_node().args = (tuple(node for _, node in others),)
+    returned = {node for _, node in others}
+    read_often = {node for _, node in places if [n for _, n in places].count(node) > 1}
+    for place, node in places:
+        parts = [(place, node)] if exact else _parts(place, node, returned | read_often)
+        for part, gradient in parts:
+            _add(copied, part, gradient, exact)
+    _remove_unused(copied)
+    copied.lint()
+    return replace(
+        graph,
+        module=LazyGraphModule(graph.module, copied, class_name="Pass"),
+        inputs=tuple(inputs),
+        outputs=tuple(slot for slot, _ in others),
+    )
+
+
+def gradients_of_their_own(graph: PassGraph) -> PassGraph:
+    """Returns the pass with a copy of every gradient that shares memory with another value.
+
+    The engine keeps the first gradient of a parameter as `.grad` and adds to it in place.
+    """
+    copied = copy_graph(graph.module.graph)
+    results = list(copied.output_node().args[0])  # type: ignore[arg-type]
+    shared = {storage_key(node.meta["val"]) for node in copied.find_nodes(op="placeholder")}
+    for index, (slot, node) in enumerate(zip(graph.outputs, results, strict=True)):
+        key = storage_key(node.meta["val"])
+        if slot.role == WEIGHT_GRADIENT and key in shared:
+            with copied.inserting_before(copied.output_node()):
+                results[index] = _call(copied, node, aten.clone.default, node)
+        shared.add(key)
+    copied.output_node().args = (tuple(results),)
+    module = LazyGraphModule(graph.module, copied, class_name="Pass")
+    return replace(graph, module=module)
+
+
+@dataclass(frozen=True)
+class GradientPlace:
+    """Where a gradient belongs: a buffer seen through views; `value` is a fake tensor of it."""
+
+    buffer: Node
+    value: Tensor
+    views: tuple[View, ...] = ()
+
+    def through(self, view: View) -> "GradientPlace | None":
+        """Returns this place seen through one more view; None if the strides do not allow it."""
+        operator, arguments = view
+        try:
+            value = _fake_result(operator, self.value, *arguments)
+        except (RuntimeError, ValueError):  # fake tensors raise either
+            return None
+        return replace(self, value=value, views=(*self.views, view))
+
+
+Part = tuple[GradientPlace, Node]
+
+
+def _parts(place: GradientPlace, gradient: Node, shared: set[Node]) -> list[Part]:
+    """Returns the operations behind a gradient that can add into the buffer, each with its place;
+    the gradient itself if none can."""
+    whole = [(place, gradient)]
+    if gradient.op != "call_function" or len(gradient.users) > 1 or gradient in shared:
+        return whole
+    if gradient.target in _INVERSES:
+        seen = place.through(_INVERSES[gradient.target](gradient))
+        parts = [] if seen is None else _parts(seen, gradient.all_input_nodes[0], shared)
+        return parts if any(_adds_itself(*part) for part in parts) else whole
+    if _is_sum(gradient):
+        sources = gradient.all_input_nodes
+        return [part for source in sources for part in _parts(place, source, shared)]
+    return whole
+
+
+def _adds_itself(place: GradientPlace, gradient: Node) -> bool:
+    """Returns True if the operation that computes a gradient can add it into the place."""
+    if gradient.op != "call_function" or len(gradient.users) > 1:
+        return False
+    if gradient.target in _PRODUCTS:
+        return bool(place.value.dtype == gradient.meta["val"].dtype)
+    by_frequency = len(gradient.args) > 4 and gradient.args[4]
+    return gradient.target is aten.embedding_dense_backward.default and not by_frequency
+
+
+def _add(graph: Graph, place: GradientPlace, gradient: Node, exact: bool) -> None:
+    """Inserts the addition right after the gradient is computed."""
+    following = gradient.next
+    while following.op == "placeholder":
+        following = following.next
+    with graph.inserting_before(following):
+        buffer = place.buffer
+        for operator, arguments in place.views:
+            view = _call(graph, gradient, operator, buffer, *arguments)
+            buffer = _aliasing(view, place.buffer, view.meta["val"])
+        if exact or not _adds_itself(place, gradient):
+            added = _call(graph, gradient, aten.add_.Tensor, buffer, gradient)
+        elif gradient.target in _PRODUCTS:
+            added = _call(graph, gradient, _PRODUCTS[gradient.target], buffer, *gradient.args)
+        else:
+            added = _add_rows(graph, place, buffer, gradient)
+        _aliasing(added, place.buffer, place.value)
+
+
+def _aliasing(node: Node, buffer: Node, value: Tensor) -> Node:
+    """Returns a node after giving it a fake value that shares the storage of the buffer's."""
+    with torch.no_grad():
+        node.meta["val"] = torch.as_strided(
+            buffer.meta["val"], value.shape, value.stride(), value.storage_offset()
+        )
+    return node
+
+
+def _add_rows(graph: Graph, place: GradientPlace, buffer: Node, gradient: Node) -> Node:
+    """Adds the rows of an embedding's gradient, except those of its padding index."""
+    rows, indices, _, padding, *_ = gradient.args
+    if padding >= 0:  # type: ignore[operator]
+        unused = _call(graph, gradient, aten.eq.Scalar, indices, padding)
+        unused = _call(graph, gradient, aten.unsqueeze.default, unused, -1)
+        rows = _call(graph, gradient, aten.masked_fill.Scalar, rows, unused, 0)
+    rows = _call(graph, gradient, aten.reshape.default, rows, [-1, place.value.shape[1]])
+    if rows.meta["val"].dtype != place.value.dtype:
+        rows = _call(graph, gradient, aten.to.dtype, rows, place.value.dtype)
+    indices = _call(graph, gradient, aten.reshape.default, indices, [-1])
+    return _call(graph, gradient, aten.index_add_.default, buffer, 0, indices, rows)
+
+
+def _call(graph: Graph, source: Node, operator: OpOverload, *arguments: Any) -> Node:
+    node = graph.call_function(operator, arguments)
+    node.meta = {**source.meta, "val": _fake_result(operator, *map(_value, arguments))}
+    return node
+
+
+def _new_placeholder(graph: Graph, number: int, value: Tensor) -> GradientPlace:
+    last = [*graph.find_nodes(op="placeholder")]
+    first = next(iter(graph.nodes))
+    with graph.inserting_after(last[-1]) if last else graph.inserting_before(first):
+        buffer = graph.placeholder(f"input_{number}")
+    buffer.meta = {"val": value}
+    return GradientPlace(buffer, value)
+
+
+def _remove_unused(graph: Graph) -> None:
+    """Removes operations that only a replaced gradient needed."""
+    for node in reversed(list(graph.nodes)):
+        if node.users or node.op != "call_function":
+            continue
+        if not isinstance(node.target, OpOverload) or not schema_of(node.target).is_mutable:
+            graph.erase_node(node)
+
+
+def _is_sum(node: Node) -> bool:
+    """Returns True for a sum of two tensors of its own shape and dtype."""
+    if node.target is not aten.add.Tensor or node.kwargs or len(node.all_input_nodes) != 2:
+        return False
+    total = node.meta["val"]
+    values = [source.meta["val"] for source in node.all_input_nodes]
+    return all(value.shape == total.shape and value.dtype == total.dtype for value in values)
+
+
+def _value(argument: Any) -> Any:
+    return argument.meta["val"] if isinstance(argument, Node) else argument
+
+
+def _fake_result(operator: Any, *arguments: Any) -> Tensor:
+    """Returns a fake result of an operator. Values of several fake modes are made anew in one."""
+    with FakeTensorMode(), torch.no_grad():
+        fresh = list(_fresh(arguments))
+        result: Tensor = operator(*fresh)
+    return result
+
+
+def _fresh(arguments: tuple[Any, ...]) -> Iterator[Any]:
+    for value in arguments:
+        if not isinstance(value, Tensor):
+            yield value
+            continue
+        options: dict[str, Any] = {"dtype": value.dtype, "device": value.device}
+        yield torch.empty_strided(value.shape, value.stride(), **options)
+
+
+def _shape_before(node: Node) -> View:
+    return aten.view.default, (list(node.all_input_nodes[0].meta["val"].shape),)
+
+
+def _unpermuted(node: Node) -> View:
+    order: Any = node.args[1]
+    dims = range(len(order))
+    return aten.permute.default, (sorted(dims, key=lambda dim: order[dim] % len(order)),)
+
+
+# The view to take of a buffer for the view that its gradient goes through.
+_INVERSES: Mapping[Any, Callable[[Node], View]] = {
+    aten.t.default: lambda node: (aten.t.default, ()),
+    aten.transpose.int: lambda node: (aten.transpose.int, node.args[1:]),
+    aten.permute.default: _unpermuted,
+    aten.view.default: _shape_before,
+    UNSAFE_VIEW: _shape_before,
+    aten.unsqueeze.default: _shape_before,
+    aten.squeeze.dim: _shape_before,
+    aten.squeeze.dims: _shape_before,
+}
+# The product that adds to its first argument, for each product.
+_PRODUCTS: Mapping[Any, Any] = {
+    aten.mm.default: aten.addmm_.default,
+    aten.bmm.default: aten.baddbmm_.default,
+}

@@ -1,0 +1,256 @@
+"""Extraction: one graph per label, whose inputs and outputs follow from liveness.
+
+A value takes the way of the messages: forwards from F to F of the next stage, backwards from B to
+B of the stage before, and on one stage from F to B and W and from B to W. Stages between a value
+and its reader pass it through.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from torch.fx import Graph, Node
+
+from zbcompile.passes.split.split_backward import merge_convolutions
+from zbcompile.passes.stage.pass_graph import (
+    ACTIVATION,
+    BATCH,
+    BUFFER,
+    BUFFER_UPDATE,
+    CONSTANT,
+    FITS,
+    GRADIENT,
+    LOSS,
+    OUTPUT,
+    PARAMETER,
+    PART,
+    SAVED,
+    TANGENT,
+    WEIGHT_GRADIENT,
+    PassGraph,
+    Slot,
+)
+from zbcompile.passes.step_graph import (
+    BACKWARD,
+    END,
+    FORWARD,
+    WEIGHT,
+    Label,
+    Labels,
+    StepGraph,
+)
+from zbcompile.passes.torch_private_capture import LazyGraphModule
+
+Edges = dict[tuple[Label, Label], dict[Node, None]]  # (from, to) -> values
+
+
+def extract(step: StepGraph, labels: Labels) -> tuple[dict[Label, PassGraph], dict[int, PassGraph]]:
+    """Returns the pass graphs of all labels, and the fused backward BW of every stage.
+
+    The passes are in the order in which one microbatch runs them.
+    """
+    extraction = Extraction(step, labels)
+    passes = {label: extraction.pass_graph((label,)) for label in extraction.order}
+    fused = {}
+    for label in extraction.order:
+        if label.kind == BACKWARD:
+            fused[label.stage] = extraction.pass_graph((label, Label(label.stage, WEIGHT)))
+            merge_convolutions(fused[label.stage].module)
+    return passes, fused
+
+
+class Extraction:
+    """The ways of all values between the passes of a step."""
+
+    def __init__(self, step: StepGraph, labels: Labels) -> None:
+        self.step = step
+        self.labels = labels
+        self.nodes = list(step.graph.nodes)
+        self.members: dict[Label, list[Node]] = defaultdict(list)
+        for node in self.nodes:
+            if node in labels:
+                self.members[labels[node]].append(node)
+        self.edges: Edges = defaultdict(dict)
+        for node in self.nodes:
+            if node in labels:
+                for label in dict.fromkeys(self._reader_labels(node)):
+                    self._add_way(node, labels[node], label)
+        self.order = self._order()
+        self.results = _results_of(step)
+
+    def pass_graph(self, group: Sequence[Label]) -> PassGraph:
+        """Returns the graph of one label, or of B and W of one stage together."""
+        members = [node for label in group for node in self.members.get(label, ())]
+        nodes = set(members)
+        arrivals, departures = self._arrivals(group), self._departures(group)
+        relayed = [node for _, node in departures if node not in nodes]
+        needed = self._free_inputs(members)
+        graph, copies = Graph(), dict[Node, Node]()
+        inputs: list[Slot] = []
+        body = [node for node in self.nodes if node in nodes or node in needed]
+        for source in _external_inputs(body, relayed, nodes | needed):
+            if source.op == "get_attr":
+                continue
+            inputs.append(arrivals.get(source) or self._resident_slot(source))
+            copies[source] = graph.placeholder(f"input_{len(copies)}")
+            copies[source].meta = {"val": source.meta.get("val")}
+        for node in body:
+            for source in node.all_input_nodes:
+                if source.op == "get_attr" and source not in copies:
+                    copies[source] = graph.node_copy(source)
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+        outputs = [*departures]
+        outputs += [(slot, node) for slot, node in self.results if node in nodes]
+        graph.output(tuple(copies[node] for _, node in outputs))
+        graph.lint()
+        return PassGraph(
+            stage=group[0].stage,
+            kind="".join(label.kind for label in group),
+            module=LazyGraphModule(self.step.module, graph, class_name="Pass"),
+            inputs=tuple(inputs),
+            outputs=tuple(slot for slot, _ in outputs),
+            readers=self._readers(group),
+        )
+
+    def _order(self) -> list[Label]:
+        """Returns the labels in the order in which a microbatch runs them."""
+        count = 1 + max((label.stage for label in self.labels.values()), default=0)
+        order = [Label(stage, FORWARD) for stage in range(count)]
+        for stage in reversed(range(count)):
+            order += [Label(stage, BACKWARD), Label(stage, WEIGHT)]
+        order += [Label(stage, END) for stage in range(count)]
+        linked = {label for edge in self.edges for label in edge}
+        every_stage = (FORWARD, BACKWARD) if self.step.tangent is not None else (FORWARD,)
+        return [
+            label
+            for label in order
+            if label.kind in every_stage or label in self.members or label in linked
+        ]
+
+    def _reader_labels(self, node: Node) -> Iterator[Label]:
+        """Yields the labels of the nodes that read a value, also through free nodes."""
+        for user in node.users:
+            if user in self.labels:
+                yield self.labels[user]
+
+    def _add_way(self, node: Node, start: Label, end: Label) -> None:
+        current = start
+        while current != end:
+            following = _next_hop(current, end)
+            self.edges[current, following][node] = None
+            current = following
+
+    def _arrivals(self, group: Sequence[Label]) -> dict[Node, Slot]:
+        return {
+            node: Slot(_role(start, end), node.name)
+            for (start, end), values in self.edges.items()
+            if end in group and start not in group
+            for node in values
+        }
+
+    def _departures(self, group: Sequence[Label]) -> list[tuple[Slot, Node]]:
+        slots = {
+            Slot(_role(start, end), node.name): node
+            for (start, end), values in self.edges.items()
+            if start in group and end not in group
+            for node in values
+        }
+        rank = {node: index for index, node in enumerate(self.nodes)}
+        return sorted(slots.items(), key=lambda item: (item[0].role, rank[item[1]]))
+
+    def _readers(self, group: Sequence[Label]) -> dict[Slot, frozenset[str]]:
+        readers: dict[Slot, set[str]] = defaultdict(set)
+        for (start, end), values in self.edges.items():
+            if start in group and end not in group:
+                for node in values:
+                    readers[Slot(_role(start, end), node.name)].add(end.kind)
+        return {slot: frozenset(kinds) for slot, kinds in readers.items()}
+
+    def _free_inputs(self, members: Iterable[Node]) -> set[Node]:
+        """Returns the free nodes that the members read, directly or through free nodes."""
+        found: set[Node] = set()
+        pending = [source for node in members for source in node.all_input_nodes]
+        while pending:
+            node = pending.pop()
+            if node.op == "call_function" and node not in self.labels and node not in found:
+                found.add(node)
+                pending.extend(node.all_input_nodes)
+        return found
+
+    def _resident_slot(self, node: Node) -> Slot:
+        slot = self._residents.get(node)
+        assert slot is not None, f"{node.name} is computed by no stage"
+        return slot
+
+    @property
+    def _residents(self) -> Mapping[Node, Slot]:
+        if not hasattr(self, "_resident_slots"):
+            step = self.step
+            self._resident_slots = {
+                node: Slot(role, name)
+                for role, table in (
+                    (PARAMETER, step.parameters),
+                    (BUFFER, step.buffers),
+                    (CONSTANT, step.constants),
+                    (BATCH, step.batch_inputs),
+                    (TANGENT, {"loss": step.tangent} if step.tangent is not None else {}),
+                )
+                for name, node in table.items()
+            }
+            if (values := step.vocabulary_values) is not None:
+                for role, node in ((GRADIENT, values.hidden_gradient), (ACTIVATION, values.lookup)):
+                    if node is not None:
+                        self._resident_slots[node] = Slot(role, node.name)
+        return self._resident_slots
+
+
+def _next_hop(current: Label, end: Label) -> Label:
+    """Returns the next pass on the way of a value from one pass to another."""
+    stage, kind = current
+    if end.kind == END:
+        return end
+    if kind == FORWARD:
+        if stage < end.stage:
+            return Label(stage + 1, FORWARD)
+        if stage == end.stage:
+            return end
+        return Label(stage, BACKWARD)
+    assert kind == BACKWARD, f"no way from {current} to {end}"
+    assert stage >= end.stage, f"no way from {current} to {end}"
+    return end if stage == end.stage else Label(stage - 1, BACKWARD)
+
+
+def _role(start: Label, end: Label) -> str:
+    if end.kind == END:
+        return PART
+    if start.stage == end.stage:
+        return SAVED
+    return ACTIVATION if start.kind == FORWARD else GRADIENT
+
+
+def _results_of(step: StepGraph) -> list[tuple[Slot, Node]]:
+    results = [(Slot(LOSS, "loss"), step.loss)] if step.loss is not None else []
+    outputs = enumerate(step.outputs)
+    results += [(Slot(OUTPUT, str(i)), node) for i, node in outputs if node is not None]
+    results += [(Slot(FITS, str(index)), node) for index, node in enumerate(step.fits)]
+    if step.vocabulary_values is not None:
+        hidden, gradient = step.vocabulary_values.hidden, step.vocabulary_values.lookup_gradient
+        results += [(Slot(ACTIVATION, hidden.name), hidden)] if hidden is not None else []
+        results += [(Slot(GRADIENT, gradient.name), gradient)] if gradient is not None else []
+    results += [(Slot(BUFFER_UPDATE, name), node) for name, node in step.buffer_updates.items()]
+    for name, node in step.gradients.items():
+        if node is not None:
+            results.append((Slot(WEIGHT_GRADIENT, name), node))
+    for name, sums in step.stage_gradients.items():
+        results += [(Slot(WEIGHT_GRADIENT, name), node) for node in sums.values()]
+    return results
+
+
+def _external_inputs(
+    body: Iterable[Node], relayed: Iterable[Node], inside: set[Node]
+) -> dict[Node, None]:
+    """Returns the values that a pass reads from outside, in the order of their first use."""
+    sources: dict[Node, None] = {}
+    for node in body:
+        sources.update(dict.fromkeys(n for n in node.all_input_nodes if n not in inside))
+    sources.update(dict.fromkeys(node for node in relayed if node not in inside))
+    return sources

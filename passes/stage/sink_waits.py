@@ -1,0 +1,62 @@
+"""Waits for collectives behind other work of a pass. The order of operations otherwise stays."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch.fx import Graph, Node
+
+from zbcompile.passes.capture.mesh_groups import is_collective, is_wait
+from zbcompile.passes.stage.overlap import late_waits
+from zbcompile.passes.stage.pass_graph import GRADIENT, PassGraph
+from zbcompile.passes.torch_private_capture import LazyGraphModule
+
+
+def sink_waits(graph: PassGraph) -> PassGraph:
+    """Returns the pass with each wait for a collective right before its first reader.
+
+    In BW the nodes that only weight gradients need run before the waits.
+    """
+    if not any(map(is_wait, graph.calls)):
+        return graph
+    later = set(_weight_only_nodes(graph))
+    urgent = [node for node in graph.calls if node not in later]
+    order = _fill_waits(urgent, [node for node in graph.calls if node in later])
+    reordered, copies = Graph(), dict[Node, Node]()
+    others = [node for node in graph.module.graph.nodes if node.op in ("placeholder", "get_attr")]
+    for node in [*others, *order]:
+        copies[node] = reordered.node_copy(node, copies.__getitem__)
+    reordered.output(tuple(copies[node] for node in graph.results))
+    reordered.lint()
+    return replace(graph, module=LazyGraphModule(graph.module, reordered, class_name="Pass"))
+
+
+def _weight_only_nodes(graph: PassGraph) -> list[Node]:
+    """Returns the nodes of a BW that no input gradient and no collective needs.
+
+    Empty for other passes, and for a pass without collectives.
+    """
+    if graph.kind != "BW" or not any(map(is_wait, graph.calls)):
+        return []
+    results = zip(graph.outputs, graph.results, strict=True)
+    pending = [node for slot, node in results if slot.role == GRADIENT]
+    pending += filter(is_collective, graph.calls)
+    urgent: set[Node] = set()
+    while pending:
+        node = pending.pop()
+        if node not in urgent:
+            urgent.add(node)
+            pending.extend(node.all_input_nodes)
+    return [node for node in graph.calls if node not in urgent]
+
+
+def _fill_waits(urgent: Sequence[Node], others: Sequence[Node]) -> list[Node]:
+    """Returns all nodes: before each wait those of `others` that are ready."""
+    order: list[Node] = []
+    pending, missing = list(others), {*urgent, *others}
+    for node in late_waits(urgent):
+        while is_wait(node) and pending and missing.isdisjoint(pending[0].all_input_nodes):
+            missing.discard(pending[0])
+            order.append(pending.pop(0))
+        missing.discard(node)
+        order.append(node)
+    return [*order, *pending]

@@ -1,0 +1,276 @@
+"""Stage programs: the pass graphs of every stage as the runtime takes them."""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch.fx import Graph, Node
+
+from zbcompile.passes.compile_options import Choices
+from zbcompile.passes.compile_step import CompiledStep, Observer, no_observer
+from zbcompile.passes.errors import PartitionError
+from zbcompile.passes.graph.roles import Kind, Slot, TensorSpec
+from zbcompile.passes.graph.strides import boundary_like
+from zbcompile.passes.node_cost import node_flops
+from zbcompile.passes.recompute.recompute import RECOMPUTED
+from zbcompile.passes.stage import pass_graph as roles
+from zbcompile.passes.stage.accumulate import accumulate, gradients_of_their_own
+from zbcompile.passes.stage.pass_graph import PassGraph, Slot as PassSlot
+from zbcompile.passes.stage.piece import Piece
+from zbcompile.passes.stage.sink_waits import sink_waits
+from zbcompile.passes.stage.stage_program import Crossing, Recomputation, StageProgram, tensor_spec
+from zbcompile.passes.step_graph import END, Label, StepGraph, VocabularyValues, is_random
+from zbcompile.passes.torch_private_capture import FakeTensorMode, LazyGraphModule, storage_key
+
+_INPUT_KINDS: Mapping[str, Kind] = {
+    roles.PARAMETER: "parameter",
+    roles.BUFFER: "buffer",
+    roles.CONSTANT: "constant",
+    roles.BATCH: "input",
+    roles.TANGENT: "tangent",
+    roles.ACTIVATION: "activation",
+    roles.GRADIENT: "tangent",
+    roles.SAVED: "saved",
+    roles.PART: "part",
+    roles.ACCUMULATOR: "accumulator",
+}
+_OUTPUT_KINDS: Mapping[str, Kind] = {
+    roles.ACTIVATION: "activation",
+    roles.GRADIENT: "input_gradient",
+    roles.SAVED: "saved",
+    roles.PART: "part",
+    roles.WEIGHT_GRADIENT: "gradient",
+    roles.BUFFER_UPDATE: "mutation",
+    roles.LOSS: "loss",
+    roles.OUTPUT: "output",
+    roles.FITS: "fits",
+}
+
+
+def stage_programs(
+    compiled: CompiledStep, choices: Choices, observe: Observer = no_observer
+) -> tuple[StageProgram, ...]:
+    """Returns the program of every stage: F, B, W and BW, or F alone for an evaluation."""
+    step = compiled.step
+    waiting = [
+        {kind: sink_waits(graph) for kind, graph in _graphs_of(compiled, stage).items()}
+        for stage in range(compiled.stages)
+    ]
+    observe("sink_waits", [graph for graphs in waiting for graph in graphs.values()])
+    sums = _gradient_buffers(step, choices)
+    accumulating = [
+        {kind: _finish(graph, sums, choices) for kind, graph in graphs.items()}
+        for graphs in waiting
+    ]
+    observe("accumulate", [graph for graphs in accumulating for graph in graphs.values()])
+    programs: list[StageProgram] = []
+    distinct: dict[tuple[str, ...], int] = {}
+    for stage, (graphs, finished) in enumerate(zip(waiting, accumulating, strict=True)):
+        texts = tuple(f"{_roles(graph)}\n{graph.fingerprint}" for graph in finished.values())
+        original = distinct.setdefault(texts, stage)
+        programs.append(_stage_program(compiled, stage, original, graphs, finished))
+    return tuple(programs)
+
+
+def end_pieces(compiled: CompiledStep) -> dict[int, Piece]:
+    """Returns the graph that adds the gradients of several stages for one microbatch, by the stage
+    that runs it at the end of a step with `exact=True`."""
+    return {
+        label.stage: _piece(gradients_of_their_own(graph))
+        for label, graph in compiled.passes.items()
+        if label.kind == END
+    }
+
+
+def _graphs_of(compiled: CompiledStep, stage: int) -> dict[str, PassGraph]:
+    if compiled.step.tangent is None:
+        return {"F": compiled.passes[Label(stage, "F")]}
+    graphs = {}
+    for kind in ("F", "B", "W"):
+        graph = compiled.passes.get(Label(stage, kind))
+        graphs[kind] = graph or _empty_graph(compiled.step, stage, kind)
+    return {**graphs, "BW": compiled.fused[stage]}
+
+
+def _empty_graph(step: StepGraph, stage: int, kind: str) -> PassGraph:
+    graph = Graph()
+    graph.output(())
+    module = LazyGraphModule(step.module, graph, class_name="Pass")
+    return PassGraph(stage, kind, module, (), ())
+
+
+def _gradient_buffers(step: StepGraph, choices: Choices) -> dict[str, torch.Tensor]:
+    """Returns a fake tensor of the gradient buffer of each trained parameter."""
+    buffers = {}
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        for name in {**step.gradients, **step.stage_gradients}:
+            value = step.parameters[name].meta["val"]
+            buffers[name] = torch.empty_strided(
+                value.shape,
+                value.stride(),
+                dtype=choices.dtype_of_sum(value.dtype),
+                device=value.device,
+            )
+    return buffers
+
+
+def _finish(graph: PassGraph, sums: Mapping[str, torch.Tensor], choices: Choices) -> PassGraph:
+    """Returns the pass with its gradients added into buffers, or with `exact=True` returned."""
+    if not any(slot.role == roles.WEIGHT_GRADIENT for slot in graph.outputs):
+        return graph
+    return gradients_of_their_own(graph) if choices.exact else accumulate(graph, sums)
+
+
+def _roles(graph: PassGraph) -> list[tuple[str, ...]]:
+    return [tuple(slot.role for slot in slots) for slots in (graph.inputs, graph.outputs)]
+
+
+def _stage_program(
+    compiled: CompiledStep,
+    stage: int,
+    original: int,
+    graphs: Mapping[str, PassGraph],
+    finished: Mapping[str, PassGraph],
+) -> StageProgram:
+    step = compiled.step
+    values = step.vocabulary_values or VocabularyValues()
+    held = [slot for graph in finished.values() for slot in graph.inputs]
+    trained = [
+        slot.name
+        for graph in graphs.values()
+        for slot in graph.outputs
+        if slot.role == roles.WEIGHT_GRADIENT
+    ]
+    trained += [name for name, stages in compiled.parts.items() if stage in stages]
+    updates = [slot.name for slot in graphs["F"].outputs if slot.role == roles.BUFFER_UPDATE]
+    return StageProgram(
+        stage=stage,
+        original=original,
+        pieces={kind: _piece(graph) for kind, graph in finished.items()},
+        receives=_messages(compiled, Label(stage - 1, "F"), roles.ACTIVATION)
+        | (_from_shards(values.lookup) if stage == 0 else {}),
+        sends=_messages(compiled, Label(stage, "F"), roles.ACTIVATION),
+        gradients_in=_messages(compiled, Label(stage + 1, "B"), roles.GRADIENT)
+        | (_from_shards(values.hidden_gradient) if stage == compiled.stages - 1 else {}),
+        gradients_out=_messages(compiled, Label(stage, "B"), roles.GRADIENT),
+        parameters=_names(held, roles.PARAMETER),
+        buffers=tuple(dict.fromkeys((*_names(held, roles.BUFFER), *updates))),
+        random=any(map(is_random, graphs["F"].calls)) and step.tangent is not None,
+        flops={kind: graphs[kind].flops if kind in graphs else 0 for kind in ("F", "B", "W", "BW")},
+        trained=tuple(dict.fromkeys(trained)),
+        crossing=_crossing(graphs),
+        recomputed=_recomputation(graphs, compiled.saved_without_recompute.get(stage, 0)),
+        parts=_names([s for graph in finished.values() for s in graph.outputs], roles.PART),
+        deferred={n: d for n, d in _summed_over(compiled.step).items() if n in trained},
+    )
+
+
+def _summed_over(step: StepGraph) -> dict[str, tuple[str, ...]]:
+    """Returns the mesh dimensions over which the engine sums each gradient after a step."""
+    found = {name: {dimension} for name, dimension in step.deferred_sums.items()}
+    for name, placements in step.gradient_placements.items():
+        sharding = step.shardings[name]
+        names = sharding.mesh.mesh_dim_names or ()
+        for dimension, placement, own in zip(names, placements, sharding.placements, strict=True):
+            if placement != own:  # partial, where the parameter is a replica
+                found.setdefault(name, set()).add(dimension)
+    return {name: tuple(sorted(dimensions)) for name, dimensions in found.items()}
+
+
+def _names(slots: Iterable[PassSlot], role: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(slot.name for slot in slots if slot.role == role))
+
+
+def _from_shards(node: Node | None) -> dict[str, TensorSpec]:
+    """Returns what a stage receives from the shards of the output layer or of the embedding."""
+    return {} if node is None else {node.name: tensor_spec(node.meta["val"], needs_gradient=True)}
+
+
+def _messages(compiled: CompiledStep, sender: Label, role: str) -> dict[str, TensorSpec]:
+    """Returns what a pass sends, in order. Values keep their strides, also those with gaps."""
+    graph = compiled.passes.get(sender)
+    found: dict[str, TensorSpec] = {}
+    pairs = zip(graph.outputs, graph.results, strict=True) if graph is not None else ()
+    for slot, node in pairs:
+        if slot.role != role:
+            continue
+        value = node.meta["val"]
+        spec = tensor_spec(boundary_like(value, exact=True), role == roles.ACTIVATION)
+        if spec.stride != tuple(value.stride()):
+            raise PartitionError(
+                f"the cut behind stage {sender.stage} would send {node.name}, whose elements "
+                "overlap in memory. Cut elsewhere (balance=), or call .contiguous() on it."
+            )
+        found[slot.name] = spec
+    return found
+
+
+def _piece(graph: PassGraph) -> Piece:
+    """Returns a pass graph with the slots of the runtime, also on its placeholders."""
+    inputs = tuple(Slot(_INPUT_KINDS[slot.role], slot.name) for slot in graph.inputs)
+    outputs = tuple(Slot(_OUTPUT_KINDS[slot.role], slot.name) for slot in graph.outputs)
+    for node, slot in zip(graph.placeholders, inputs, strict=True):
+        node.meta["slot"] = slot
+    for node in graph.calls:
+        if node.meta.get(RECOMPUTED):
+            node.meta["pass"] = "recompute"
+    module = LazyGraphModule(
+        graph.module, graph.module.graph, class_name=f"{graph.kind}{graph.stage}"
+    )
+    return Piece(graph.kind, module, inputs, outputs)
+
+
+def _crossing(graphs: Mapping[str, PassGraph]) -> Crossing:
+    """Returns the bytes that wait between the passes of a stage, by storage."""
+    if "B" not in graphs:
+        return Crossing(0, 0, 0, 0, 0)
+    updated = {s.name for s in graphs["F"].outputs if s.role == roles.BUFFER_UPDATE}
+    resident: set[int] = set()
+    for graph in graphs.values():
+        for slot, node in zip(graph.inputs, graph.placeholders, strict=True):
+            lasting = slot.role in (roles.PARAMETER, roles.CONSTANT, roles.BATCH, roles.TANGENT)
+            if lasting or (slot.role == roles.BUFFER and slot.name not in updated):
+                resident.update(_storages([node]))
+    needed = {
+        kind: {
+            slot: node
+            for slot, node in zip(graph.inputs, graph.placeholders, strict=True)
+            if slot.role in (roles.SAVED, roles.GRADIENT, roles.ACTIVATION)
+        }
+        for kind, graph in graphs.items()
+    }
+    saved = set(graphs["F"].outputs)
+    for_backward = [node for slot, node in needed["B"].items() if slot.role != roles.GRADIENT]
+    from_forward = [node for slot, node in needed["W"].items() if slot in saved]
+    from_backward = [node for slot, node in needed["W"].items() if slot not in saved]
+
+    def count(nodes: Sequence[Node]) -> int:
+        return sum(size for key, size in _storages(nodes).items() if key not in resident)
+
+    return Crossing(
+        forward_to_backward=count(for_backward),
+        forward_to_weight=count(from_forward),
+        backward_to_weight=count(from_backward),
+        kept=count([*for_backward, *from_forward]),
+        residue=count([*from_forward, *from_backward]),
+    )
+
+
+def _storages(nodes: Iterable[Node]) -> dict[int, int]:
+    return {
+        storage_key(node.meta["val"]): int(node.meta["val"].untyped_storage().nbytes())
+        for node in nodes
+        if isinstance(node.meta.get("val"), torch.Tensor)
+    }
+
+
+def _recomputation(graphs: Mapping[str, PassGraph], before: int) -> Recomputation | None:
+    """Returns what B and W compute again of the forward; None if nothing.
+
+    `before` are the bytes that would be kept otherwise.
+    """
+    again = [n for kind in ("B", "W") if kind in graphs for n in graphs[kind].calls]
+    again = [node for node in again if node.meta.get(RECOMPUTED)]
+    if not again:
+        return None
+    flops = sum(map(node_flops, again))
+    return Recomputation(len(again), flops, before, _crossing(graphs).kept)

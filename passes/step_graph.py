@@ -1,0 +1,232 @@
+"""The step graph: an exported training step whose inputs and outputs are found by role and name."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+
+from zbcompile.passes.capture.structures import OutputStructure
+from zbcompile.passes.torch_private_capture import (
+    LazyGraphModule,
+    OpOverload,
+    draws_numbers,
+    pytree,
+)
+
+
+class Label(NamedTuple):
+    """Where a node runs: a stage and the kind of its pass."""
+
+    stage: int
+    kind: str
+
+    def __str__(self) -> str:
+        return f"{self.stage}.{self.kind}"
+
+
+FORWARD, BACKWARD, WEIGHT = "F", "B", "W"
+END = "E"  # after the last microbatch of a step: adds gradients of several stages
+Labels = dict[Node, Label]
+
+
+@dataclass
+class VocabularyValues:
+    """What the stages of a step exchange with the shards of its output layer and embedding.
+
+    Attributes:
+        hidden: The input of the output layer, [rows, width]; the last stage's F returns it.
+        hidden_gradient: Placeholder of its gradient, which the last stage's B receives.
+        lookup: Placeholder of the rows of a sharded embedding, [rows, width], which the first
+            stage's F receives.
+        lookup_gradient: Their gradient; the first stage's B returns it.
+    """
+
+    hidden: Node | None = None
+    hidden_gradient: Node | None = None
+    lookup: Node | None = None
+    lookup_gradient: Node | None = None
+
+    def copy(self, copies: Mapping[Node, Node]) -> "VocabularyValues":
+        """Returns the same values in a copy of the graph."""
+        return VocabularyValues(*(node and copies[node] for node in vars(self).values()))
+
+    def results(self) -> Iterator[Node]:
+        """Yields what stages send to shards."""
+        yield from (node for node in (self.hidden, self.lookup_gradient) if node is not None)
+
+
+@dataclass
+class StepGraph:
+    """A training step as a functional graph of ATen operations.
+
+    Passes before `extract` label the nodes of `graph`, replace or duplicate them.
+
+    Attributes:
+        module: Owner of the graph and of the subgraphs that it calls.
+        parameters: Placeholders by the user's names. Tied parameters have one placeholder.
+        buffers: Placeholders of the model's buffers by name.
+        constants: Placeholders of tensors made in forward, by name.
+        constant_values: Their values.
+        batch_inputs: Placeholders of the batch by path: `args[0]`, `kwargs['mask']`, `target`.
+        tangent: Placeholder of the gradient of the loss; None for a forward alone.
+        loss: The node that computes the loss; None for a forward alone.
+        gradients: The node of each trained parameter's gradient, None if it has none.
+        buffer_updates: The node of the new value of each buffer that the step writes.
+        outputs: Tensors of the model's output and of the metrics. None: a vocabulary shard
+            computes it.
+        fits: Whether the tokens of each exchange between experts have room in it.
+        stage_gradients: For gradients that are summed over stages after the step, by name and
+            stage: the stage's own sum. Such gradients are not in `gradients`.
+        deferred_sums: The mesh dimension over which a gradient is summed once, after the step.
+        output_structure: Of (output, metrics), whose tensors are `outputs`.
+        eager_path: False if the model was captured on the path that it has for compilers.
+        tied_names: Maps every further name of a tied tensor to its first name.
+        changed_state: Paths of the module state that forward changes, such as `model.calls`.
+        inexact_calls: Sentences about what has other bits than eager mode.
+        unused_outputs: Names of what forward returns besides its loss.
+        shardings: Mesh and placements of parameters and buffers that are DTensors.
+        gradient_placements: Placements of the gradients of such parameters, which may differ from
+            the parameter's: `Partial` gradients are summed over the mesh after the step.
+        process_groups: The name in this process of every process group, by its name in the graph.
+        vocabulary_values: What stages and vocabulary shards exchange if the output layer is cut
+            off this step.
+    """
+
+    module: GraphModule
+    parameters: dict[str, Node]
+    buffers: dict[str, Node]
+    constants: dict[str, Node]
+    constant_values: dict[str, Any]
+    batch_inputs: dict[str, Node]
+    tangent: Node | None
+    loss: Node | None
+    gradients: dict[str, Node | None]
+    buffer_updates: dict[str, Node]
+    outputs: list[Node | None]
+    fits: list[Node] = field(default_factory=list)
+    stage_gradients: dict[str, dict[int, Node]] = field(default_factory=dict)
+    deferred_sums: dict[str, str] = field(default_factory=dict)
+    output_structure: OutputStructure | None = None
+    eager_path: bool = True
+    tied_names: Mapping[str, str] = field(default_factory=dict)
+    changed_state: frozenset[str] = frozenset()
+    inexact_calls: tuple[str, ...] = ()
+    unused_outputs: tuple[str, ...] = ()
+    shardings: Mapping[str, Any] = field(default_factory=dict)
+    gradient_placements: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+    process_groups: Mapping[str, str] = field(default_factory=dict)
+    vocabulary_values: VocabularyValues | None = None
+
+    @property
+    def graph(self) -> Graph:
+        return self.module.graph
+
+    def calls(self) -> list[Node]:
+        """Returns the operations in the order of the trace."""
+        return [node for node in self.graph.nodes if node.op == "call_function"]
+
+    def forward_nodes(self) -> list[Node]:
+        """Returns the operations of the forward and of the loss, in order."""
+        backward = self.backward_nodes()
+        return [node for node in self.calls() if node not in backward]
+
+    def backward_nodes(self) -> dict[Node, None]:
+        """Returns the operations of the backward, in order.
+
+        The backward begins with the first operation on the tangent, or on what the shards of the
+        output layer send back.
+        """
+        calls = self.calls()
+        starts: set[Node | None] = {self.tangent} if self.tangent is not None else set()
+        if self.vocabulary_values is not None:
+            starts.add(self.vocabulary_values.hidden_gradient)
+        begin = next(
+            (i for i, node in enumerate(calls) if not starts.isdisjoint(node.all_input_nodes)),
+            len(calls),
+        )
+        return dict.fromkeys(calls[begin:])
+
+    def result_nodes(self) -> Iterator[Node]:
+        """Yields the nodes whose values the step returns."""
+        if self.loss is not None:
+            yield self.loss
+        yield from (node for node in self.gradients.values() if node is not None)
+        for sums in self.stage_gradients.values():
+            yield from sums.values()
+        yield from self.buffer_updates.values()
+        yield from (node for node in self.outputs if node is not None)
+        yield from self.fits
+        if self.vocabulary_values is not None:
+            yield from self.vocabulary_values.results()
+
+    def copy(self) -> "StepGraph":
+        """Returns a copy with a graph of its own, so that one export serves several placements."""
+        graph = Graph()
+        copies: dict[Node, Node] = {}
+        graph.output(graph.graph_copy(self.graph, copies))
+
+        def copied(nodes: Mapping[str, Node]) -> dict[str, Node]:
+            return {name: copies[node] for name, node in nodes.items()}
+
+        return replace(
+            self,
+            module=LazyGraphModule(self.module, graph, class_name="Step"),
+            parameters=copied(self.parameters),
+            buffers=copied(self.buffers),
+            constants=copied(self.constants),
+            batch_inputs=copied(self.batch_inputs),
+            tangent=self.tangent and copies[self.tangent],
+            loss=self.loss and copies[self.loss],
+            gradients={name: node and copies[node] for name, node in self.gradients.items()},
+            buffer_updates=copied(self.buffer_updates),
+            outputs=[node and copies[node] for node in self.outputs],
+            fits=[copies[node] for node in self.fits],
+            stage_gradients={
+                name: {stage: copies[node] for stage, node in sums.items()}
+                for name, sums in self.stage_gradients.items()
+            },
+            vocabulary_values=self.vocabulary_values and self.vocabulary_values.copy(copies),
+        )
+
+    def remove_dead_nodes(self) -> None:
+        """Removes operations without readers, except random ones, which move the generator, and
+        collectives."""
+        for node in reversed(self.calls()):
+            if not node.users and not (is_random(node) or "c10d" in str(node.target)):
+                self.graph.erase_node(node)
+
+    def refresh_output(self) -> None:
+        """Writes the results by role into the graph's output node, after a pass replaced nodes."""
+        self.graph.output_node().args = (tuple(self.result_nodes()),)
+
+
+def operator_name(node: Node) -> str:
+    """Returns the name of a node's operator without namespace and overload, such as `mm`."""
+    target = node.target
+    if isinstance(target, OpOverload):
+        return str(target.overloadpacket.__name__)
+    return getattr(target, "__name__", str(target))
+
+
+def is_random(node: Node) -> bool:
+    """Returns True if a node draws random numbers: it is never duplicated or reordered."""
+    if isinstance(node.target, OpOverload):
+        return draws_numbers(node.target, node.args, node.kwargs)
+    return any(map(is_random, branch_nodes(node)))
+
+
+def branch_nodes(node: Node) -> Iterator[Node]:
+    """Yields the nodes of the graphs that a node calls, such as the branches of torch.cond."""
+    for source in node.all_input_nodes if node.op == "call_function" else ():
+        if source.op == "get_attr":
+            module = getattr(source.graph.owning_module, str(source.target), None)
+            if isinstance(module, GraphModule):
+                yield from module.graph.nodes
+
+
+def tensors_of(node: Node) -> list[Tensor]:
+    """Returns the fake tensors of a node's value."""
+    leaves = pytree.tree_leaves(node.meta.get("val"))
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]

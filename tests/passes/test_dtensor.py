@@ -1,0 +1,416 @@
+"""Tensor, sequence, context and expert parallel models: pass graphs have the bits of eager DTensor,
+and are equal on all ranks."""
+
+import contextlib
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import all_reduce
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    loss_parallel,
+    parallelize_module,
+)
+
+from tests.support import parallel_models
+from tests.support.dtensor_models import LENGTH, VOCABULARY, Llama, parallelised
+from tests.support.meshes import mesh_of
+from tests.support.parallel_models import ContextParallel, Dispatched, Enter, TensorParallel
+from tests.support.pass_graph_runner import Batch, Runner, differences, eager_step
+from tests.support.pool import Pool
+from zbcompile import schedules
+from zbcompile.passes.capture.export import ExportOptions, export_training_step
+from zbcompile.passes.capture.mesh_groups import (
+    collective_name,
+    groups_of_meshes,
+    is_collective,
+)
+from zbcompile.passes.compile_step import CompiledStep, compile_step
+from zbcompile.passes.errors import CaptureError
+
+MICROBATCHES = 2
+
+
+def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
+    loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    return loss.full_tensor() if isinstance(loss, DTensor) else loss
+
+
+def text() -> Batch:
+    tokens = torch.randint(VOCABULARY, (2, LENGTH))
+    return (tokens,), {}, tokens
+
+
+def compared(kind: str, schedule: str) -> dict[str, Any]:
+    """Returns what differs from eager DTensor, and facts about the graphs."""
+    mesh = mesh_of(tp=dist.get_world_size())
+    model = parallelised(mesh["tp"], kind, 2)
+    torch.manual_seed(1)
+    batches = [text() for _ in range(MICROBATCHES)]
+    built = schedules.build(schedule, ranks=2, microbatches=MICROBATCHES)
+    ranks_of = [built.placement.rank(stage) for stage in range(built.stages)]
+    with loss_parallel() if kind == "loss" else contextlib.nullcontext():
+        compiled = compile_step(model, *batches[0], loss_of, ranks_of=ranks_of, exact=True)
+        result = Runner(compiled, model, batches, seed=5).run(built.orders)
+        expected = eager_step(model, batches, loss_of, seed=5)
+    placements = compiled.step.gradient_placements
+    for name, gradient in expected.gradients.items():
+        if isinstance(gradient, DTensor):  # eager mode leaves that of an embedding replicated
+            expected.gradients[name] = gradient.redistribute(placements=placements[name])
+    return {
+        "differences": differences(result, expected),
+        "groups": sorted(compiled.step.process_groups),
+        "weight_collectives": weight_collectives(compiled),
+    }
+
+
+def weight_collectives(compiled: CompiledStep) -> list[str]:
+    return [
+        f"{label} {node}"
+        for label, graph in compiled.passes.items()
+        if label.kind == "W"
+        for node in graph.calls
+        if collective_name(node)
+    ]
+
+
+def by_hand(name: str, form: str) -> dict[str, Any]:
+    """Returns what differs from eager mode for a model with collectives of its own."""
+    mesh = mesh_of(**{name: dist.get_world_size()})
+    makers = {
+        "tp": TensorParallel,
+        "cp": ContextParallel,
+        "ep": lambda mesh, form: Dispatched(mesh),
+    }
+    model = makers[name](mesh, form)
+    loss = model.loss if name == "cp" else F.mse_loss
+    torch.manual_seed(1)
+    length = parallel_models.LENGTH, parallel_models.WIDTH
+    batches: list[Batch] = [
+        ((torch.randn(2, *length),), {}, torch.randn(2, *length)) for _ in range(MICROBATCHES)
+    ]
+    options = ExportOptions(process_groups=groups_of_meshes([mesh]))
+    compiled = compile_step(model, *batches[0], loss, ranks_of=[0, 1], exact=True, options=options)
+    orders = schedules.build("zb-h1", ranks=2, microbatches=MICROBATCHES).orders
+    result = Runner(compiled, model, batches, seed=5).run(orders)
+    expected = eager_step(makers[name](mesh, form), batches, loss, seed=5, in_place=True)
+    return {
+        "differences": differences(result, expected),
+        "groups": sorted(compiled.step.process_groups),
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [
+        *(("tp", "functions"), ("cp", "ring"), ("ep", "")),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("tp", "plain"), ("tp", "sequence"), ("cp", "gather"), ("cp", "ulysses"))
+        ),
+    ],
+)
+def test_bits_of_collectives_in_the_model(name: str, form: str, pool: Pool) -> None:
+    for found in pool.run(by_hand, name, form, ranks=2):
+        assert found == {"differences": [], "groups": [name]}
+
+
+class TwoDimensions(nn.Module):
+    """Weights sharded along "tp", activations along "cp": sums over both dimensions."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.mesh = mesh
+        for name, placement in (("up", Shard(0)), ("down", Shard(1))):
+            weight = distribute_tensor(torch.randn(8, 8), mesh, [Replicate(), placement])
+            self.register_parameter(name, nn.Parameter(weight))
+        self.scale = nn.Parameter(
+            distribute_tensor(torch.ones(8), mesh, [Replicate(), Replicate()])
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        local = DTensor.from_local(x, self.mesh, [Shard(0), Replicate()])
+        hidden = torch.tanh((local * self.scale) @ self.up.t())
+        output = (hidden @ self.down.t()).redistribute(self.mesh, [Shard(0), Replicate()])
+        return output.square().mean().full_tensor()
+
+
+def two_dimensions() -> dict[str, Any]:
+    mesh = mesh_of(cp=2, tp=2)
+    model = TwoDimensions(mesh)
+    torch.manual_seed(dist.get_rank() // 2)
+    batches: list[Batch] = [((torch.randn(4, 8),), {}, None) for _ in range(MICROBATCHES)]
+    compiled = compile_step(model, *batches[0], None, ranks_of=[0, 1], exact=True)
+    orders = schedules.build("zb-h1", ranks=2, microbatches=MICROBATCHES).orders
+    result = Runner(compiled, model, batches, seed=5).run(orders)
+    return {
+        "differences": differences(result, eager_step(model, batches, None, seed=5)),
+        "groups": sorted(compiled.step.process_groups),
+    }
+
+
+@pytest.mark.slow
+def test_a_mesh_with_two_dimensions(pool: Pool) -> None:
+    for found in pool.run(two_dimensions, ranks=4):
+        assert found == {"differences": [], "groups": ["cp", "tp"]}
+
+
+class Summed(torch.autograd.Function):
+    """Sums over all ranks by a function that was imported by name."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        total = x.clone()
+        all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        grad = grad.contiguous()
+        all_reduce(grad)
+        return grad
+
+
+class SumsActivations(nn.Module):
+    """Two layers with a sum over ranks in between: in a Function, or where autograd is blind."""
+
+    def __init__(self, in_function: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.in_function = in_function
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        if self.in_function:
+            x = Summed.apply(x)
+        else:
+            all_reduce(x)
+        return self.last(x)  # type: ignore[no-any-return]
+
+
+def by_name(in_function: bool) -> Any:
+    """Returns what differs from eager mode, or the refusal."""
+    mesh = mesh_of(tp=dist.get_world_size())
+    model = SumsActivations(in_function)
+    batches = [((torch.randn(4, 8),), {}, torch.randn(4, 8)) for _ in range(MICROBATCHES)]
+    options = ExportOptions(process_groups=groups_of_meshes([mesh]))
+    try:
+        compiled = compile_step(model, *batches[0], F.mse_loss, ranks_of=[0, 1], options=options)
+    except CaptureError as error:
+        return str(error)
+    orders = schedules.build("zb-h1", ranks=2, microbatches=MICROBATCHES).orders
+    result = Runner(compiled, model, batches, seed=5).run(orders)
+    return differences(result, eager_step(model, batches, F.mse_loss, seed=5))
+
+
+def test_collectives_that_are_imported_by_name(pool: Pool) -> None:
+    assert pool.run(by_name, True, ranks=2) == [[], []]
+    for refusal in pool.run(by_name, False, ranks=2):
+        assert "torch.distributed.all_reduce on an activation" in refusal
+        assert "test_dtensor.py:" in refusal
+        assert "autograd.Function" in refusal
+
+
+@pytest.mark.parametrize(
+    ("kind", "schedule"),
+    [
+        ("sequence", "zb-v"),
+        pytest.param("plain", "zb-h1", marks=pytest.mark.slow),
+        pytest.param("loss", "zb-h1", marks=pytest.mark.slow),
+        pytest.param("odd", "1f1b", marks=pytest.mark.slow),
+    ],
+)
+def test_bits_of_eager_dtensor(kind: str, schedule: str, pool: Pool) -> None:
+    one, other = pool.run(compared, kind, schedule, ranks=2)
+    assert one["differences"] == other["differences"] == []
+    assert one["groups"] == ["tp"]
+    assert one["weight_collectives"] == []
+
+
+class SequenceNorm(nn.Module):
+    """A norm on a part of the sequence, whose weight gradient is summed over ranks."""
+
+    def __init__(self, group: Any) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.group = group
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers[1](F.relu(self.layers[0](x)) * Enter.apply(self.weight, self.group))
+
+
+def deferred(exact: bool) -> dict[str, Any]:
+    mesh = mesh_of(tp=dist.get_world_size())
+    torch.manual_seed(dist.get_rank())
+    model, batch = SequenceNorm(mesh.get_group("tp")), ((torch.randn(4, 8),), {}, torch.randn(4, 8))
+    options = ExportOptions(process_groups=groups_of_meshes([mesh]))
+    compiled = compile_step(
+        model, *batch, F.mse_loss, ranks_of=[0, 1], exact=exact, options=options
+    )
+    collectives = [
+        collective_name(node)
+        for graph in compiled.passes.values()
+        for node in graph.calls
+        if is_collective(node)
+    ]
+    orders = schedules.build("zb-h1", ranks=2, microbatches=2).orders
+    result = Runner(compiled, model, [batch, batch], seed=0).run(orders)
+    gradient = result.gradients["weight"]
+    if not exact:
+        dist.all_reduce(gradient)
+    (expected,) = torch.autograd.grad(F.mse_loss(model(*batch[0]), batch[2]), model.weight)
+    return {
+        "collectives": collectives,
+        "deferred": compiled.step.deferred_sums,
+        "right": torch.allclose(gradient, expected, rtol=1e-6),
+    }
+
+
+def test_sums_that_concern_a_weight_alone_run_once_per_step(pool: Pool) -> None:
+    for found in pool.run(deferred, False, ranks=2):
+        assert found == {"collectives": [], "deferred": {"weight": "tp"}, "right": True}
+    for found in pool.run(deferred, True, ranks=2):
+        assert found == {"collectives": ["all_reduce"], "deferred": {}, "right": True}
+
+
+class Drops(nn.Module):
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.up, self.down, self.p = nn.Linear(8, 16), nn.Linear(16, 8), p
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(self.down(F.dropout(self.up(x), self.p)), 0.1)
+
+
+def warned(p: float) -> list[str]:
+    mesh = mesh_of(tp=dist.get_world_size())
+    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    model = parallelize_module(Drops(p), mesh["tp"], plan)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        export_training_step(
+            model, (torch.randn(4, 8),), loss_fn=lambda output, target: output.sum()
+        )
+    return [str(warning.message) for warning in caught]
+
+
+def test_dropout_on_a_shard_is_said_with_its_line(pool: Pool) -> None:
+    for messages in pool.run(warned, 0.1, ranks=2):
+        assert len(messages) == 1
+        assert "sharded over tp: dropout on a sharded activation repeats its mask" in messages[0]
+        assert "test_dtensor.py:" in messages[0]
+    assert pool.run(warned, 0.0, ranks=2) == [[], []]
+
+
+def texts() -> str:
+    """Returns the texts of all pass graphs, with their inputs and outputs."""
+    plan: dict[str, Any] = {f"blocks.*.attention.{name}": ColwiseParallel() for name in "qkv"}
+    plan |= {f"blocks.*.mlp.{name}": ColwiseParallel() for name in ("up", "gate")}
+    plan |= {"blocks.*.attention.o": RowwiseParallel(), "blocks.*.mlp.down": RowwiseParallel()}
+    model = parallelize_module(Llama(2), mesh_of(tp=dist.get_world_size())["tp"], plan)
+    torch.manual_seed(1)
+    passes = compile_step(model, *text(), loss_of, ranks_of=[0, 1]).passes
+    return "\n".join(
+        f"{label} {graph.inputs} {graph.outputs} {graph.readers}\n{graph.fingerprint}"
+        for label, graph in passes.items()
+    )
+
+
+RANK = """
+import torch, torch.distributed as dist, sys
+from tests.passes.test_dtensor import texts
+torch.set_num_threads(1)
+rank, store = int(sys.argv[1]), "file://" + sys.argv[2]
+dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
+print(texts())
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_equal_graphs_on_ranks_with_different_hash_seeds(tmp_path: Path) -> None:
+    """The graphs of a model without vocabulary parallelism, whose embedding has a part per rank."""
+    root = Path(__file__).parents[3]
+    path = os.pathsep.join((str(root), str(root / "examples")))
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", RANK, str(rank), str(tmp_path / "store")],
+            env={**os.environ, "PYTHONHASHSEED": str(rank + 1), "PYTHONPATH": path},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    one, other = (process.communicate(timeout=200)[0] for process in processes)
+    assert "0.F" in one
+    assert one == other
+
+
+def transformers_llama(on_meta: bool = False) -> Any:
+    """Returns a Llama of transformers on a mesh of two dimensions, the second one for tp."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    mesh = mesh_of(replicate=1, tp=dist.get_world_size())
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 4}
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=VOCABULARY, num_hidden_layers=2, use_cache=False, **sizes)
+    with torch.device("meta" if on_meta else "cpu"):
+        model = LlamaForCausalLM(config)
+    columns, rows = ColwiseParallel(), RowwiseParallel()
+    plan = {f"model.layers.*.self_attn.{name}_proj": columns for name in "qkv"}
+    plan |= {f"model.layers.*.mlp.{name}_proj": columns for name in ("up", "gate")}
+    plan |= {f"model.layers.*.{name}_proj": rows for name in ("self_attn.o", "mlp.down")}
+    return parallelize_module(model, mesh["tp"], plan)
+
+
+def transformers_loss(output: Any, targets: Tensor) -> Tensor:
+    return F.cross_entropy(output.logits.flatten(0, 1), targets.flatten())
+
+
+def compared_with_transformers() -> list[str]:
+    """Returns what differs from eager DTensor, and which graphs differ on the meta device."""
+    model = transformers_llama()
+    torch.manual_seed(1)
+    batches = [text() for _ in range(MICROBATCHES)]
+    orders = schedules.build("zb-h1", ranks=2, microbatches=MICROBATCHES).orders
+    compiled = compile_step(
+        model, *batches[0], transformers_loss, ranks_of=[0, 1], exact=True, recompute="full"
+    )
+    assert compiled.step.eager_path
+    result = Runner(compiled, model, batches, seed=5).run(orders)
+    found = differences(result, eager_step(model, batches, transformers_loss, seed=5))
+    empty = transformers_llama(on_meta=True)
+    options = ExportOptions(device=torch.device("cpu"))
+    again = compile_step(
+        empty,
+        *batches[0],
+        transformers_loss,
+        ranks_of=[0, 1],
+        exact=True,
+        recompute="full",
+        options=options,
+    )
+    for label, graph in compiled.passes.items():
+        if graph.fingerprint != again.passes[label].fingerprint:
+            found.append(f"{label} on the meta device")
+    return found
+
+
+@pytest.mark.slow
+def test_transformers_with_recomputation_and_on_the_meta_device(pool: Pool) -> None:
+    assert pool.run(compared_with_transformers, ranks=2) == [[], []]
