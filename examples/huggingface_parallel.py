@@ -39,8 +39,7 @@ def apply_tensor_parallel_plan(
     Args:
         mesh: such as `mesh["tp"]`. Heads, of queries as of keys, must be divisible by its size.
         plan: a style for each pattern of module names; default: the model's own (`model.tp_plan`,
-        which transformers
-            puts together from `config.base_model_tp_plan`).
+            which transformers puts together from `config.base_model_tp_plan`).
 
     Raises ValueError for a model without a plan, and for styles that are not known here, such as
     those of experts.
@@ -146,7 +145,8 @@ def divide_experts(model: Model, mesh: Any, factor: float = 1.25) -> tuple[Model
 
     Args:
         mesh: the dimension of a mesh, such as `mesh["ep"]`. The number of experts must be a
-        multiple of its size. factor: that of `ExpertExchange`.
+            multiple of its size.
+        factor: that of `ExpertExchange`.
 
     Raises ValueError for a model without experts that transformers knows how to group.
     """

@@ -32,15 +32,19 @@ class Hardware:
     """One device, its host and its links. Seconds, bytes, FLOP per second (a multiply-add is two).
 
     Args:
-        name: For a reader. peak: FLOP/s of dense products by dtype ("bfloat16"). bandwidth: Bytes/s
-            of the device's memory, and `bandwidth_efficiency` what a large kernel gets of it.
-        memory: Bytes of the device's memory; None if unlimited. launch: From one kernel to the
-        next, at least. start: What the host does between two passes. overlaps: Whether a kernel's
-        arithmetic hides the bytes that it moves; else the two add up. product_efficiency: What a
-        large product gets of the peak, and `attention_efficiency` a fused attention kernel. units,
-        tiles: How many processors share a product, and the tiles, largest first, of which they take
-        one each at
-            a time: a last wave that is not full costs as much as a full one. None without units.
+        name: For a reader.
+        peak: FLOP/s of dense products by dtype ("bfloat16").
+        bandwidth: Bytes/s of the device's memory, and `bandwidth_efficiency` what a large kernel
+            gets of it.
+        memory: Bytes of the device's memory; None if unlimited.
+        launch: From one kernel to the next, at least.
+        start: What the host does between two passes.
+        overlaps: Whether a kernel's arithmetic hides the bytes that it moves; else the two add up.
+        product_efficiency: What a large product gets of the peak, and `attention_efficiency` a
+            fused attention kernel.
+        units, tiles: How many processors share a product, and the tiles, largest first, of which
+            they take one each at a time: a last wave that is not full costs as much as a full one.
+            None without units.
         depth: The length of a sum at which half of a product's time is its start and end.
         random: Random numbers per second; None if they cost nothing beyond their bytes.
         node_ranks: How many ranks a node has; `within` connects them, `between` those of two nodes.

@@ -461,19 +461,19 @@ class Pipeline:
         what this adds.
 
         Args:
-            kind: a class of torch optimizers; `options` are its own, such as `lr`. params: a
-                predicate of a parameter's name and the parameter: those that this optimizer trains,
-            default all. groups: as torch's, but "params" is a predicate. The first group that takes
-            a parameter has it; the others
-                are in a last group with `options`.
+            kind: a class of torch optimizers; `options` are its own, such as `lr`.
+            params: a predicate of a parameter's name and the parameter: those that this optimizer
+                trains, default all.
+            groups: as torch's, but "params" is a predicate. The first group that takes a parameter
+                has it; the others are in a last group with `options`.
             zero: 0, or with "dp" in the mesh 1 to divide the optimizer's state among replicas.
             clip: the norm to which `optimizer.step()` clips all its gradients, None for no limit.
             early: update each stage within `pipe.step`, which then returns before other ranks have
                 ended it: the loss is completed when it is read, which waits for them.
             validate: "before", or "after" to update early although the norm is known later, and to
-            correct the update.
+                correct the update.
             reduce_dtype: in which dtype gradients travel between replicas and are summed over them,
-            None: as they are.
+                None: as they are.
 
         Raises PipelineError, on every rank.
 

@@ -77,7 +77,7 @@ def pipeline(
         ranks: Without torchrun, how many ranks to run inside this process. Under torchrun the
             process group decides. Default: those of a `Schedule` or schedule file, else one.
         loss: `loss(output, target)`. Without it, forward returns the loss, or something with a
-        `.loss`.
+            `.loss`.
         loss_reduction: Whether the loss of a step is the "mean" of its microbatches' losses or
             their "sum". A mean of means is not the mean over the batch if microbatches count
             differently (ignore_index); use "sum" with a global divisor then.

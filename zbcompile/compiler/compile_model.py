@@ -75,9 +75,10 @@ def export_step(
 
     Args:
         choices: Its `vocab` says whether the output layer is sharded; "auto" decides for
-            `schedule`. device: The device of parameters that are on the meta device.
-            process_groups: The mesh dimension of each process group, by the group's name. observe:
-            Called after the export.
+            `schedule`.
+        device: The device of parameters that are on the meta device.
+        process_groups: The mesh dimension of each process group, by the group's name.
+        observe: Called after the export.
 
     Raises:
         CaptureError: The model cannot be exported.

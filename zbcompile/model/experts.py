@@ -51,7 +51,7 @@ class ExpertExchange(nn.Module):
         experts: how many experts the layer has over all ranks; rank r of the group has those from r
             x experts / ranks on.
         group: the process group of the "ep" dimension of the mesh; None: all experts are on this
-        rank.
+            rank.
         factor: the capacity, as a multiple of what every rank would get if tokens chose them
             evenly. A step that needs more raises PipelineError; the number of ranks is enough for
             any routing. Evaluations have room for all.

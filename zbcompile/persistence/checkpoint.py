@@ -88,11 +88,12 @@ def save_checkpoint(
     on disk: a crash leaves earlier checkpoints intact. Only one run may write into a folder.
 
     Args:
-        source: a compiled pipeline, or a plain model in one process. optimizer: over
-            `pipe.parameters()`; its state is saved under the parameters' names. step: how many
-            steps have been trained; default: `pipe.step_index`, for a plain model 0. extra: what
-            else to resume from, such as a scheduler's or a data loader's state dict: None, numbers,
-            strings, bytes, tensors, lists, tuples, dicts. It must be the same on all ranks.
+        source: a compiled pipeline, or a plain model in one process.
+        optimizer: over `pipe.parameters()`; its state is saved under the parameters' names.
+        step: how many steps have been trained; default: `pipe.step_index`, for a plain model 0.
+        extra: what else to resume from, such as a scheduler's or a data loader's state dict: None,
+            numbers, strings, bytes, tensors, lists, tuples, dicts. It must be the same on all
+            ranks.
         keep: remove all but the newest `keep` checkpoints up to this one, once it is complete.
         wait: False returns once everything is copied, and writes in a thread. The next save, a load
             and `pipe.close()` wait for it and raise what went wrong. Needs memory for a copy of
@@ -178,10 +179,11 @@ def load_checkpoint(
     and the sizes and headers of files.
 
     Args:
-        path: a checkpoint, or a folder of them, whose newest one is taken. source: a compiled
-            pipeline, whose `step_index` is set too, or a plain model in one process. optimizer:
-            gets the saved state and options; without it only the model is loaded. required: whether
-            to raise if there is none; otherwise the `step` of the result is 0 and its `path` None.
+        path: a checkpoint, or a folder of them, whose newest one is taken.
+        source: a compiled pipeline, whose `step_index` is set too, or a plain model in one process.
+        optimizer: gets the saved state and options; without it only the model is loaded.
+        required: whether to raise if there is none; otherwise the `step` of the result is 0 and its
+            `path` None.
 
     Raises PipelineError, on every rank and before anything is changed, if the pipeline is not
     compiled, the index is damaged, or names or shapes differ.

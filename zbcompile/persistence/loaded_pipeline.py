@@ -53,19 +53,19 @@ def load(
 
     Args:
         directory: the program. Each process reads the manifest, the schedule and the parts of its
-        own ranks. state_dict: the model's full state dict, as `pipe.state_dict(full=True)` or the
-        model itself gives it; copied.
-            Without it, give `checkpoint=` or `init=`, or call `load_state_dict` or
-            `zbcompile.load_weights` before the first step.
+            own ranks.
+        state_dict: the model's full state dict, as `pipe.state_dict(full=True)` or the model itself
+            gives it; copied. Without it, give `checkpoint=` or `init=`, or call `load_state_dict`
+            or `zbcompile.load_weights` before the first step.
         checkpoint: a checkpoint of `zbcompile.save_checkpoint`, or a folder of them, whose newest
             one is taken: the model's tensors, and the step. An optimizer is made afterwards; see
             `zbcompile.load_checkpoint`.
         ranks: without torchrun, all ranks of the program run in this process; another number is
-        refused. mesh, init, timeout, debug_nan: as for `zbcompile.pipeline`.
+            refused.
+        mesh, init, timeout, debug_nan: as for `zbcompile.pipeline`.
         seed: enters `zbcompile.microbatch_seed`; default: the one that it was compiled with.
         operators: operators of other libraries that the program may call, such as
-        "mylibrary::scale". Import the module
-            that defines them first.
+            "mylibrary::scale". Import the module that defines them first.
         backend, cuda_graphs: as for `zbcompile.pipeline`; default: as the program was saved. The
             directory holds graphs, never compiled code: inductor compiles them here, or finds them
             in its cache (docs/backends.md).
