@@ -76,8 +76,8 @@ SMALL = (
 )
 BENCHMARKS = "examples/benchmarks"
 GPU_TESTS = (
-    "tests/zbcompile/runtime/test_cuda.py",
-    "tests/zbcompile/runtime/test_cuda_composition.py",
+    "tests/zbcompile/engine/test_cuda.py",
+    "tests/zbcompile/engine/test_cuda_composition.py",
     "tests/zbcompile/backends/test_cuda_graphs.py",
 )
 ITEMS = (

@@ -27,7 +27,7 @@ LAYERS = {
     "zbcompile": (
         "version __init__ untrusted_text field_check errors amounts tables env json_text "
         "safe_files torch_private progress",
-        "model batches faults distributed options program backends compiler runtime optimizer "
+        "model batches faults distributed options program backends compiler engine optimizer "
         "prediction profiling program_cache planning torch_pipelining api",
         "persistence integrations inspection cli compile run inspect __main__",
     ),

@@ -35,7 +35,7 @@ from tests.support.dtensor_models import (
     loss_of,
     parallelised,
 )
-from tests.zbcompile.runtime.test_dtensor import trained
+from tests.zbcompile.engine.test_dtensor import trained
 
 BOUND = 2e-6
 LAYERS, REPLICAS, MICROBATCHES = 2, 2, 8

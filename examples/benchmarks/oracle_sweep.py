@@ -1,4 +1,4 @@
-"""Every combination of the promise that `tests/zbcompile/runtime/test_oracle.py` samples pairwise,
+"""Every combination of the promise that `tests/zbcompile/engine/test_oracle.py` samples pairwise,
 in a checkout:
 
     python examples/benchmarks/oracle_sweep.py [--schedules 1f1b zb-h1 zb-v] [--microbatches 1 2 5 8]

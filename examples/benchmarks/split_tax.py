@@ -30,11 +30,11 @@ from tqdm import tqdm
 from zbcompile.backends.backend import Backend, make_backend
 from zbcompile.backends.cuda_graphs import record
 from zbcompile.backends.types import Run
+from zbcompile.engine.gradients import Gradients
+from zbcompile.engine.stage import StageRun
+from zbcompile.engine.stage_plan import CompiledStage, prepare_stage
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.graph.roles import Slot
-from zbcompile.runtime.gradient_sums import Gradients
-from zbcompile.runtime.stage_plan import CompiledStage, prepare_stage
-from zbcompile.runtime.stage_run import StageRun
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.stages import Stage, compile_stages

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zbcompile
-from zbcompile.runtime.action_loop import HANDLERS, RankRun
-from zbcompile.runtime.rank_plan import Instruction
+from zbcompile.engine.rank import HANDLERS, RankRun
+from zbcompile.engine.rank_plan import Instruction
 
 WIDTH = 8
 LAYERS = 4

@@ -12,6 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from tests.support.pass_graph_runner import Batch, Runner, StepResult
+from zbcompile.engine.gradients import Gradients
+from zbcompile.engine.stage import StageRun
+from zbcompile.engine.stage_plan import SHARD, prepare_stage
 from zbcompile.passes.capture.batch_inputs import leaves_with_paths
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.compile_step import CompiledStep
@@ -25,9 +28,6 @@ from zbcompile.passes.stage.pass_graph import (
 from zbcompile.passes.torch_names import dtype_named
 from zbcompile.passes.vocabulary.shard_program import VocabularyProgram
 from zbcompile.passes.vocabulary.trunk import ShardedStep
-from zbcompile.runtime.gradient_sums import Gradients
-from zbcompile.runtime.stage_plan import SHARD, prepare_stage
-from zbcompile.runtime.stage_run import StageRun
 
 
 @dataclass

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from zbcompile.distributed.ranks import Ranks
+from zbcompile.engine.slices import Slices
 from zbcompile.errors import PipelineError
 from zbcompile.model.distributed_tensors import Parts
 from zbcompile.model.tensor_shard import Chunk, chunk_of
@@ -15,7 +16,6 @@ from zbcompile.optimizer.division import TrainedParameters, sum_in_single_precis
 from zbcompile.optimizer.optimizer_request import OptimizerRequest
 from zbcompile.optimizer.pipeline_optimizer import PipelineOptimizer
 from zbcompile.program_cache.bound_programs import BoundPrograms
-from zbcompile.runtime.slices import Slices
 
 
 @dataclass

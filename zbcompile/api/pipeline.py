@@ -20,6 +20,7 @@ from zbcompile.batches.losses import Losses
 from zbcompile.distributed.agreement import gathered
 from zbcompile.distributed.mesh import BATCHES
 from zbcompile.distributed.ranks import Ranks
+from zbcompile.engine.step import Engine
 from zbcompile.errors import PipelineError
 from zbcompile.model.distributed_tensors import Parts, TensorPart
 from zbcompile.model.held_elsewhere import readable
@@ -37,7 +38,6 @@ from zbcompile.program.step_record import StepRecord
 from zbcompile.program_cache.bound_programs import BoundPrograms
 from zbcompile.program_cache.programs import Programs
 from zbcompile.program_cache.step_outputs import kind_of
-from zbcompile.runtime.step_run import Engine
 
 if TYPE_CHECKING:  # torch's pipelining takes a second to import
     from zbcompile.torch_pipelining.pipeline_stage import CompiledPipelineStage

@@ -11,13 +11,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zbcompile.api.pipeline import Pipeline
 from zbcompile.distributed.process_group import device_of, find_ranks, is_alone
+from zbcompile.engine.step import Engine
 from zbcompile.errors import PipelineError
 from zbcompile.model.materialize import Init
 from zbcompile.options import PipelineOptions, require_known
 from zbcompile.passes.capture.training_step import LossFunction
 from zbcompile.passes.compile_options import Barriers, Policy
 from zbcompile.passes.machine.hardware import Hardware
-from zbcompile.runtime.step_run import Engine
 from zbcompile.schedules import Schedule
 from zbcompile.torch_private import warn_of_untried
 

@@ -21,6 +21,8 @@ from zbcompile.batches.batch import (
 from zbcompile.batches.losses import Losses
 from zbcompile.distributed.agreement import agree
 from zbcompile.distributed.ranks import Ranks
+from zbcompile.engine.executable import BoundGraphs, Executable, StepInput
+from zbcompile.engine.step import Engine
 from zbcompile.errors import PipelineError
 from zbcompile.model.distributed_tensors import Parts
 from zbcompile.options import PipelineOptions, checked
@@ -29,8 +31,6 @@ from zbcompile.planning.batch_layout import BatchLayout
 from zbcompile.profiling.observation import Observation
 from zbcompile.program_cache.programs import Programs
 from zbcompile.program_cache.step_outputs import joined_outputs, joined_rows, keyword
-from zbcompile.runtime.executable import BoundGraphs, Executable, StepInput
-from zbcompile.runtime.step_run import Engine
 
 OUTPUTS = ("all", "last")
 

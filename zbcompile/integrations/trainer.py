@@ -16,6 +16,7 @@ from transformers.trainer_utils import seed_worker
 
 from zbcompile.api.pipeline import Pipeline
 from zbcompile.api.pipeline_function import pipeline as make_pipeline
+from zbcompile.engine.step_agreement import require_same_batch
 from zbcompile.errors import PipelineError
 from zbcompile.integrations.accelerator import PipelineAccelerator
 from zbcompile.integrations.adapters import has_adapters, load_adapters, save_adapters
@@ -23,7 +24,6 @@ from zbcompile.integrations.refusals import refuse, refuse_optimizer
 from zbcompile.optimizer.pipeline_optimizer import PipelineOptimizer
 from zbcompile.persistence.checkpoint import load_state, save_checkpoint
 from zbcompile.persistence.safetensors_weights import load_weights, save_weights
-from zbcompile.runtime.step_agreement import require_same_batch
 
 STATE = (  # in a checkpoint of the trainer: parameters and optimizer, for any number of ranks
     "pipeline"

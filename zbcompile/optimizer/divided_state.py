@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from zbcompile.engine.slice import Slice, memory_of
 from zbcompile.errors import PipelineError
-from zbcompile.runtime.slice import Slice, memory_of
 
 Values = dict[str, Any]
 

@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 from zbcompile.distributed.ranks import Ranks
+from zbcompile.engine.slice import LATE, Slice
+from zbcompile.engine.slices import Slices
 from zbcompile.errors import PipelineError
 from zbcompile.model.distributed_tensors import is_distributed
 from zbcompile.model.placements import PARTIAL, SHARD, along
@@ -20,8 +22,6 @@ from zbcompile.model.tensor_shard import Chunk
 from zbcompile.passes.compile_options import HALF
 from zbcompile.passes.graph.strides import is_dense
 from zbcompile.program.program import Program
-from zbcompile.runtime.slice import LATE, Slice
-from zbcompile.runtime.slices import Slices
 
 Part = tuple[str, int, int, int]  # a parameter's name, the elements from where to where, the owner
 Shapes = Mapping[str, Sequence[int]]

@@ -9,6 +9,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zbcompile.distributed.ranks import Ranks
+from zbcompile.engine.slice import LATE
+from zbcompile.engine.slices import Slices
 from zbcompile.errors import PipelineError
 from zbcompile.optimizer.division import TrainedParameters
 from zbcompile.optimizer.early_update import (
@@ -21,8 +23,6 @@ from zbcompile.optimizer.early_update import (
 from zbcompile.optimizer.gradient_norm import norm_of_all
 from zbcompile.optimizer.optimizer_request import OptimizerRequest
 from zbcompile.optimizer.post_validation import PostValidation
-from zbcompile.runtime.slice import LATE
-from zbcompile.runtime.slices import Slices
 from zbcompile.torch_private import step_without_hooks
 
 

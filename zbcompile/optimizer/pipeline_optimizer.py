@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from zbcompile.distributed.agreement import agree, together
 from zbcompile.distributed.ranks import Ranks
+from zbcompile.engine.slice import Slice
 from zbcompile.errors import PipelineError
 from zbcompile.model.tensor_shard import local_of
 from zbcompile.optimizer.divided_state import kept_names, slice_states, whole_states
@@ -24,7 +25,6 @@ from zbcompile.optimizer.named_state import (
 )
 from zbcompile.optimizer.optimizer_request import OptimizerRequest, divide_into_groups, read_groups
 from zbcompile.optimizer.parameter_updates import ParameterUpdates
-from zbcompile.runtime.slice import Slice
 from zbcompile.torch_private import step_without_hooks
 
 State = dict[str, Any]

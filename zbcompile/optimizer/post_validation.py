@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.distributed.under_way import complete, outlives_its_step
+from zbcompile.engine.slice import LATE
 from zbcompile.optimizer.early_update import EarlyUpdate, Options
 from zbcompile.optimizer.gradient_norm import begin_sum, squares_of
-from zbcompile.runtime.slice import LATE
 
 
 @dataclass

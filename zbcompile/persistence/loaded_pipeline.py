@@ -14,6 +14,7 @@ from zbcompile.distributed.agreement import agree, together
 from zbcompile.distributed.mesh import Mesh
 from zbcompile.distributed.process_group import find_ranks, is_alone, own_device
 from zbcompile.distributed.ranks import Ranks
+from zbcompile.engine.step import Engine
 from zbcompile.env import DEBUG_NAN
 from zbcompile.errors import PipelineError
 from zbcompile.model.materialize import Init
@@ -25,7 +26,6 @@ from zbcompile.persistence.checkpoint import load_state
 from zbcompile.program.directories import read_manifest, read_program
 from zbcompile.program.manifest import AGAIN, SavedProgram
 from zbcompile.program.output import FORWARDS
-from zbcompile.runtime.step_run import Engine
 
 SAME = (
     "Every rank must load the same directory, with the same torch and number of threads"

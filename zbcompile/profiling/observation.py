@@ -14,10 +14,10 @@ import torch.distributed as dist
 
 from zbcompile.distributed.clocks import Clock, clock_of, offset_to_first
 from zbcompile.distributed.ranks import GroupRanks, Ranks
+from zbcompile.engine.rank import Observer, RankRun, StepRecorder
+from zbcompile.engine.rank_plan import Instruction
 from zbcompile.program.program import Program
 from zbcompile.program.step_record import RecordedSpan, StepRecord
-from zbcompile.runtime.action_loop import Observer, RankRun, StepRecorder
-from zbcompile.runtime.rank_plan import Instruction
 from zbcompile.schedules import Schedule
 from zbcompile.schedules.ir.actions import SENDS, Action
 

@@ -11,10 +11,10 @@ from torch.fx import Interpreter, Node
 from torch.fx.node import map_arg
 
 from zbcompile.backends.types import Run
+from zbcompile.engine.stage_plan import CompiledStage, Tensors
 from zbcompile.passes.graph.process_groups import is_under_way, is_wait
 from zbcompile.passes.graph.source_location import origin_of
 from zbcompile.passes.stage.piece import Piece
-from zbcompile.runtime.stage_plan import CompiledStage, Tensors
 
 
 def inspected(stage: CompiledStage) -> CompiledStage:

@@ -14,6 +14,15 @@ from zbcompile.distributed.equal_tensors import require_equal_tensors
 from zbcompile.distributed.mesh import broadcast
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.distributed.transport import ReceiveBuffers
+from zbcompile.engine.executable import BoundGraphs
+from zbcompile.engine.replicas import sums_of
+from zbcompile.engine.stage_plan import prepare_stage
+from zbcompile.engine.vocabulary import EndRanks
+from zbcompile.engine.vocabulary_parameters import (
+    VocabularyExecutable,
+    VocabularyShards,
+    make_executable_shards,
+)
 from zbcompile.env import DEBUG_NAN
 from zbcompile.errors import PipelineError
 from zbcompile.model.held_elsewhere import (
@@ -35,15 +44,6 @@ from zbcompile.passes.torch_private import accumulators, function_modes, global_
 from zbcompile.profiling.pass_checks import inspected
 from zbcompile.program.program import OF_A_PLACE, Program
 from zbcompile.program_cache.state_dict import stream_state
-from zbcompile.runtime.data_parallel import sums_of
-from zbcompile.runtime.executable import BoundGraphs
-from zbcompile.runtime.stage_plan import prepare_stage
-from zbcompile.runtime.vocabulary_collectives import EndRanks
-from zbcompile.runtime.vocabulary_parameters import (
-    VocabularyExecutable,
-    VocabularyShards,
-    make_executable_shards,
-)
 from zbcompile.torch_private import fingerprint
 
 

@@ -17,11 +17,11 @@ from torch import nn
 from zbcompile.batches.batch import Microbatch
 from zbcompile.distributed.mesh import BATCHES, DIMENSIONS
 from zbcompile.distributed.ranks import Ranks
+from zbcompile.engine.executable import BoundGraphs, Executable, plan_step
+from zbcompile.engine.gradients import grad_dtype
 from zbcompile.passes.module_state import ModuleState
 from zbcompile.passes.torch_private import attention_priority, hooks_of
 from zbcompile.program.program import Program
-from zbcompile.runtime.executable import BoundGraphs, Executable, plan_step
-from zbcompile.runtime.gradient_sums import grad_dtype
 from zbcompile.schedules import Schedule
 
 NUMBER = attrgetter("number")

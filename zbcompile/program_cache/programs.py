@@ -38,6 +38,9 @@ from zbcompile.compiler.compile_model import (
     is_program_of,
 )
 from zbcompile.distributed.agreement import gathered, together
+from zbcompile.engine.executable import BoundGraphs, Executable
+from zbcompile.engine.stage_plan import rebind
+from zbcompile.engine.step_agreement import StepAgreement, require_same_batch
 from zbcompile.errors import PipelineError
 from zbcompile.model.held_elsewhere import readable
 from zbcompile.model.placements import SHARD, along, placement_of
@@ -64,9 +67,6 @@ from zbcompile.program_cache.orders import step_order
 from zbcompile.program_cache.state_dict import gather_rows
 from zbcompile.program_cache.step_outputs import kept_for, keyword
 from zbcompile.progress import LONG, Progress
-from zbcompile.runtime.executable import BoundGraphs, Executable
-from zbcompile.runtime.stage_plan import rebind
-from zbcompile.runtime.step_agreement import StepAgreement, require_same_batch
 from zbcompile.schedules import Schedule
 
 Graphs = tuple[BoundGraphs, ...]

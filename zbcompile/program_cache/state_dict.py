@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from zbcompile.distributed.ranks import Ranks
+from zbcompile.engine.vocabulary_parameters import VocabularyShards
 from zbcompile.model.held_elsewhere import state_in_process
 from zbcompile.model.model_info import first_names
-from zbcompile.runtime.vocabulary_parameters import VocabularyShards
 
 Owner = Callable[[str], tuple[int, ...]]
 

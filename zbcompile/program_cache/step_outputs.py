@@ -5,9 +5,9 @@ from typing import Any, Final
 import torch
 
 from zbcompile.batches.losses import total_loss
+from zbcompile.engine.executable import Executable, Made
 from zbcompile.errors import PipelineError
 from zbcompile.program.output import Output
-from zbcompile.runtime.executable import Executable, Made
 
 WHERE = (False, True, "last")
 # what the loss function returns besides the loss, without what the model returns

@@ -16,6 +16,9 @@ from torch.distributed.pipelining import PipelineStage
 from zbcompile.batches.batch import whole_batch
 from zbcompile.distributed.packing import as_contiguous, packed, packed_buffer
 from zbcompile.distributed.ranks import Ranks
+from zbcompile.engine.gradients import Gradients
+from zbcompile.engine.stage import StageRun
+from zbcompile.engine.stage_plan import CompiledStage
 from zbcompile.errors import PipelineError
 from zbcompile.model.model_info import module_with
 from zbcompile.model.seeds import microbatch_seed, undisturbed
@@ -23,9 +26,6 @@ from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.torch_names import dtype_named
 from zbcompile.program.program import Program
 from zbcompile.program.receive_buffers import arrivals_at
-from zbcompile.runtime.gradient_sums import Gradients
-from zbcompile.runtime.stage_plan import CompiledStage
-from zbcompile.runtime.stage_run import StageRun
 from zbcompile.torch_private import group_between
 
 Tensors = list[torch.Tensor]

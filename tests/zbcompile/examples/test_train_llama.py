@@ -26,7 +26,7 @@ def trained(*arguments: str) -> str:
 @pytest.mark.slow
 def test_two_processes(pool: Pool) -> None:
     """Which share each matrix; the dimensions of larger meshes together:
-    `runtime/test_dtensor.py`."""
+    `engine/test_dtensor.py`."""
     printed, other = pool.run(
         trained, "--dp", "1", "--pp", "1", "--schedule", "zb-h1", "--verify", ranks=2
     )

@@ -22,10 +22,10 @@ pytest.importorskip("accelerate")
 from accelerate.state import AcceleratorState
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
+from zbcompile.engine.step_agreement import require_same_batch
 from zbcompile.integrations import PipelineTrainer
 from zbcompile.persistence.checkpoint_directory import checkpoints_in
 from zbcompile.persistence.checkpoint_files import read_index
-from zbcompile.runtime.step_agreement import require_same_batch
 
 Found = tuple[list[dict[str, Any]], float]  # what was logged, and the loss of an evaluation
 TWO = {"ranks": 2, "schedule": "zb-v", "microbatches": 4}

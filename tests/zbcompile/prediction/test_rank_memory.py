@@ -21,11 +21,11 @@ from zbcompile.batches.example import Example
 from zbcompile.cli.target import load_example
 from zbcompile.compiler.compile_example import compile_example
 from zbcompile.compiler.stage_price import running_of
+from zbcompile.engine.rank import RankRun
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.partition.memory_estimate import ReplicaSharding
 from zbcompile.prediction.predict import predicted_costs, prices_of
 from zbcompile.prediction.rank_memory import RankMemory, held_in_step, rank_memories
-from zbcompile.runtime.action_loop import RankRun
 from zbcompile.schedules import build
 from zbcompile.schedules.ir.actions import Action
 

@@ -20,7 +20,7 @@ from tests.support.meshes import mesh_of
 from tests.support.parallel_models import LENGTH, WIDTH, ContextParallel, Dispatched, TensorParallel
 from tests.support.pool import Pool
 from zbcompile import PipelineError
-from zbcompile.runtime.action_loop import RankRun
+from zbcompile.engine.rank import RankRun
 
 Sizes = tuple[tuple[int, ...], ...]  # of the microbatches of each step
 

@@ -15,14 +15,14 @@ from torch import nn
 
 from zbcompile.backends.backend import CompiledPasses
 from zbcompile.distributed.transport import Transport
+from zbcompile.engine.gradients import WHOLE, Gradients
+from zbcompile.engine.stage_plan import LOOKUPS, SHARD, CompiledStage, prepare_stage
+from zbcompile.engine.vocabulary import Collectives, EndRanks, InProcess, OverGroup
 from zbcompile.model.materialize import Share
 from zbcompile.model.tensor_shard import Chunk
 from zbcompile.passes import gpu
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.vocabulary.shard_program import VocabularyProgram, even_bounds
-from zbcompile.runtime.gradient_sums import WHOLE, Gradients
-from zbcompile.runtime.stage_plan import LOOKUPS, SHARD, CompiledStage, prepare_stage
-from zbcompile.runtime.vocabulary_collectives import Collectives, EndRanks, InProcess, OverGroup
 from zbcompile.torch_private import with_offset, without_overrides
 
 

@@ -83,7 +83,7 @@ class CompiledStage:
     values of one microbatch only. `generator_arrives` and `generator_leaves` say whether generator
     state travels with F, which `relay` continues; `mergeable` that its calls run its graphs as they
     are, so that a pair can be one graph. `pairs` are what runs a pass of this stage together with
-    one of another (`zbcompile.runtime.rank_plan`), None if they run in turn.
+    one of another (`zbcompile.engine.rank_plan`), None if they run in turn.
     """
 
     program: StageProgram

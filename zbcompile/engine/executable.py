@@ -9,18 +9,18 @@ import torch
 
 from zbcompile.batches.losses import Losses
 from zbcompile.distributed.transport import ReceiveBuffers
+from zbcompile.engine.gradients import Gradients
+from zbcompile.engine.rank import StepRecorder
+from zbcompile.engine.rank_plan import RankPlan, Stages, plan_rank
+from zbcompile.engine.replicas import Sum
+from zbcompile.engine.slices import Slices
+from zbcompile.engine.step_agreement import StepAgreement
+from zbcompile.engine.vocabulary_parameters import VocabularyExecutable
 from zbcompile.errors import PipelineError
 from zbcompile.passes.stage.stage_program import StageProgram
 from zbcompile.passes.torch_names import dtype_named
 from zbcompile.program.output import Output
 from zbcompile.program.program import Program
-from zbcompile.runtime.action_loop import StepRecorder
-from zbcompile.runtime.data_parallel import Sum
-from zbcompile.runtime.gradient_sums import Gradients
-from zbcompile.runtime.rank_plan import RankPlan, Stages, plan_rank
-from zbcompile.runtime.slices import Slices
-from zbcompile.runtime.step_agreement import StepAgreement
-from zbcompile.runtime.vocabulary_parameters import VocabularyExecutable
 from zbcompile.schedules import Schedule, with_updates
 
 

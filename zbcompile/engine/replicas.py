@@ -17,13 +17,13 @@ import torch.distributed as dist
 
 from zbcompile.distributed.mesh import Mesh, Replicas
 from zbcompile.distributed.parcels import Parcel, send
+from zbcompile.engine.gradients import Gradients
+from zbcompile.engine.slice import LATE
+from zbcompile.engine.slices import Observe, Slices
 from zbcompile.errors import PipelineError
 from zbcompile.model.held_elsewhere import is_held_elsewhere
 from zbcompile.model.placements import PARTIAL, along
 from zbcompile.program.program import Program
-from zbcompile.runtime.gradient_sums import Gradients
-from zbcompile.runtime.slice import LATE
-from zbcompile.runtime.slices import Observe, Slices
 
 Way = tuple[dist.ProcessGroup, torch.dtype | None]
 

@@ -21,7 +21,7 @@ from tests.support.pool import DIED, Pool
 from tests.support.replicated import in_one_process, replicated
 from tests.support.sharded_optimizers import Training, at_levels, saved_and_moved
 from tests.support.training import assert_same_tensors
-from tests.zbcompile.runtime.test_mesh import trained as trained_on_a_mesh
+from tests.zbcompile.engine.test_mesh import trained as trained_on_a_mesh
 
 BOUND = 1e-4  # see test_cuda.py
 FOUR: Any = {

@@ -14,12 +14,12 @@ import torch.distributed as dist
 
 from zbcompile.distributed.packing import laid_out
 from zbcompile.distributed.ranks import Ranks
+from zbcompile.engine.gradients import WHOLE, Gradients, add_uses
 from zbcompile.passes.graph.fx import output_values
 from zbcompile.passes.stage.piece import Piece
 from zbcompile.passes.stage.stage_program import tensor_spec
 from zbcompile.passes.torch_private import boxed
 from zbcompile.program.program import Program
-from zbcompile.runtime.gradient_sums import WHOLE, Gradients, add_uses
 
 
 @dataclass(frozen=True)

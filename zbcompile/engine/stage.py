@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 import torch
 
 from zbcompile.distributed.packing import laid_out
+from zbcompile.engine.gradients import Gradients
+from zbcompile.engine.stage_plan import Call, CompiledStage, Tensors
 from zbcompile.errors import PipelineError
 from zbcompile.model.seeds import seed_generators
 from zbcompile.passes.graph.fx import output_values
@@ -14,8 +16,6 @@ from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.graph.source_location import source_line
 from zbcompile.passes.graph.storage import storage_bytes
 from zbcompile.passes.torch_private import storage_key
-from zbcompile.runtime.gradient_sums import Gradients
-from zbcompile.runtime.stage_plan import Call, CompiledStage, Tensors
 
 Frame = list[torch.Tensor | None]
 

@@ -16,12 +16,12 @@ from torch import nn
 
 from zbcompile.distributed.parcels import Parcel, send
 from zbcompile.distributed.ranks import Ranks
+from zbcompile.engine.gradients import Gradients, GradientSum, grad_dtype
+from zbcompile.engine.slice import LATE, Slice, await_parcels, by_owner, memory_of, spread, wait
 from zbcompile.errors import PipelineError
 from zbcompile.passes.compile_options import HALF
 from zbcompile.passes.torch_private import written_so_far
 from zbcompile.program.program import Program
-from zbcompile.runtime.gradient_sums import Gradients, GradientSum, grad_dtype
-from zbcompile.runtime.slice import LATE, Slice, await_parcels, by_owner, memory_of, spread, wait
 
 Observe = Callable[[str, torch.Tensor], None]
 

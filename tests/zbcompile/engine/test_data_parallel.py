@@ -16,8 +16,8 @@ from tests.support.replicated import (
 )
 from tests.support.training import Case, pipeline_of
 from zbcompile.distributed.mesh import Replicas
-from zbcompile.runtime.data_parallel import Reduction, Sum, plan_sums
-from zbcompile.runtime.gradient_sums import Gradients
+from zbcompile.engine.gradients import Gradients
+from zbcompile.engine.replicas import Reduction, Sum, plan_sums
 from zbcompile.schedules import with_updates
 from zbcompile.schedules.ir.actions import REDUCE, flatten
 

@@ -31,10 +31,10 @@ pretended = pytest.mark.skipif(
     not HERE, reason="runs on the pretended GPU, in a process of its own"
 )
 FILES = (
-    "tests/zbcompile/runtime/test_cuda.py",
-    "tests/zbcompile/runtime/test_cuda_composition.py",
+    "tests/zbcompile/engine/test_cuda.py",
+    "tests/zbcompile/engine/test_cuda_composition.py",
     "tests/zbcompile/backends/test_cuda_graphs.py",
-    "tests/zbcompile/runtime/test_pretended_gpu.py",
+    "tests/zbcompile/engine/test_pretended_gpu.py",
 )
 LEAST = 60  # of these tests; the other cases: `pytest --every-case`, see docs/contributing.md
 

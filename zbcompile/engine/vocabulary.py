@@ -20,11 +20,11 @@ import torch.distributed as dist
 
 from zbcompile.distributed.packing import empty
 from zbcompile.distributed.transport import Transport
+from zbcompile.engine.stage import StageRun
 from zbcompile.passes import gpu
 from zbcompile.passes.graph.roles import TensorSpec
 from zbcompile.passes.torch_names import dtype_named
 from zbcompile.passes.vocabulary.shard_program import VocabularyProgram
-from zbcompile.runtime.stage_run import StageRun
 from zbcompile.schedules.ir.actions import CAST, LOOKUP, SPREAD, STATS, SUM, B, F, S, T
 from zbcompile.schedules.lowering.edges import (
     GRADIENT_MESSAGE,

@@ -15,17 +15,17 @@ import zbcompile
 from zbcompile.cli.target import load_example
 from zbcompile.compiler.compile_example import one_microbatch
 from zbcompile.distributed.transport import ReceiveBuffers, Transport
+from zbcompile.engine.executable import BoundGraphs, plan_step
+from zbcompile.engine.gradients import Gradients
+from zbcompile.engine.rank import Observer, RankRun
+from zbcompile.engine.rank_plan import Instruction
+from zbcompile.engine.stage import StageRun
+from zbcompile.engine.stage_plan import prepare_stage
+from zbcompile.engine.step import interleave
 from zbcompile.faults.fault_report import Position
 from zbcompile.model.seeds import undisturbed
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.program.program import Program
-from zbcompile.runtime.action_loop import Observer, RankRun
-from zbcompile.runtime.executable import BoundGraphs, plan_step
-from zbcompile.runtime.gradient_sums import Gradients
-from zbcompile.runtime.rank_plan import Instruction
-from zbcompile.runtime.stage_plan import prepare_stage
-from zbcompile.runtime.stage_run import StageRun
-from zbcompile.runtime.step_run import interleave
 from zbcompile.schedules.ir.actions import Action
 
 TARGETS = Path(__file__).parents[3] / "examples" / "targets.py"

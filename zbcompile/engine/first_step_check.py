@@ -12,10 +12,10 @@ from zbcompile.distributed.equal_tensors import (
     require_equal_results,
 )
 from zbcompile.distributed.ranks import Ranks
+from zbcompile.engine.executable import Executable
 from zbcompile.model.placements import PARTIAL, REPLICATE, along
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.program.program import Program
-from zbcompile.runtime.executable import Executable
 
 FEW = 8  # elements: so few may be equal by chance
 

@@ -8,13 +8,13 @@ from typing import NamedTuple
 
 from zbcompile.backends.types import Run
 from zbcompile.distributed.packing import Buffer
+from zbcompile.engine.replicas import Sum, SumPlan, plan_sums
+from zbcompile.engine.stage_plan import CompiledStage
 from zbcompile.passes.graph.roles import TensorSpec
 from zbcompile.passes.stage.overlap import merge
 from zbcompile.passes.torch_private import boxed
 from zbcompile.program.program import Program
 from zbcompile.program.receive_buffers import assign_buffers, completed_sends
-from zbcompile.runtime.data_parallel import Sum, SumPlan, plan_sums
-from zbcompile.runtime.stage_plan import CompiledStage
 from zbcompile.schedules.ir.actions import EXCHANGES, ONCE, SENDS, Action, Pair, Step, flatten
 from zbcompile.schedules.ir.kinds import MESSAGE_OPS, result_of
 from zbcompile.schedules.lowering.edges import Message, edges_of

@@ -23,22 +23,22 @@ from zbcompile.distributed.packing import empty
 from zbcompile.distributed.ranks import Ranks, Traffic
 from zbcompile.distributed.transport import Transport
 from zbcompile.distributed.under_way import complete, outlives_its_step
+from zbcompile.engine.executable import Executable, Made, StepInput, StepResult
+from zbcompile.engine.first_step_check import FirstStepCheck, written_buffers
+from zbcompile.engine.gradients import Gradients
+from zbcompile.engine.rank import ActionLabels, Observer, RankRun, sum_losses
+from zbcompile.engine.rank_plan import RankPlan
+from zbcompile.engine.replicas import Reduction, unobserved
+from zbcompile.engine.slice import LATE
+from zbcompile.engine.stage import StageRun
+from zbcompile.engine.stage_plan import LOOKUPS, SHARD, CompiledStage
+from zbcompile.engine.step_agreement import integer_marks, require_same_integers
+from zbcompile.engine.tied import TiedSums
+from zbcompile.engine.vocabulary import Collectives, ShardStep
+from zbcompile.engine.vocabulary_parameters import VocabularyExecutable
 from zbcompile.errors import PipelineError
 from zbcompile.faults.watchdog import LocalWatch, Watch
 from zbcompile.model.seeds import microbatch_seed, undisturbed
-from zbcompile.runtime.action_loop import ActionLabels, Observer, RankRun, sum_losses
-from zbcompile.runtime.data_parallel import Reduction, unobserved
-from zbcompile.runtime.executable import Executable, Made, StepInput, StepResult
-from zbcompile.runtime.first_step_check import FirstStepCheck, written_buffers
-from zbcompile.runtime.gradient_sums import Gradients
-from zbcompile.runtime.rank_plan import RankPlan
-from zbcompile.runtime.slice import LATE
-from zbcompile.runtime.stage_plan import LOOKUPS, SHARD, CompiledStage
-from zbcompile.runtime.stage_run import StageRun
-from zbcompile.runtime.step_agreement import integer_marks, require_same_integers
-from zbcompile.runtime.tied_gradients import TiedSums
-from zbcompile.runtime.vocabulary_collectives import Collectives, ShardStep
-from zbcompile.runtime.vocabulary_parameters import VocabularyExecutable
 from zbcompile.schedules import Schedule
 from zbcompile.schedules.ir.actions import EXCHANGES, Action
 from zbcompile.schedules.ir.kinds import EXCHANGE_OPS

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import zbcompile
 from tests.support.pool import Pool
-from zbcompile.runtime.action_loop import RankRun
+from zbcompile.engine.rank import RankRun
 
 WORDS, WIDTH = 24, 8
 

@@ -18,7 +18,7 @@ from tests.support.pool import Pool
 from tests.support.training import Case, pipeline_of
 from zbcompile.distributed.ranks import GroupRanks
 from zbcompile.distributed.transport import PointToPoint, Tensors
-from zbcompile.runtime.rank_plan import plan_rank
+from zbcompile.engine.rank_plan import plan_rank
 from zbcompile.schedules import build, lower
 from zbcompile.schedules.lowering.edges import Message
 

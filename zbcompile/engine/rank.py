@@ -9,12 +9,12 @@ import torch
 from torch.profiler import record_function
 
 from zbcompile.distributed.transport import Transport
+from zbcompile.engine.rank_plan import Instruction, RankPlan
+from zbcompile.engine.stage import StageRun
+from zbcompile.engine.stage_plan import SHARD, Tensors
+from zbcompile.engine.vocabulary import Collectives
 from zbcompile.faults.fault_report import Position
 from zbcompile.program.program import Program
-from zbcompile.runtime.rank_plan import Instruction, RankPlan
-from zbcompile.runtime.stage_plan import SHARD, Tensors
-from zbcompile.runtime.stage_run import StageRun
-from zbcompile.runtime.vocabulary_collectives import Collectives
 from zbcompile.schedules import Schedule
 from zbcompile.schedules.ir.actions import COLLECTIVES, EXCHANGES, ONCE, RECEIVES, SENDS, Action
 from zbcompile.schedules.ir.schedule import TORCH_LETTERS, format_step
@@ -71,7 +71,7 @@ class StepRecorder(Protocol):
 
 
 class SharedActions(Protocol):
-    """What the ranks of a process share in a step (`zbcompile.runtime.step_run`): the actions that
+    """What the ranks of a process share in a step (`zbcompile.engine.step`): the actions that
     it has once per stage or rank, and the collectives among the shards of an output layer."""
 
     collectives: Collectives | None
