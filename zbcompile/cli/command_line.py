@@ -54,6 +54,6 @@ def _fail(command: str, error: Exception, debug: bool) -> int:
 
 def split_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """The parsed arguments, with the pipeline's options gathered under `given`."""
-    found = vars(arguments)
-    given = {name: found.pop(name) for name in OPTIONS if name in found}
-    return {**found, "given": given}
+    keywords = vars(arguments)
+    options = {name: keywords.pop(name) for name in OPTIONS if name in keywords}
+    return {**keywords, "given": options}

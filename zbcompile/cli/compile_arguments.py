@@ -64,9 +64,9 @@ class Plan:
     @property
     def changed(self) -> list[str]:
         """The options that differ from their defaults, as they are written on a command line."""
-        given = [name for name in self.given if getattr(self.options, name) != OPTIONS[name]]
+        flags = [name for name in self.given if getattr(self.options, name) != OPTIONS[name]]
         return [
-            *map(flag_of, given),
+            *map(flag_of, flags),
             *(["--fake"] * self.fake),
             *([f"--device {self.device}"] * (self.device != CPU)),
         ]
@@ -115,12 +115,12 @@ def _choose(options: PipelineOptions, schedule: Schedule, compile_: Compile) -> 
     return compile_within_memory(partial(compile_, schedule), options.choices)
 
 
-def schedule_of(plan: Plan, wanted: str | Schedule | None = None) -> Schedule:
+def schedule_of(plan: Plan, name: str | Schedule | None = None) -> Schedule:
     """The requested schedule, or the one called `wanted`, for the requested ranks and
     microbatches."""
-    options = plan.options if wanted is None else replace(plan.options, schedule=wanted)
-    own = RANKS if isinstance(options.schedule, str) else options.schedule.ranks
-    return choose_schedule(options, options.ranks or own)
+    options = plan.options if name is None else replace(plan.options, schedule=name)
+    default_ranks = RANKS if isinstance(options.schedule, str) else options.schedule.ranks
+    return choose_schedule(options, options.ranks or default_ranks)
 
 
 def quiet(plan: Plan) -> contextlib.AbstractContextManager[None]:

@@ -77,12 +77,14 @@ def _programs(example: Example, schedule: Schedule, request: CompileRequest, say
     )
     if not request.only:
         main = replace(compiled(example, schedule, request, say).program, step=request.options.step)
-    found: dict[str, Program] = {}
+    programs: dict[str, Program] = {}
     for name in dict.fromkeys(names):
         with quiet(request):
-            made = compile_example_forward(example, name, schedule, request.options.choices, main)
-        found[name] = replace(made, step=request.options.step)
-        main = main or found.pop(name)
+            forward = compile_example_forward(
+                example, name, schedule, request.options.choices, main
+            )
+        programs[name] = replace(forward, step=request.options.step)
+        main = main or programs.pop(name)
         say(f"compiled {name}")
     assert main is not None
-    return replace(main, also=found)
+    return replace(main, also=programs)

@@ -20,8 +20,8 @@ def fake_models(device: str = "cpu") -> Iterator[None]:
     `.half()` work on modules of them. An accelerator that is not there is replaced by
     `zbcompile.passes.gpu.ABSENT`.
     """
-    original, made = nn.Module._apply, _Converted()
-    nn.Module._apply = made.convert  # type: ignore[method-assign, assignment]
+    original, converted = nn.Module._apply, _Converted()
+    nn.Module._apply = converted.convert  # type: ignore[method-assign, assignment]
     try:
         absent = nullcontext() if is_available() else _WithoutAccelerator()
         with FakeTensorMode(), absent, nullcontext() if device == "cpu" else torch.device(device):
@@ -34,10 +34,10 @@ class _WithoutAccelerator(TorchFunctionMode):
     """Replaces an accelerator that is named in a call."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {name: self._instead(value) for name, value in (kwargs or {}).items()}
+        keywords = {name: self._instead(value) for name, value in (kwargs or {}).items()}
         if func is Tensor.cuda:
             return args[0].to(ABSENT)
-        return func(*(map(self._instead, args) if func is Tensor.to else args), **given)
+        return func(*(map(self._instead, args) if func is Tensor.to else args), **keywords)
 
     def _instead(self, value: Any) -> Any:
         named = isinstance(value, str | torch.device) and str(value).partition(":")[0] == KIND

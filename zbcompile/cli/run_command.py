@@ -22,7 +22,7 @@ from zbcompile.model.seeds import restore_random_state, seed_everything
 from zbcompile.persistence.checkpoint import Checkpoint, load_state, save_checkpoint
 from zbcompile.persistence.checkpoint_directory import candidates, latest_checkpoint
 from zbcompile.persistence.loaded_pipeline import device_for, load
-from zbcompile.persistence.safetensors_weights import holds_weights, load_weights, save_weights
+from zbcompile.persistence.safetensors_weights import contains_weights, load_weights, save_weights
 from zbcompile.progress import Say
 from zbcompile.torch_private import pytree
 
@@ -145,7 +145,7 @@ def _first_state(options: argparse.Namespace, pipe: Pipeline, optimizer: Any) ->
 def _load_weights(path: Path, pipe: Pipeline) -> None:
     """Loads weights from safetensors, if there are any, or from a checkpoint, of which only the
     model is taken."""
-    if holds_weights(path) or not candidates(path):
+    if contains_weights(path) or not candidates(path):
         load_weights(path, pipe)
         return
     load_state(path, pipe)

@@ -95,10 +95,12 @@ def _said(error: BaseException) -> str:
 
 
 def _functions_of(module: ModuleType) -> str:
-    found = ((name, value) for name, value in vars(module).items() if callable(value))
-    own = [name for name, value in found if getattr(value, "__module__", "") == module.__name__]
+    callables = ((name, value) for name, value in vars(module).items() if callable(value))
+    defined = [
+        name for name, value in callables if getattr(value, "__module__", "") == module.__name__
+    ]
     return (
-        f"it defines {', '.join(own[:8])}{', ...' if len(own) > 8 else ''}"
-        if own
+        f"it defines {', '.join(defined[:8])}{', ...' if len(defined) > 8 else ''}"
+        if defined
         else "it defines no function"
     )

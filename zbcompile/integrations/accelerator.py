@@ -60,7 +60,7 @@ class PipelineAccelerator(Accelerator):
 
 
 def _gathered(group: dist.ProcessGroup, tensor: torch.Tensor) -> torch.Tensor:
-    own = tensor.reshape(1) if tensor.ndim == 0 else tensor.contiguous()
-    parts = [torch.empty_like(own) for _ in range(group.size())]
-    dist.all_gather(parts, own, group=group)
+    local = tensor.reshape(1) if tensor.ndim == 0 else tensor.contiguous()
+    parts = [torch.empty_like(local) for _ in range(group.size())]
+    dist.all_gather(parts, local, group=group)
     return torch.cat(parts)

@@ -59,11 +59,11 @@ def refuse(
     args: TrainingArguments,
     pipeline: Any,
     weights: Any,
-    given: Mapping[str, Any],
+    arguments: Mapping[str, Any],
 ) -> None:
     """Raises PipelineError for what a pipeline cannot follow: arguments of the trainer, overridden
     methods, and options of the pipeline."""
-    for is_refused, text in _refusals(trainer, model, args, pipeline, weights, given):
+    for is_refused, text in _refusals(trainer, model, args, pipeline, weights, arguments):
         if is_refused:
             raise PipelineError(f"PipelineTrainer{text}.")
 
@@ -74,28 +74,28 @@ def _refusals(
     args: TrainingArguments,
     pipeline: Any,
     weights: Any,
-    given: Mapping[str, Any],
+    arguments: Mapping[str, Any],
 ) -> Iterator[tuple[Any, str]]:
     """Yields whether something is refused, and what: a row may rely on the rows before."""
     no = " does not support "
     yield (
-        given.get("model_init") is not None,
+        arguments.get("model_init") is not None,
         (
             f"{no}model_init=: make the model first and pass model=; a search makes a trainer per"
             " trial"
         ),
     )
     yield (
-        any(each is not None for each in given.get("optimizers") or ()),
+        any(value is not None for value in arguments.get("optimizers") or ()),
         (
             f"{no}optimizers=: pass optimizer_cls_and_kwargs=: which parameters a rank has is known"
             " after compiling"
         ),
     )
     kind = type(trainer)
-    own = next(each for each in kind.__mro__ if "compute_loss" in vars(each))
+    definer = next(base for base in kind.__mro__ if "compute_loss" in vars(base))
     yield (
-        own is not Trainer,
+        definer is not Trainer,
         (
             f"{no}{kind.__name__}.compute_loss: pass compute_loss_func=, which becomes part of the"
             " graphs"
@@ -121,7 +121,7 @@ def _refusals(
         ),
     )
     fields = type(args).__dataclass_fields__
-    for name in (each for each in ARGUMENTS if each in fields):
+    for name in filter(fields.__contains__, ARGUMENTS):
         value = getattr(args, name, None)
         is_set = value not in (None, False, 0, [], "", fields[name].default)
         yield is_set, f"{no}{name}={value!r}: {ARGUMENTS[name]}"

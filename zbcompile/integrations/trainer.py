@@ -154,10 +154,10 @@ class PipelineTrainer(Trainer):
         target = dict(call["target"])
         if target.get("items") is not None:
             target["items"] = target["items"] / shares
-        found = {**call, "target": target}
+        outputs = {**call, "target": target}
         if "num_items_in_batch" in call:
-            found["num_items_in_batch"] = call["num_items_in_batch"] / shares
-        return found
+            outputs["num_items_in_batch"] = call["num_items_in_batch"] / shares
+        return outputs
 
     def _compile_for(self, call: Call) -> None:
         """Compile, unless that has been done, and load the weights that waited for it."""
@@ -173,8 +173,8 @@ class PipelineTrainer(Trainer):
         with self.accelerator.autocast():
             if self._pending or not self.pipe.compilations:
                 self._compile_from(inputs)
-            found = self.pipe.eval(**inputs)
-        return convert_to_fp32(found) if self.accelerator.mixed_precision != "no" else found
+            outputs = self.pipe.eval(**inputs)
+        return convert_to_fp32(outputs) if self.accelerator.mixed_precision != "no" else outputs
 
     def _compile_from(self, inputs: Mapping[str, Any]) -> None:
         """Compile the training step for a batch of the evaluation, because the step decides where
@@ -245,17 +245,17 @@ class PipelineTrainer(Trainer):
         self.accelerator.unscale_gradients()
         return (
             None
-            if self._own_optimizer.request.zero
+            if self._pipeline_optimizer.request.zero
             else self.pipe.clip_grad_norm_(self.args.max_grad_norm)
         )
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
-        if grad_norm is None and not self._own_optimizer.request.zero:
+        if grad_norm is None and not self._pipeline_optimizer.request.zero:
             return self.pipe.clip_grad_norm_(float("inf"))
         return grad_norm
 
     @property
-    def _own_optimizer(self) -> PipelineOptimizer:
+    def _pipeline_optimizer(self) -> PipelineOptimizer:
         return getattr(self.optimizer, "optimizer", self.optimizer)  # type: ignore[no-any-return]
 
     # ---- save and resume
@@ -281,7 +281,9 @@ class PipelineTrainer(Trainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         frozen = not has_adapters(self.model)  # the base of adapters is where it came from
-        save_checkpoint(Path(output_dir) / STATE, self.pipe, self._own_optimizer, frozen=frozen)
+        save_checkpoint(
+            Path(output_dir) / STATE, self.pipe, self._pipeline_optimizer, frozen=frozen
+        )
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
 
@@ -306,7 +308,7 @@ class PipelineTrainer(Trainer):
                 " weights=."
             )
         if (folder / STATE).is_dir():
-            again = partial(load_state, folder / STATE, self.pipe, self._own_optimizer)
+            again = partial(load_state, folder / STATE, self.pipe, self._pipeline_optimizer)
             self._pending = {"state": again}
         if (folder / SCHEDULER_NAME).exists():
             self.lr_scheduler.load_state_dict(

@@ -28,7 +28,7 @@ def checkpoints_in(folder: str | Path) -> list[Path]:
     """
     try:
         return sorted(
-            (each for each in Path(folder).iterdir() if _NAME.fullmatch(each.name)), key=_place
+            (path for path in Path(folder).iterdir() if _NAME.fullmatch(path.name)), key=_place
         )
     except (FileNotFoundError, NotADirectoryError):
         return []
@@ -43,10 +43,10 @@ def candidates(path: str | Path) -> list[Path]:
     """`path` itself if it is a checkpoint, damaged or not; else those in that folder, newest first:
     none if there is no such folder."""
     named = Path(path)
-    held = any((named / name).exists() for name in (INDEX, OLD_INDEX, PICKLED))
+    is_checkpoint = any((named / name).exists() for name in (INDEX, OLD_INDEX, PICKLED))
     return (
         [named]
-        if held or (_NAME.fullmatch(named.name) and named.is_dir())
+        if is_checkpoint or (_NAME.fullmatch(named.name) and named.is_dir())
         else checkpoints_in(named)[::-1]
     )
 
@@ -104,8 +104,12 @@ def publish(partial: Path, keep: int | None) -> Path:
 
 
 def _drop_older(final: Path, keep: int | None) -> None:
-    found = [each for each in checkpoints_in(final.parent) if _place(each) <= _place(final)]
-    _drop(found[:-keep] if keep is not None else [])
+    checkpoints = [
+        checkpoint
+        for checkpoint in checkpoints_in(final.parent)
+        if _place(checkpoint) <= _place(final)
+    ]
+    _drop(checkpoints[:-keep] if keep is not None else [])
 
 
 def _place(checkpoint: Path) -> tuple[int, int]:

@@ -41,12 +41,12 @@ def _encode(value: Any, path: str, tensors: Tensors) -> Any:
     if kind in (bool, int, str, type(None)) or (kind is float and math.isfinite(value)):
         return value
     if kind is list or kind is tuple:
-        items = [_encode(each, f"{path}.{i}", tensors) for i, each in enumerate(value)]
+        items = [_encode(item, f"{path}.{i}", tensors) for i, item in enumerate(value)]
         return items if kind is list else {"tuple": items}
     if kind in _TAGS and all(type(key) is str for key in value):
         return {
             _TAGS[kind]: {
-                key: _encode(each, f"{path}.{key}", tensors) for key, each in value.items()
+                key: _encode(item, f"{path}.{key}", tensors) for key, item in value.items()
             }
         }
     if kind in _TAGS:
@@ -77,7 +77,7 @@ def from_data(data: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     """The value that `to_data` made. Raises KeyError, TypeError or ValueError for data of another
     form."""
     if isinstance(data, list):
-        return [from_data(each, tensors) for each in data]
+        return [from_data(item, tensors) for item in data]
     if not isinstance(data, dict):
         return data
     ((tag, inner),) = data.items()
@@ -85,11 +85,11 @@ def from_data(data: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
         pairs = (
             inner.items()
             if isinstance(inner, dict)
-            else [(from_data(key, tensors), each) for key, each in inner]
+            else [(from_data(key, tensors), item) for key, item in inner]
         )
-        return _MAPPINGS[tag]({key: from_data(each, tensors) for key, each in pairs})
+        return _MAPPINGS[tag]({key: from_data(item, tensors) for key, item in pairs})
     readers: dict[str, Callable[[Any], Any]] = {
-        "tuple": lambda given: tuple(from_data(given, tensors)),
+        "tuple": lambda items: tuple(from_data(items, tensors)),
         "float": float,
         "complex": complex,
         "bytes": bytes.fromhex,

@@ -62,26 +62,26 @@ def hub_tensors(
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     rules = get_model_conversion_mapping(model)
-    names, found = model.state_dict(keep_vars=True), dict[str, HubTensor]()
+    names, tensors = model.state_dict(keep_vars=True), dict[str, HubTensor]()
     groups: dict[str, list[tuple[str, str]]] = {}
     for key in sorted(shapes, key=_natural):
         name, pattern = _renamed(key, rules, model.base_model_prefix, names)
         if name in names and pattern is not None:
             groups.setdefault(name, []).append((pattern, key))
         elif name in names or not _is_ignored(name, model):
-            known = name if name in names else key
-            found[known] = HubTensor(known, shapes[key], (("", key),))
+            target_name = name if name in names else key
+            tensors[target_name] = HubTensor(target_name, shapes[key], (("", key),))
     for target, pieces in groups.items():
         rule = next(rule for rule in rules if pieces[0][0] in rule.source_patterns)
         convert = partial(_converted, target, rule, model)
-        described = [
+        placeholders = [
             (pattern, key, torch.empty(shapes[key], device="meta")) for pattern, key in pieces
         ]
-        for name, tensor in convert(described).items():
-            found[name] = HubTensor(name, tuple(tensor.shape), tuple(pieces), convert)
+        for name, tensor in convert(placeholders).items():
+            tensors[name] = HubTensor(name, tuple(tensor.shape), tuple(pieces), convert)
     if loading:
         model._weight_conversions = [rule for rule in rules if rule.was_used()]
-    return found
+    return tensors
 
 
 def _renamed(
@@ -98,19 +98,19 @@ def _renamed(
 
 
 def _converted(target: str, converter: Any, model: Any, tensors: Pieces) -> dict[str, torch.Tensor]:
-    own, keys = copy.deepcopy(converter), []
+    operation, keys = copy.deepcopy(converter), []
     for pattern, key, tensor in tensors:
-        own.add_tensor(target, key, pattern, tensor)
+        operation.add_tensor(target, key, pattern, tensor)
         keys.append(key)
     try:
-        made = own.convert(target, model=model, config=model.config)
+        results = operation.convert(target, model=model, config=model.config)
     except Exception as error:  # of transformers' operations, which know no names
         raise PipelineError(
             f"{target} cannot be made of {', '.join(keys[:4])} ({len(keys)} tensors):"
             f" {type(error).__name__}: {error}. Save the model with this version of transformers,"
             " and load that."
         ) from None
-    return {name: found[0] if isinstance(found, list) else found for name, found in made.items()}
+    return {name: value[0] if isinstance(value, list) else value for name, value in results.items()}
 
 
 def as_stored(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -152,8 +152,8 @@ def is_pretrained(model: nn.Module) -> bool:
 def _is_ignored(name: str, model: Any) -> bool:
     """Whether files may hold this tensor without need: the model says so, or it was a saved buffer
     once."""
-    own = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
-    unneeded = {*own, r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$"}
+    ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    unneeded = {*ignored, r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$"}
     return any(re.search(pattern, name) for pattern in unneeded)
 
 

@@ -86,8 +86,8 @@ def load(
             "load received state_dict= and checkpoint=; both give the model its values. Pass one."
         )
     saved = {"seed": seed, "backend": backend, "cuda_graphs": cuda_graphs}
-    asked: dict[str, Any] = {name: value for name, value in saved.items() if value is not None}
-    asked |= {
+    options: dict[str, Any] = {name: value for name, value in saved.items() if value is not None}
+    options |= {
         "ranks": ranks,
         "mesh": mesh,
         "init": init,
@@ -95,15 +95,15 @@ def load(
         "debug_nan": debug_nan,
         "operators": operators,
     }
-    PipelineOptions(**asked)  # a wrong value is refused before anything is read
+    PipelineOptions(**options)  # a wrong value is refused before anything is read
     folder = Path(directory)
-    found = _manifest_of(folder)
+    manifest = _manifest_of(folder)
     if ranks is None and is_alone(mesh):
-        ranks = found.require()["ranks"]
-    here = find_ranks(lambda: found.device, ranks, mesh, timeout)
+        ranks = manifest.require()["ranks"]
+    here = find_ranks(lambda: manifest.device, ranks, mesh, timeout)
     with here.watch.region(f"loading {folder}"):
         program = together(
-            here, f"loading {folder}", lambda: _read_all(folder, found, here, operators, init)
+            here, f"loading {folder}", lambda: _read_all(folder, manifest, here, operators, init)
         )
         same = {
             "torch": torch.__version__,
@@ -113,7 +113,7 @@ def load(
         same["debug_nan"] = debug_nan or DEBUG_NAN.read()
         agree(here, same, "loaded different programs", SAME)
     with here.watch.region(f"filling {folder}"):
-        pipe = Pipeline(module_of(program.model), _options(program, asked), Engine(here), program)
+        pipe = Pipeline(module_of(program.model), _options(program, options), Engine(here), program)
         if state_dict is not None:
             together(here, "loading the state dict", lambda: pipe.load_state_dict(state_dict))
     if checkpoint is not None:
@@ -154,16 +154,16 @@ def device_for(folder: Path) -> torch.device:
     return _manifest_of(folder).device
 
 
-def _options(program: SavedProgram, asked: Mapping[str, Any]) -> PipelineOptions:
+def _options(program: SavedProgram, options: Mapping[str, Any]) -> PipelineOptions:
     """The options of a loaded program: those that it was saved with, unless others are
     asked for."""
     saved = {**vars(program.choices), **vars(program.step)}
-    if "backend" not in asked and saved["backend"] not in BACKENDS:
+    if "backend" not in options and saved["backend"] not in BACKENDS:
         raise PipelineError(
             f"the program was saved with a custom backend, {saved['backend']}, which a directory"
             ' cannot hold. Pass backend=: that function, "fx" or "inductor".'
         )
-    return PipelineOptions(**{**saved, "schedule": program.schedule, **asked})
+    return PipelineOptions(**{**saved, "schedule": program.schedule, **options})
 
 
 def _read_all(folder: Path, manifest: _Manifest, ranks: Ranks, *rest: Any) -> SavedProgram:
@@ -171,9 +171,9 @@ def _read_all(folder: Path, manifest: _Manifest, ranks: Ranks, *rest: Any) -> Sa
     program = _read_for(folder, manifest, ranks, *rest)
     paths = [folder / name for name in FORWARDS if (folder / name).exists()]
     also = {path.name: _read_for(path, _manifest_of(path), ranks, *rest) for path in paths}
-    for name, each in also.items():
-        same = (each.model.members, each.homes) == (program.model.members, program.homes)
-        if not same or each.trains:
+    for name, forward in also.items():
+        same = (forward.model.members, forward.homes) == (program.model.members, program.homes)
+        if not same or forward.trains:
             raise PipelineError(
                 f"{folder / name} does not belong to the program in {folder}. {AGAIN}."
             )

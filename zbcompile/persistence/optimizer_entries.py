@@ -101,9 +101,9 @@ def load_optimizer(
         by_name(entries, "state", names_by_title),
         by_name(entries, "param_groups", names_by_title),
     )
-    own_states = [states[member.name] for member in members]
+    states_of_members = [states[member.name] for member in members]
     optimizer.load_state_dict(
-        torch_state_dict(members, own_states, options, optimizer.param_groups)
+        torch_state_dict(members, states_of_members, options, optimizer.param_groups)
     )
 
 

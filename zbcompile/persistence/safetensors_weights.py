@@ -41,11 +41,11 @@ def save_weights(path: str | Path, source: Pipeline | nn.Module) -> None:
 
     >>> zbcompile.save_weights("model.safetensors", pipe)                   # doctest: +SKIP
     """
-    state, target = _of_whole_tensors(source), Path(path)
+    state, target = _unsharded_state(source), Path(path)
     what = f"writing {target}"
     with state.ranks.watch.region(what):
         model = module_of(source)
-        tensors = together(state.ranks, what, partial(as_stored, model, _whole_tensors(state)))
+        tensors = together(state.ranks, what, partial(as_stored, model, _tensors_to_write(state)))
         if target.suffix == ".safetensors":
             _write_single(target, state, tensors, what)
         else:
@@ -57,7 +57,7 @@ def module_of(source: Pipeline | nn.Module) -> nn.Module:
     return source.model if isinstance(source, Pipeline) else source
 
 
-def _of_whole_tensors(source: Pipeline | nn.Module) -> LocalState:
+def _unsharded_state(source: Pipeline | nn.Module) -> LocalState:
     state = local_state(source)
     for name in state.shapes.keys() - state.model.names.keys():
         raise PipelineError(
@@ -67,17 +67,17 @@ def _of_whole_tensors(source: Pipeline | nn.Module) -> LocalState:
     return state
 
 
-def _whole_tensors(state: LocalState) -> dict[str, torch.Tensor]:
+def _tensors_to_write(state: LocalState) -> dict[str, torch.Tensor]:
     """The tensors that this process writes, on the CPU; sharded ones are put together."""
-    found = {}
+    tensors = {}
     for name, tensor in sorted(state.tensors.items()):
-        whole = tensor.detach()
+        full = tensor.detach()
         if is_distributed(tensor):
             with state.ranks.watch.position.waiting(name):
-                whole = _put_together(tensor, state.ranks)
+                full = _put_together(tensor, state.ranks)
         if state.ranks.leads and state.is_writer(name):
-            found[name] = whole.cpu().contiguous()
-    return found
+            tensors[name] = full.cpu().contiguous()
+    return tensors
 
 
 def _put_together(tensor: Any, ranks: Ranks) -> torch.Tensor:
@@ -105,25 +105,25 @@ def _write_parts(
     model: nn.Module,
 ) -> None:
     ranks = state.ranks
-    own = ranks.local[0]
-    name = f"model-{own + 1:05d}-of-{ranks.count // len(ranks.local):05d}.safetensors"
-    leads = own == 0 and ranks.leads
+    rank = ranks.local[0]
+    name = f"model-{rank + 1:05d}-of-{ranks.count // len(ranks.local):05d}.safetensors"
+    leads = rank == 0 and ranks.leads
     if leads:
-        for whole in (
+        for name_of_set in (
             INDEX,
             SINGLE,
         ):  # without these, the files that follow are not yet a complete set
-            (target / whole).unlink(missing_ok=True)
+            (target / name_of_set).unlink(missing_ok=True)
     listed = gathered(
-        ranks, {key: (name, each.nbytes, tuple(each.shape)) for key, each in tensors.items()}
+        ranks, {key: (name, tensor.nbytes, tuple(tensor.shape)) for key, tensor in tensors.items()}
     )
-    found = {key: entry for part in listed for key, entry in part.items()}
-    shapes = {key: shape for key, (*_, shape) in found.items()}
+    entries = {key: entry for part in listed for key, entry in part.items()}
+    shapes = {key: shape for key, (*_, shape) in entries.items()}
     together(ranks, what, lambda: _sources(target, hub_tensors(model, shapes), state))
     together(ranks, what, lambda: _write(target / name, tensors) if tensors else None)
     index = {
-        "metadata": {"total_size": sum(size for _, size, _ in found.values())},
-        "weight_map": {key: file for key, (file, *_) in sorted(found.items())},
+        "metadata": {"total_size": sum(size for _, size, _ in entries.values())},
+        "weight_map": {key: file for key, (file, *_) in sorted(entries.items())},
     }
     together(ranks, what, lambda: _finish(target, index, model) if leads else None)
 
@@ -158,7 +158,7 @@ def load_weights(path: str | Path, source: Pipeline | nn.Module) -> None:
 
     >>> zbcompile.load_weights("model.safetensors", pipe)                   # doctest: +SKIP
     """
-    state = _of_whole_tensors(source)
+    state = _unsharded_state(source)
     what = f"loading {path}"
     with state.ranks.watch.region(what):
         together(state.ranks, what, lambda: _load(Path(path), state, module_of(source)))
@@ -190,7 +190,7 @@ def _load(path: Path, state: LocalState, model: nn.Module) -> None:
                 local.copy_(sources[name].read(files, part))
 
 
-def holds_weights(path: Path) -> bool:
+def contains_weights(path: Path) -> bool:
     """Whether `path` is a file, or a directory that holds weights under the usual names."""
     return path.is_file() or any((path / name).is_file() for name in (INDEX, SINGLE))
 
@@ -215,7 +215,7 @@ def _in_folder(folder: Path) -> Path:
     for name in (INDEX, SINGLE):
         if (folder / name).is_file():
             return folder / name
-    there = sorted(each.name for each in folder.iterdir())
+    there = sorted(path.name for path in folder.iterdir())
     raise PipelineError(
         f"{folder} holds no {SINGLE} and no {INDEX}, only {', '.join(there[:6]) or 'nothing'}. Copy"
         " all files of the weights; those in another format must be saved as safetensors first."
@@ -226,39 +226,43 @@ def _listed(index: Path) -> dict[str, Path]:
     """The files in an index by the tensors that they hold, all in its folder. Raises ValueError for
     another index."""
     data = read_json(index, ValueError)
-    found = data.get("weight_map") if isinstance(data, dict) else None
-    if not isinstance(found, dict):
+    files = data.get("weight_map") if isinstance(data, dict) else None
+    if not isinstance(files, dict):
         raise ValueError('expected {"weight_map": {name of a tensor: name of a file}}')
-    for name, file in found.items():
+    for name, file in files.items():
         if not isinstance(file, str) or Path(file).name != file or len(file) > 255:
             raise ValueError(
                 f"{name:.200} is in {file!r:.200}; expected the name of a file in the same folder"
             )
-    return {name: index.parent / file for name, file in found.items()}
+    return {name: index.parent / file for name, file in files.items()}
 
 
-def _sources(path: Path, given: Mapping[str, HubTensor], state: LocalState) -> dict[str, HubTensor]:
+def _sources(
+    path: Path, stored: Mapping[str, HubTensor], state: LocalState
+) -> dict[str, HubTensor]:
     """What each of the model's tensors is read from, by name. Every rank looks for all of them, so
     that all report the same error."""
     names: dict[str, list[str]] = {}
     for member in state.model.members:
         if member.saved:
             names.setdefault(member.first, []).append(member.name)
-    known = {first: [name for name in aliases if name in given] for first, aliases in names.items()}
-    missing = [first for first, found in known.items() if not found]
+    stored_names = {
+        first: [name for name in aliases if name in stored] for first, aliases in names.items()
+    }
+    missing = [first for first, sources in stored_names.items() if not sources]
     require_names(
         path,
         missing,
-        sorted(given.keys() - {name for aliases in names.values() for name in aliases}),
+        sorted(stored.keys() - {name for aliases in names.values() for name in aliases}),
     )
-    found = {first: given[names[0]] for first, names in known.items()}
+    sources = {first: stored[names[0]] for first, names in stored_names.items()}
     for first, shape in state.shapes.items():
-        if found[first].shape != shape:
+        if sources[first].shape != shape:
             raise PipelineError(
-                f"{first} has shape {list(found[first].shape)} in {path} and {list(shape or ())} in"
-                " the model."
+                f"{first} has shape {list(sources[first].shape)} in {path} and"
+                f" {list(shape or ())} in the model."
             )
-    return found
+    return sources
 
 
 def _require_kinds(
@@ -267,9 +271,9 @@ def _require_kinds(
     """Refuse values that the model's dtype cannot hold: copying would drop imaginary parts and
     fractions."""
     for name, tensor in state.tensors.items():
-        own = "F" if tensor.dtype.is_floating_point else safetensors_dtype(tensor.dtype)
+        kind = "F" if tensor.dtype.is_floating_point else safetensors_dtype(tensor.dtype)
         for stored in sources[name].dtypes(files):
-            if own != ("F" if stored.startswith(("F", "BF")) else stored):
+            if kind != ("F" if stored.startswith(("F", "BF")) else stored):
                 raise PipelineError(
                     f"{name} is stored as {stored} and is {tensor.dtype} in the model; only"
                     " floating-point numbers are converted. Convert the file, or the model."
