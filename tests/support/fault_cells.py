@@ -24,7 +24,6 @@ import torch.distributed as dist
 
 import zbcompile
 from tests.support.faulty import ACTS, INJECT, Order, make, rows
-from tests.support.namespaces import Machines
 from tests.support.ports import free_port
 
 PATIENCE = 180.0  # seconds for a job to get going
@@ -82,7 +81,6 @@ FAULTS = (
     Fault(FROZEN_FROM_THE_START, "start"),
     *(Fault("launcher SIGKILL", activity) for activity in ("step", "compile", "save")),
     *(Fault("machine SIGSTOP", activity) for activity in ("step", "compile", "save", "load")),
-    *(Fault("link cut", activity) for activity in ("step", "compile", "save", "load")),
 )
 
 
@@ -162,12 +160,11 @@ def keep_store(folder: Path) -> None:
 
 @dataclass
 class Cell:
-    """A fault at a number of ranks on one or two machines, and how it ended."""
+    """A fault at a number of ranks, and how it ended."""
 
     fault: Fault
     ranks: int
     timeout: float
-    machines: Machines | None
     folder: Path = Path()  # what its processes say
     pids: dict[str, int] = field(default_factory=dict)
     ended: dict[int, float] = field(default_factory=dict)
@@ -175,14 +172,11 @@ class Cell:
     queued: dict[int, float] = field(default_factory=dict)
     broken: float = 0.0
 
-    def node(self, rank: int) -> int:
-        return 0 if self.machines is None or rank < self.ranks // 2 else 1
-
     def start(self) -> Callable[[], None] | None:
         """Fork all processes; in each of them, what it is to do."""
         self.folder = Path(tempfile.mkdtemp(prefix="faults-"))
         if self.fault.store == "launcher":
-            if self._fork("launcher", 0):
+            if self._fork("launcher"):
                 return lambda: keep_store(self.folder)
             wait_for((self.folder / "port").exists)
             port = (self.folder / "port").read_text()
@@ -190,16 +184,15 @@ class Cell:
                 os.kill(self.pids["launcher"], signal.SIGSTOP)
         else:
             port = str(free_port())
-        host = "127.0.0.1" if self.machines is None else self.machines.address(0)
         for rank in range(self.ranks):
-            if self._fork(str(rank), self.node(rank)):
+            if self._fork(str(rank)):
                 os.environ |= {
                     "RANK": str(rank),
                     "LOCAL_RANK": str(rank),
                     "WORLD_SIZE": str(self.ranks),
                 }
                 os.environ |= {
-                    "MASTER_ADDR": host,
+                    "MASTER_ADDR": "127.0.0.1",
                     "MASTER_PORT": port,
                     "LOCAL_WORLD_SIZE": str(self.ranks),
                 }
@@ -207,7 +200,7 @@ class Cell:
                 return Job(rank, self.ranks, self.fault, self.timeout, self.folder)
         return None
 
-    def _fork(self, name: str, node: int) -> bool:
+    def _fork(self, name: str) -> bool:
         """Whether this is the new process."""
         pid = os.fork()
         if pid:
@@ -216,8 +209,6 @@ class Cell:
         log = os.open(self.folder / f"log-{name}", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
         os.dup2(log, 1)
         os.dup2(log, 2)
-        if self.machines is not None:
-            self.machines.enter(node)
         return True
 
     def finish(self) -> None:
@@ -250,10 +241,7 @@ class Cell:
             return time.monotonic()
         wait_for(lambda: all(self._at(rank) >= 3 for rank in range(self.ranks)))
         time.sleep(0.1)
-        if fault.what == "link cut":
-            assert self.machines is not None
-            self.machines.plug(False)
-        elif fault.what in GONE_WITH_THE_STORE:
+        if fault.what in GONE_WITH_THE_STORE:
             for name in GONE_WITH_THE_STORE[fault.what]:
                 os.kill(self.pids[name], SENT[fault.what.split()[1]])
         else:
@@ -282,8 +270,6 @@ class Cell:
                 with contextlib.suppress(ProcessLookupError, ChildProcessError):
                     os.kill(pid, signal.SIGKILL)
                     os.waitpid(pid, 0)
-        if self.machines is not None:
-            self.machines.plug(True)
 
     def speakers(self) -> Iterator[int]:
         """The ranks that can still say something."""
@@ -315,9 +301,6 @@ class Cell:
         what, victim, said = self.fault.what, self.fault.rank(self.ranks), self.said(rank)
         if what in (*GONE_WITH_THE_STORE, FROZEN_FROM_THE_START):
             return "the launcher at" in said
-        if what == "link cut":
-            far = [other for other in range(self.ranks) if self.node(other) != self.node(rank)]
-            return "the launcher at" in said or any(f"rank {other} failed" in said for other in far)
         if what == "never arrives":
             return bool(
                 re.search(
@@ -330,7 +313,7 @@ class Cell:
 
     @property
     def name(self) -> str:
-        return f"{self.fault} | {self.ranks} ranks, {'two nodes' if self.machines else 'one node'}"
+        return f"{self.fault} | {self.ranks} ranks"
 
     def result(self) -> dict[str, Any]:
         """A line of the results: seconds from the fault to the last word and to the last end, and
