@@ -6,9 +6,8 @@ nor sympy.
 F0.0 F0.1 B0.0 W0.0 B0.1 W0.1
 """
 
-if (
-    __name__ != "zbcompile.schedules"
-):  # a folder called "schedules" on sys.path must never be mistaken for this package
+# a folder called "schedules" on sys.path must never be mistaken for this package
+if __name__ != "zbcompile.schedules":
     raise ImportError(f"import this package as 'zbcompile.schedules', not as {__name__!r}")
 
 from typing import TYPE_CHECKING, Any

@@ -174,9 +174,8 @@ def _schedule_and_costs(text: str, options: argparse.Namespace) -> tuple[Schedul
         schedule = load(text).compute_only()
         return schedule, _costs_of_model(options, schedule)
     chunks = None
-    if (
-        is_interlaced := text == "interlaced"
-    ):  # no name of `build`: it needs vocabulary layers to interlace
+    # no name of `build`: it needs vocabulary layers to interlace
+    if is_interlaced := text == "interlaced":
         schedule = interlaced(options.ranks, options.microbatches)
     else:
         chunks = options.chunks if find(text).free_chunks else None
@@ -262,9 +261,8 @@ def _check(options: argparse.Namespace) -> None:
             program = load(file)
             schedule = program.compute_only()
             costs = _costs_of_model(options, schedule)
-            check(
-                schedule, costs, options.memory_limit
-            )  # says what is wrong with an order more exactly than `lower`
+            # says what is wrong with an order more exactly than `lower`
+            check(schedule, costs, options.memory_limit)
             report = check(
                 program if program.is_lowered else lower(schedule), costs, options.memory_limit
             )

@@ -46,9 +46,8 @@ from zbcompile.schedules.ir.schedule import Schedule, require_schedule
 from zbcompile.schedules.lowering.collectives import collectives_of
 from zbcompile.schedules.lowering.updates import with_exchanges
 
-OWN_WEIGHT_ORDER = frozenset(
-    ("zb-h1-lazy",)
-)  # declares another order of accumulation than that of the microbatches
+# declares another order of accumulation than that of the microbatches
+OWN_WEIGHT_ORDER = frozenset(("zb-h1-lazy",))
 WeightOrder = Literal["microbatch", "any"]
 
 

@@ -82,9 +82,8 @@ class OrderGraph:
         self.steps: list[Step] = [step for order in schedule.orders for step in order]
         self.inputs: list[tuple[tuple[int, int], ...]] = []
         self._link_numbers: dict[EdgeKind, int] = {}
-        self._nodes: dict[
-            tuple[str, int], list[int]
-        ] = {}  # by operation and stage, then by microbatch
+        # by operation and stage, then by microbatch
+        self._nodes: dict[tuple[str, int], list[int]] = {}
         self._none = [MISSING] * schedule.microbatches
         try:
             self._number_nodes()
@@ -152,9 +151,8 @@ class OrderGraph:
 
     def _connect(self) -> None:
         schedule, numbers = self.schedule, self._link_numbers
-        barriers: dict[
-            str, list[int]
-        ] = {}  # by operation that every shard must have run, the node of each microbatch
+        # by operation that every shard must have run, the node of each microbatch
+        barriers: dict[str, list[int]] = {}
         for op in dict.fromkeys(self._shard_needs.values()):
             barriers[op] = [*range(len(self.steps), len(self.steps) + schedule.microbatches)]
             self.steps += [Action(op, schedule.shards[0], m) for m in range(schedule.microbatches)]

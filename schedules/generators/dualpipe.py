@@ -69,9 +69,8 @@ def _phases(
         write.w()
         write.f(far)
     for index in range(microbatches - 2 * midpoint + depth + 1):  # 4
-        if (
-            outer == 0 and index == 0
-        ):  # at the turn the first backward needs the forward that it would be paired with
+        # at the turn the first backward needs the forward that it would be paired with
+        if outer == 0 and index == 0:
             write.f(near)
             write.bw(far)
         else:
@@ -80,9 +79,8 @@ def _phases(
     for _ in range(outer):  # 5
         write.bw(far)
         write.pair(far, near)
-    for index in range(
-        2 * (depth + 1)
-    ):  # 6: backwards, fused in their first half and split in the second
+    # 6: backwards, fused in their first half and split in the second
+    for index in range(2 * (depth + 1)):
         (write.bw if index <= depth else write.b)(near if index % 2 else far)
     for _ in range(outer):  # 7
         write.w()

@@ -23,9 +23,8 @@ def interlaced(ranks: int, microbatches: int) -> Schedule:
     for rank in range(ranks):
         distance = ranks - 1 - rank
         ahead, order = 1 + distance // 2, list[Step]()
-        for slot in range(
-            -ahead, microbatches + distance
-        ):  # warm-up below 0, cool-down from `microbatches` on
+        # warm-up below 0, cool-down from `microbatches` on
+        for slot in range(-ahead, microbatches + distance):
             if 0 <= slot < microbatches:
                 order += [Action(S, rank, slot), Action(T, rank, slot)]
             passes = [Action(BW, rank, slot - distance), Action(F, rank, slot + ahead)]

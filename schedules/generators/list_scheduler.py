@@ -105,9 +105,8 @@ class DispatchState:
         oldest = min(self.started[B, stage] for stage in stages)
         owed = [Action(F, stage, oldest) for stage in stages if self.started[F, stage] <= oldest]
         needed = sum(map(self.added, (forward, *(action for action in owed if action != forward))))
-        return self.memory[rank] + needed <= limit * (
-            1 + 1e-9
-        )  # sums of sizes count as equal up to rounding
+        # sums of sizes count as equal up to rounding
+        return self.memory[rank] + needed <= limit * (1 + 1e-9)
 
     def start(self, rank: int, step: Step) -> list[tuple[float, int]]:
         """Runs `step` now; returns when which ranks choose again: first its own, then those of what

@@ -74,17 +74,15 @@ def with_vocabulary(
     if all(
         isinstance(step, Action) and step.op != BW for order in schedule.orders for step in order
     ):
-        preferences.append(
-            _prefer_late_stages(limits)
-        )  # all split, no pairs: can be ordered one by one
+        # all split, no pairs: can be ordered one by one
+        preferences.append(_prefer_late_stages(limits))
     lengths, fitting = [len(flatten(order)) for order in schedule.orders], list[Schedule]()
     without_shards = replace(costs, vocab_state=(0,) * costs.stages)
     for choose in preferences:
         state = DispatchState(Task(placement, schedule.microbatches, costs), barriers)
         orders = dispatch(state, choose)
-        if [
-            len(flatten(order)) - 2 * schedule.microbatches for order in orders
-        ] == lengths:  # it runs to its end
+        # it runs to its end
+        if [len(flatten(order)) - 2 * schedule.microbatches for order in orders] == lengths:
             inserted = replace(schedule, orders=orders, barriers=barriers)
             peaks = peak_memory(inserted, without_shards)
             fitting += [inserted] * all(

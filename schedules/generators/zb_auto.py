@@ -165,9 +165,8 @@ class _Heuristic:
                 extra[index] += 1
                 now += rank.time[F]
             ready = max(now, ready) + rank.time[B] + self._hop_up[index - 1]
-        for index in range(
-            1, len(extra)
-        ):  # a rank far from the end has more microbatches in flight
+        # a rank far from the end has more microbatches in flight
+        for index in range(1, len(extra)):
             extra[index] = max(0, min(extra[index], extra[index - 1] - 1))
         for index, count in enumerate(extra):
             for _ in range(count):

@@ -70,9 +70,8 @@ class Pair(NamedTuple):
         return f"({self.first}|{self.second})"
 
 
-PAIRED = frozenset(
-    (one, second) for one, second in ((F, B), (F, BW), (F, W), (B, W))
-)  # the operations of pairs
+# the operations of pairs
+PAIRED = frozenset((one, second) for one, second in ((F, B), (F, BW), (F, W), (B, W)))
 
 
 Step = Action | Pair

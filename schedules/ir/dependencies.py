@@ -11,10 +11,8 @@ from zbcompile.schedules.ir.actions import BW, CAST, LOOKUP, STATS, SUM, B, F, S
 from zbcompile.schedules.ir.kinds import COLLECTIVE_OPS, COMPUTE_OPS, result_of
 from zbcompile.schedules.ir.schedule import Schedule
 
-DIRECTION = {
-    F: 1,
-    B: -1,
-}  # of results that another stage needs: to the next stage, or to the one before
+# of results that another stage needs: to the next stage, or to the one before
+DIRECTION = {F: 1, B: -1}
 
 
 class Dependency(NamedTuple):

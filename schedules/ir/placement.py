@@ -10,12 +10,8 @@ from typing import Any
 from zbcompile.schedules.errors import ScheduleError
 
 ANY = range(1, sys.maxsize)
-KINDS = {
-    "linear": (1,),
-    "v": ANY[1:],
-    "looped": ANY,
-    "dual": (1,),
-}  # with the chunks that each admits
+# with the chunks that each admits
+KINDS = {"linear": (1,), "v": ANY[1:], "looped": ANY, "dual": (1,)}
 MOST_STAGES = 1 << 20
 
 

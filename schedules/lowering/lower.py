@@ -87,9 +87,8 @@ def _peers_of(schedule: Schedule, rank: int, microbatches: tuple[int, ...]) -> P
             payload = MESSAGE_OPS[send]
             sends = [Action(send, stage, m) for m in microbatches]
             receives = [Action(f"RECV_{payload}", target, m) for m in microbatches]
-            for op in (
-                op for op in COMPUTE_OPS if result_of(op) == payload
-            ):  # B and BW send the same
+            # B and BW send the same
+            for op in (op for op in COMPUTE_OPS if result_of(op) == payload):
                 peers[op, stage] = peer, sends, receives
     return peers
 

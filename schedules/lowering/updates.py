@@ -68,9 +68,8 @@ def _with_updates(order: Sequence[Step], kinds: Collection[str]) -> tuple[Step, 
     last = {action.stage: index for index, action in actions if W in work_of(action.op)}
     awaited = max((index for index, action in actions if action.op != W), default=0)
     behind_last = sorted(last.items(), key=lambda item: item[1])
-    updates: dict[int, list[Action]] = defaultdict(
-        list
-    )  # by the number of the compute step that follows
+    # by the number of the compute step that follows
+    updates: dict[int, list[Action]] = defaultdict(list)
     for stage, index in behind_last:
         updates[index + 1] += [Action(REDUCE, stage, 0)] * (REDUCE in kinds)
     for stage, index in behind_last:

@@ -35,18 +35,16 @@ class Direction:
         )
         self.missing = [*map(len, before)]
         for n in range(passes, len(self.missing)):
-            if not self.missing[
-                n
-            ]:  # nothing waits for all shards: they need not wait for each other backward
+            # nothing waits for all shards: they need not wait for each other backward
+            if not self.missing[n]:
                 for user, _ in self.after[n]:
                     self.missing[user] -= 1
         self.added = [self.step * size for size in problem.added]
         self.begin: list[float] = list(problem.offset) if backward else [0 for _ in ranks]
         self.offset = [0 for _ in ranks] if backward else problem.offset
         self.frees = [op == (F if backward else B) for op, _, _ in problem.actions]
-        classes: dict[
-            tuple[int, str, int], list[int]
-        ] = {}  # passes of one rank, operation and stage keep their order
+        # passes of one rank, operation and stage keep their order
+        classes: dict[tuple[int, str, int], list[int]] = {}
         for n in range(passes)[:: self.step]:
             op, stage, _ = problem.actions[n]
             classes.setdefault((problem.rank[n], op, stage), []).append(n)
@@ -89,9 +87,8 @@ class _Dispatch:
         self.limits = [limit * ROUNDING for limit in problem.limits or ()]
         ranks, microbatches = problem.placement.ranks if self.limits else 0, problem.microbatches
         self.memory: list[float] = [0] * ranks
-        self.owed: list[list[float]] = [
-            [0] * microbatches for _ in range(ranks)
-        ]  # what forwards will add
+        # what forwards will add
+        self.owed: list[list[float]] = [[0] * microbatches for _ in range(ranks)]
         self.open = [[0] * microbatches for _ in range(ranks)]  # passes that free it, not yet run
         self.oldest = [0 if direction.step > 0 else microbatches - 1] * ranks
         self.microbatch = [m for _, _, m in problem.actions]
@@ -135,9 +132,8 @@ class _Dispatch:
             choices.append((priority[n], begin, n, place))
         if not choices:
             return None
-        latest = max(
-            first, first + self.patience * (ended - first)
-        )  # which rounding could make earlier
+        # which rounding could make earlier
+        latest = max(first, first + self.patience * (ended - first))
         return min(choice for choice in choices if choice[1] <= latest)[1:]
 
     def _admits(self, n: int, rank: int) -> bool:

@@ -118,10 +118,8 @@ def search(
     bounds = {problem: problem.lower_bound() for problem in problems}
     named = [candidate for problem in problems for candidate in _named(problem)]
     candidates = named + [candidate for problem in problems for candidate in _sequential(problem)]
-    for starts, share in (
-        (STARTS, 8),
-        (2, 4),
-    ):  # half of the passes for the best four, half for the best two of all
+    # half of the passes for the best four, half for the best two of all
+    for starts, share in ((STARTS, 8), (2, 4)):
         for seed, (value, problem, origin, order, _) in enumerate(
             _starts(candidates)[:starts], starts
         ):

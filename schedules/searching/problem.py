@@ -134,9 +134,8 @@ class SchedulingProblem:
         Within limits also: the memory that microbatches hold, times the time that they hold it,
         divided by the limit.
         """
-        tails: list[float] = [
-            self.offset[rank] for rank in self.rank
-        ]  # the least that follows the end of every pass
+        # the least that follows the end of every pass
+        tails: list[float] = [self.offset[rank] for rank in self.rank]
         tails += [-math.inf] * (len(self.inputs) - len(tails))
         for n in reversed(self._topological):
             tails[n] = max(

@@ -62,9 +62,8 @@ def _events(timeline: Timeline, unit: float) -> Iterator[dict[str, Any]]:
             **times,
             "args": args,
         }
-    for number, (source, node) in enumerate(
-        timeline.messages()
-    ):  # from the step that makes it to the one that uses it
+    # from the step that makes it to the one that uses it
+    for number, (source, node) in enumerate(timeline.messages()):
         flow = {"name": str(graph.steps[source]), "cat": "message", "id": f"{number}", "pid": 0}
         for phase, at in (({"ph": "s"}, source), ({"ph": "f", "bp": "e"}, node)):
             middle = (timeline.start[at] + timeline.end[at]) / 2

@@ -62,9 +62,8 @@ def patterns() -> Iterator[str]:
         )
     for op, (colour, path) in OP_STYLES.items():
         stroke = 'stroke="#000" stroke-opacity=".45" stroke-width=".8"'
-        pale = "#" + "".join(
-            f"{(int(colour[i : i + 2], 16) + 255) // 2:02x}" for i in (1, 3, 5)
-        )  # halfway to white
+        # halfway to white
+        pale = "#" + "".join(f"{(int(colour[i : i + 2], 16) + 255) // 2:02x}" for i in (1, 3, 5))
         yield _pattern(op, 6, f'fill="{colour}"', path, stroke)
         yield _pattern(f"pale-{op}", 6, f'fill="{pale}"', path, stroke)
     yield "</defs>"

@@ -50,9 +50,8 @@ def format_timeline(timeline: Timeline, width: int | None = None) -> str:
     labels = [f"rank {rank}" for rank in range(timeline.schedule.ranks)]
     label_width = max(map(len, labels))
     spans = [span for span in timeline.spans if span.end > span.start]
-    scale = max(
-        ((len(str(span.step)) + 1) / (span.end - span.start) for span in spans), default=1
-    )  # characters
+    # characters
+    scale = max(((len(str(span.step)) + 1) / (span.end - span.start) for span in spans), default=1)
     if width is not None and timeline.finish:
         scale = min(scale, (width - label_width - 2) / timeline.finish)
     rows = [["."] * round(timeline.finish * scale) for _ in labels]

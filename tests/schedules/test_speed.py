@@ -38,7 +38,6 @@ def _seconds(microbatches: int) -> float:
 def test_four_steps_grow_linearly() -> None:
     """Four times the microbatches take no more than eight times as long; quadratic growth would
     take sixteen times."""
-    small, large = map(
-        min, zip(*((_seconds(128), _seconds(512)) for _ in range(2)), strict=True)
-    )  # in turns
+    # in turns
+    small, large = map(min, zip(*((_seconds(128), _seconds(512)) for _ in range(2)), strict=True))
     assert large < 8 * small

@@ -125,9 +125,8 @@ def _refusals(
         value = getattr(args, name, None)
         is_set = value not in (None, False, 0, [], "", fields[name].default)
         yield is_set, f"{no}{name}={value!r}: {ARGUMENTS[name]}"
-    processes = int(
-        os.environ.get("WORLD_SIZE", "1")
-    )  # each would take itself for the first one, and save
+    # each would take itself for the first one, and save
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
     yield (
         processes > args.world_size,
         (

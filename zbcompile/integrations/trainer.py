@@ -92,9 +92,8 @@ class PipelineTrainer(Trainer):
             self.model, loss=BatchLoss(self.compute_loss_func), **(pipeline or {})
         )
         self.accelerator.pipe = self.pipe
-        self._pending: dict[
-            str, Callable[[], Any]
-        ] = {}  # what fills the pipeline once it is compiled
+        # what fills the pipeline once it is compiled
+        self._pending: dict[str, Callable[[], Any]] = {}
         if weights is not None:
             self._pending["weights"] = partial(load_weights, weights, self.pipe)
 
@@ -193,9 +192,8 @@ class PipelineTrainer(Trainer):
 
     def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
         loader = super()._get_dataloader(*args, **kwargs)
-        if (
-            getattr(loader, "worker_init_fn", None) is not None
-        ):  # Trainer's seeds differ from rank to rank
+        # Trainer's seeds differ from rank to rank
+        if getattr(loader, "worker_init_fn", None) is not None:
             replica = self.accelerator.process_index
             loader.worker_init_fn = partial(
                 seed_worker, num_workers=self.args.dataloader_num_workers, rank=replica

@@ -315,9 +315,8 @@ def _require_dtypes(tensors: Tensors) -> None:
 
 def _fields(state: LocalState, step: int) -> Values:
     """Returns what the index says of the whole checkpoint."""
-    tied = {
-        m.name: m.first for m in state.model.members if m.saved and m.first != m.name
-    }  # by the others' names
+    # by the others' names
+    tied = {m.name: m.first for m in state.model.members if m.saved and m.first != m.name}
     versions = {"zbcompile": __version__, "torch": torch.__version__}
     return {**versions, "step": step, "ranks": state.ranks.count, "tied": tied}
 

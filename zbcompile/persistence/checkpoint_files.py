@@ -109,10 +109,8 @@ class CheckpointWriter(FileSystemWriter):
             offsets = {
                 name: {"saved_offsets": entry["chunks"][0][1]} for name, entry in entries.items()
             }
-            metadata = {
-                "format": "pt",
-                "DCP_SHARDING_INFO": json.dumps(offsets),
-            }  # as torch's writer has it
+            # as torch's writer has it
+            metadata = {"format": "pt", "DCP_SHARDING_INFO": json.dumps(offsets)}
             try:
                 written = write_safetensors(self.file, tensors, metadata)
             except OSError as error:

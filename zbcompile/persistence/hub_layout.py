@@ -21,9 +21,8 @@ from torch import nn
 from zbcompile.errors import PipelineError
 
 Shape = tuple[int, ...]
-Pieces = Iterable[
-    tuple[str, str, torch.Tensor]
-]  # the pattern, the name and the values of stored tensors
+# the pattern, the name and the values of stored tensors
+Pieces = Iterable[tuple[str, str, torch.Tensor]]
 Convert = Callable[[Pieces], dict[str, torch.Tensor]]
 
 

@@ -20,9 +20,8 @@ def write_safetensors(
 
     safetensors.torch.save refuses tensors that share memory, and copies all of them.
     """
-    ordered = sorted(
-        tensors.items(), key=lambda item: (-item[1].element_size(), item[0])
-    )  # keeps each one aligned
+    # keeps each one aligned
+    ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for name, values in ordered:

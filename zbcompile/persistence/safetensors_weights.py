@@ -109,10 +109,8 @@ def _write_parts(
     name = f"model-{rank + 1:05d}-of-{ranks.count // len(ranks.local):05d}.safetensors"
     leads = rank == 0 and ranks.leads
     if leads:
-        for name_of_set in (
-            INDEX,
-            SINGLE,
-        ):  # without these, the files that follow are not yet a complete set
+        # without these, the files that follow are not yet a complete set
+        for name_of_set in (INDEX, SINGLE):
             (target / name_of_set).unlink(missing_ok=True)
     listed = gathered(
         ranks, {key: (name, tensor.nbytes, tuple(tensor.shape)) for key, tensor in tensors.items()}

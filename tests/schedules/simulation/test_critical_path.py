@@ -29,9 +29,8 @@ def test_a_critical_path_is_as_long_as_the_step(random_costs) -> None:
         assert path[-1].end == timeline.finish
         for leg, following in itertools.pairwise(path):
             assert following.start == pytest.approx(leg.end + leg.travel)
-            if (
-                not timeline.schedule.is_lowered
-            ):  # there a SEND may have waited for the very rank it sends to
+            # there a SEND may have waited for the very rank it sends to
+            if not timeline.schedule.is_lowered:
                 assert leg.travel == 0 or leg.rank != following.rank
         assert sum(time_by_kind(path).values()) == pytest.approx(timeline.finish)
 
