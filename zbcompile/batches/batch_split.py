@@ -87,9 +87,11 @@ def _require_agreement(lengths: Mapping[str, int]) -> None:
     batch = [path for path, length in lengths.items() if length == size]
     rows = ", ".join(f"{path} has {lengths[path]} rows" for path in others)
     raise PipelineError(
-        f"{rows}, the batch {size} ({', '.join(batch)}). If every microbatch takes the whole"
-        f" tensor, pass split={dict.fromkeys(others, False)}; True instead of False cuts it into"
-        " microbatches by its own length, a number along that dimension."
+        f"{rows}, the batch {size} ({', '.join(batch)}). If each microbatch needs a part of its own"
+        " (offsets of packed documents, patches of pictures), pass"
+        " microbatches=[(args, kwargs, target), ...]. For the same whole tensor in every"
+        f" microbatch, pass split={dict.fromkeys(others, False)}; True instead of False cuts it by"
+        " its own length, a number along that dimension."
     )
 
 
