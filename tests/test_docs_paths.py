@@ -116,16 +116,8 @@ QUESTIONS = re.split(
 
 
 @pytest.mark.parametrize("text", QUESTIONS, ids=lambda text: text.partition("\n")[0])
-def test_every_question_has_a_page_and_a_test(text: str) -> None:
-    """And a thread that asks it; `test_tests_exist` and `test_links_lead_somewhere` look
-    them up."""
+def test_every_answer_names_a_test(text: str) -> None:
     assert TEST.search(text)
-    assert LINK.search(text)
-    assert "\nAsked in [" in text
-
-
-def test_ten_questions_are_answered() -> None:
-    assert len(QUESTIONS) >= 10
 
 
 @pytest.mark.slow
