@@ -350,16 +350,3 @@ def vector_instructions(known: str | None) -> str:
                 return known
         cpu_vec_isa.valid_vec_isa_list.cache_clear()
     return str(cpu_vec_isa.pick_vec_isa())
-
-
-def with_offset(local: torch.Tensor, offset: tuple[int, ...]) -> torch.Tensor:
-    """A local part that knows where it belongs in the whole, for a DTensor of unequal parts (what
-    torchrec and torch.distributed.checkpoint use; importing it takes a while)."""
-    from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
-
-    return LocalShardsWrapper([local], [offset])
-
-
-def without_offset(local: torch.Tensor) -> torch.Tensor:
-    """The part that `with_offset` was given; another part as it is."""
-    return local.local_shards()[0] if hasattr(local, "local_shards") else local  # type: ignore[no-any-return]

@@ -111,11 +111,12 @@ class Contender:
         self.guards, self.guarded, self.whole = Timed(standing.hold), list[float](), list[float]()
         standing.hold = self.guards  # type: ignore[method-assign]
         self.clocks = time_graphs(executable.first.stages)  # type: ignore[arg-type]
-        for plan in executable.plans:
+        _, plans = executable.ordered()
+        for plan in plans:
             for kind, run in plan.merged.items():
                 self.clocks.append(TimedPair(run))
                 plan.merged[kind] = self.clocks[-1]  # type: ignore[index]
-        programs = [executable.program.lowered.orders[plan.rank] for plan in executable.plans]
+        programs = [executable.program.lowered.orders[plan.rank] for plan in plans]
         actions = [action for program in programs for action in flatten(program)]
         self.actions, self.messages = len(actions), sum(action.op in MESSAGES for action in actions)
 

@@ -17,7 +17,6 @@ from zbcompile.schedules.ir.actions import (
     BW,
     COLLECTIVES,
     COMPUTE,
-    EXCHANGES,
     MESSAGES,
     ONCE,
     PAIRED,
@@ -44,7 +43,6 @@ from zbcompile.schedules.ir.kinds import (
 )
 from zbcompile.schedules.ir.schedule import Schedule, require_schedule
 from zbcompile.schedules.lowering.collectives import collectives_of
-from zbcompile.schedules.lowering.updates import with_exchanges
 
 # declares another order of accumulation than that of the microbatches
 OWN_WEIGHT_ORDER = frozenset(("zb-h1-lazy",))
@@ -129,7 +127,6 @@ def _check_counts(schedule: Schedule, rank: int) -> None:
             (op, stage, m) for op in ops for m in schedule.microbatches_of(stage, rank)
         )
         missing |= dict.fromkeys((op, stage, 0) for op in once)
-    missing |= dict.fromkeys((op, rank, 0) for op in schedule.ops.intersection(EXCHANGES))
     for (op, stage), (source, destination, _) in (
         routes_of(schedule, rank).items() if schedule.is_lowered else ()
     ):
@@ -223,7 +220,7 @@ def _check_accumulation(schedule: Schedule, rank: int, weight_order: WeightOrder
 
 
 def _check_communication(schedule: Schedule) -> None:
-    """Requires receives in the order of the sends on every channel, and collectives and exchanges
+    """Requires receives in the order of the sends on every channel, and collectives
     in one order."""
     sent, received = (defaultdict[tuple[int, int], list[Action]](list) for _ in range(2))
     first: list[tuple[Any, ...]] = []
@@ -244,14 +241,6 @@ def _check_communication(schedule: Schedule) -> None:
                     )
                     raise _error_at(schedule, rank, index, what)
         first = first or posted
-        compute = [step for step in order if step[0] not in EXCHANGES]
-        for index, (step, due) in enumerate(
-            zip(order, with_exchanges(rank, compute, schedule.ops), strict=True)
-        ):
-            if step != due:
-                raise _error_at(
-                    schedule, rank, index, "all ranks run the same exchanges around all other steps"
-                )
     for channel in sent:
         for place, (send, receive) in enumerate(zip(sent[channel], received[channel], strict=True)):
             if send != receive:

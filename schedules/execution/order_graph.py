@@ -22,7 +22,6 @@ from zbcompile.schedules.ir.actions import (
     BW,
     COLLECTIVES,
     COMPUTE,
-    EXCHANGES,
     SENDS,
     Action,
     B,
@@ -202,7 +201,7 @@ class OrderGraph:
         """Yields what `op` on `stage` of `rank` needs, without barriers: operation, stage
         and link."""
         schedule, routes = self.schedule, self._routes[rank]
-        if op not in EXCHANGES and stage not in schedule.placement.stages_of(rank):
+        if stage not in schedule.placement.stages_of(rank):
             raise KeyError
         if op in SENDS:
             payload = MESSAGE_OPS[op]

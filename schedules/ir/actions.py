@@ -2,9 +2,8 @@
 
 The letters are those of the papers: F forward, B input gradient, W weight gradient, BW the fused
 backward, S and T the two vocabulary passes. VALIDATE, GATHER, REDUCE and OPT are the optimizer's,
-once per stage. A lowered program also holds SEND_F, RECV_F, SEND_B and RECV_B, the collectives of
-the vocabulary passes (CAST, STATS, SUM, LOOKUP and SPREAD), and the exchanges of all ranks around
-them (ROWS, DRAIN, TIE, SYNC, BUFFERS, FINAL, LOSS and OUTPUT). torch writes I for our B, W for our
+once per stage. A lowered program also holds SEND_F, RECV_F, SEND_B and RECV_B, and the collectives
+of the vocabulary passes (CAST, STATS, SUM, LOOKUP and SPREAD). torch writes I for our B, W for our
 W and B for our BW; `zbcompile.schedules` reads and writes both. `zbcompile.schedules.ir.kinds` says
 everything else about them.
 """
@@ -15,7 +14,6 @@ from typing import NamedTuple, cast
 from zbcompile.schedules.ir.kinds import (
     COLLECTIVE_OPS,
     COMPUTE_OPS,
-    EXCHANGE_OPS,
     MESSAGE_OPS,
     OPTIMIZER_OPS,
 )
@@ -31,8 +29,7 @@ MESSAGES = frozenset(MESSAGE_OPS)
 SENDS = MESSAGES & {SEND_F, SEND_B}
 RECEIVES = MESSAGES - SENDS
 COLLECTIVES = frozenset(COLLECTIVE_OPS)
-EXCHANGES = tuple(EXCHANGE_OPS)  # in the order in which ranks run them
-COMMUNICATION = frozenset((*MESSAGES, *COLLECTIVES, *EXCHANGES))
+COMMUNICATION = frozenset((*MESSAGES, *COLLECTIVES))
 
 
 class Action(NamedTuple):

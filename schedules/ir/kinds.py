@@ -1,8 +1,5 @@
 """The operations of a schedule: one small table each for passes, messages, collectives and the
-optimizer's actions.
-
-`EXCHANGE_OPS` are what all ranks run once, before or after everything else of a step.
-"""
+optimizer's actions."""
 
 from typing import NamedTuple
 
@@ -69,19 +66,7 @@ OPTIMIZER_OPS = {
     "OPT": OptimizerOp("optimizer step", after=("W", "REDUCE"), time=("optimizer",)),
 }
 
-FIRST_EXCHANGES = ("ROWS",)  # those that come before everything else
-EXCHANGE_OPS = {  # in the order in which all ranks run them
-    "ROWS": "the rows of a tied embedding",
-    "DRAIN": "the last sends",
-    "TIE": "the sum of tied gradients",
-    "SYNC": "the end of the sums of gradients",
-    "BUFFERS": "the buffers of the first replica",
-    "FINAL": "the update of what the end completes",
-    "LOSS": "the end",
-    "OUTPUT": "the exchange of outputs",
-}
-
-OPS = frozenset((*COMPUTE_OPS, *MESSAGE_OPS, *COLLECTIVE_OPS, *OPTIMIZER_OPS, *EXCHANGE_OPS))
+OPS = frozenset((*COMPUTE_OPS, *MESSAGE_OPS, *COLLECTIVE_OPS, *OPTIMIZER_OPS))
 TORCH_LETTERS = {op: spec.torch for op, spec in COMPUTE_OPS.items() if spec.torch}
 TORCH_LETTERS |= {op: op for op in (*MESSAGE_OPS, *COLLECTIVE_OPS)}
 

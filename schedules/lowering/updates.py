@@ -1,13 +1,8 @@
-"""Actions that run once per step, not once per microbatch: the optimizer's in the orders of all
-ranks, and the exchanges around their programs.
+"""The optimizer's actions, which a stage runs once per step, in the orders of all ranks.
 
 VALIDATE and GATHER end the previous training step, before the first forward of their stage. REDUCE
 starts the sum of the stage's gradients right after its last W. OPT comes after everything that
 another rank needs and, where there are sums, one place behind REDUCE, so that a sum has that long.
-
-An exchange (`zbcompile.schedules.ir.actions.EXCHANGES`) comes before everything else on every rank
-if the table has it before F, otherwise behind everything, in the order of the table. So two ranks
-can never wait for each other in different exchanges.
 """
 
 from collections import defaultdict
@@ -17,7 +12,6 @@ from dataclasses import replace
 from zbcompile.schedules.errors import ScheduleError
 from zbcompile.schedules.ir.actions import (
     COMMUNICATION,
-    EXCHANGES,
     GATHER,
     OPT,
     REDUCE,
@@ -28,15 +22,15 @@ from zbcompile.schedules.ir.actions import (
     W,
     flatten,
 )
-from zbcompile.schedules.ir.kinds import FIRST_EXCHANGES, work_of
+from zbcompile.schedules.ir.kinds import work_of
 from zbcompile.schedules.ir.schedule import Schedule
 
 UPDATES = (VALIDATE, GATHER, REDUCE, OPT)
 
 
 def with_updates(schedule: Schedule, kinds: Collection[str]) -> Schedule:
-    """Returns the schedule with the actions of these `kinds`: of VALIDATE, GATHER, REDUCE and OPT
-    for every stage, of the EXCHANGES for every rank.
+    """Returns the schedule with the actions of these `kinds`, some of VALIDATE, GATHER, REDUCE and
+    OPT, for every stage.
 
     Under two model copies (`dual`) all parameters are complete at the end of the step only: no
     updates are added. Raises ScheduleError for other kinds.
@@ -47,18 +41,13 @@ def with_updates(schedule: Schedule, kinds: Collection[str]) -> Schedule:
     rank 0  GATHER0.0  F0.0  B0.0  W0.0  REDUCE0.0  OPT0.0
     rank 1  GATHER1.0  F1.0  B1.0  W1.0  REDUCE1.0  OPT1.0
     """
-    allowed = (*UPDATES, *EXCHANGES)
-    if isinstance(kinds, str) or not set(kinds) <= set(allowed):
+    if isinstance(kinds, str) or not set(kinds) <= set(UPDATES):
         raise ScheduleError(
-            f"updates {kinds!r}; expected a tuple with some of {', '.join(allowed)}"
+            f"updates {kinds!r}; expected a tuple with some of {', '.join(UPDATES)}"
         )
-    orders = schedule.orders
-    if set(kinds).intersection(UPDATES) and schedule.placement.copies == 1:
-        orders = tuple(_with_updates(order, kinds) for order in orders)
-    return replace(
-        schedule,
-        orders=tuple(with_exchanges(rank, order, kinds) for rank, order in enumerate(orders)),
-    )
+    if not kinds or schedule.placement.copies > 1:
+        return schedule
+    return replace(schedule, orders=tuple(_with_updates(order, kinds) for order in schedule.orders))
 
 
 def _with_updates(order: Sequence[Step], kinds: Collection[str]) -> tuple[Step, ...]:
@@ -84,10 +73,3 @@ def _with_updates(order: Sequence[Step], kinds: Collection[str]) -> tuple[Step, 
             count += 1
         steps.append(step)
     return (*steps, *updates[count])
-
-
-def with_exchanges(rank: int, order: Sequence[Step], kinds: Collection[str]) -> tuple[Step, ...]:
-    """Returns the order of a rank between its exchanges of these kinds."""
-    exchanges = [Action(op, rank, 0) for op in EXCHANGES if op in kinds]
-    front = [action for action in exchanges if action.op in FIRST_EXCHANGES]
-    return (*front, *order, *exchanges[len(front) :])

@@ -17,8 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zbcompile
-from zbcompile.engine.rank import HANDLERS, RankRun
-from zbcompile.engine.rank_plan import Instruction
+from zbcompile.engine.rank import HANDLERS, Instruction, RankRun
 
 WIDTH = 8
 LAYERS = 4

@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
-from zbcompile.distributed.packing import Buffer
 from zbcompile.distributed.transport import OrderedLinks, Tensors, Transport
 from zbcompile.faults.abort import LinkGroup
+from zbcompile.passes.graph.roles import TensorSpec
 from zbcompile.schedules.lowering.edges import Message
 
 Channel = tuple[int, int]  # source rank, destination rank
@@ -32,7 +32,7 @@ class InOrder(Transport):
         self.sent[channel].append(tensors)
         self._match(channel)
 
-    def post(self, message: Message, buffers: Sequence[Buffer], peer: int) -> None:
+    def post(self, message: Message, specs: Sequence[TensorSpec], peer: int) -> None:
         channel = peer, self.rank_of(message.stage, message.microbatch)
         self.posted[channel].append(message)
         self._match(channel)

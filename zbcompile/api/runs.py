@@ -130,7 +130,9 @@ class Runs:
                 # model does not make
                 no_autocast = torch.autocast(self.engine.ranks.device.type, enabled=False)
                 with compiled.void_if_it_fails(), self.optimizers.step(), no_autocast:
-                    losses, made = self.engine.run(executable, given, compiled.bound.parameters)
+                    losses, made = self.engine.run_step(
+                        executable, given, compiled.bound.parameters
+                    )
             finally:
                 self.parts.give_gradients()
             if not outputs:
@@ -192,7 +194,7 @@ class Runs:
             with torch.autocast(
                 self.engine.ranks.device.type, enabled=False
             ):  # its casts are in the graphs
-                made = self.engine.run(executable, given, {}, self.compiled.schedule).made
+                made = self.engine.run_step(executable, given, {}, self.compiled.schedule).outputs
             self.parts.renew()
             self.observation.done()
         if outputs == "last" and not executable.ends_on(self.engine.ranks.local):

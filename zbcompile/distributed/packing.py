@@ -1,21 +1,11 @@
-"""What travels between stages: the buffers that messages arrive in, and their tensors, as these
-travel (packed) and as a graph was traced for them (laid out)."""
-
-from typing import NamedTuple
+"""The tensors of messages between stages: as they are sent (packed), and with the strides that a
+graph was traced for (laid out)."""
 
 import torch
 
 from zbcompile.passes.graph.roles import TensorSpec
 from zbcompile.passes.graph.strides import is_dense, packed_layout
 from zbcompile.passes.torch_names import dtype_named
-
-
-class Buffer(NamedTuple):
-    """A receive buffer: the `number`-th of its shape. Number -1 is a fresh one: what arrives is
-    passed on."""
-
-    spec: TensorSpec
-    number: int
 
 
 def packed(tensor: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,6 @@ from zbcompile.distributed.transport import (
     Channels,
     OrderedLinks,
     PointToPoint,
-    ReceiveBuffers,
     TaggedLinks,
     Transport,
     open_channels,
@@ -98,7 +97,7 @@ class Ranks:
         and what to wait for, None in one process."""
         return numbers, None
 
-    def transport(self, traffic: Traffic, buffers: ReceiveBuffers) -> Transport:
+    def transport(self, traffic: Traffic) -> Transport:
         """What moves the messages of one pass."""
         return Transport()
 
@@ -172,8 +171,8 @@ class GroupRanks(Ranks):
         work = dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.hosts, async_op=True)
         return found, outlives_its_step(work)
 
-    def transport(self, traffic: Traffic, buffers: ReceiveBuffers) -> Transport:
-        return PointToPoint(channels=self.channels(traffic), buffers=buffers)
+    def transport(self, traffic: Traffic) -> Transport:
+        return PointToPoint(channels=self.channels(traffic), device=self.device)
 
     def channels(self, traffic: Traffic) -> Channels:
         """What carries messages between the ranks of a schedule; the first call opens the

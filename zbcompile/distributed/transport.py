@@ -13,6 +13,7 @@ the same order. Each group has its own stream, so that a channel waits neither f
 for the passes."""
 
 import zlib
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -21,10 +22,11 @@ import torch
 import torch.distributed as dist
 
 from zbcompile.distributed.mesh import patience
-from zbcompile.distributed.packing import Buffer, as_contiguous, packed, packed_buffer
+from zbcompile.distributed.packing import as_contiguous, packed, packed_buffer
 from zbcompile.errors import PipelineError
 from zbcompile.faults.abort import UNUSED_TAG, LinkGroup
 from zbcompile.passes import gpu
+from zbcompile.passes.graph.roles import TensorSpec
 from zbcompile.schedules.lowering.edges import Message
 from zbcompile.torch_private import gloo_link, nccl_link
 
@@ -151,10 +153,10 @@ class Transport:
     """Moves messages between stages; as it is, in one process, where a message is in its box as
     soon as it is sent.
 
-    `deliver` is for a stage on the same rank; `post` announces a receive into buffers; `ready` says
-    whether `wait` may be called, which returns once the message has arrived; `complete` releases
-    sends that are known to have arrived. What else brings messages, such as a collective, puts them
-    into `boxes`, and into `receives` what to wait for.
+    `deliver` is for a stage on the same rank; `post` begins to receive tensors of these `specs`;
+    `ready` says whether `wait` may be called, which returns once the message has arrived. What else
+    brings messages, such as a collective, puts them into `boxes`, and into `receives` what to wait
+    for.
     """
 
     boxes: dict[Message, Tensors] = field(default_factory=dict)
@@ -166,7 +168,7 @@ class Transport:
     def send(self, message: Message, tensors: Tensors, peer: int) -> None:
         self.boxes[message] = tensors
 
-    def post(self, message: Message, buffers: Sequence[Buffer], peer: int) -> None:
+    def post(self, message: Message, specs: Sequence[TensorSpec], peer: int) -> None:
         pass
 
     def ready(self, message: Message) -> bool:
@@ -180,61 +182,37 @@ class Transport:
     def take(self, message: Message) -> Tensors:
         return self.boxes.pop(message)
 
-    def complete(self, messages: Sequence[Message]) -> None:
-        pass
-
     def finish(self) -> None:
         if self.boxes:
-            raise PipelineError(
-                f"the step ended with messages that no stage took: {sorted(self.boxes)}"
-            )
-
-
-@dataclass
-class ReceiveBuffers:
-    """The memory that messages arrive in, made at first use and kept over steps. `receive_buffers`
-    says who has it when.
-
-    On CUDA no event is needed between the last reader and the next message: a backend orders its
-    transfer behind whatever the compute stream was given before the receive was posted, and every
-    reader was.
-    """
-
-    device: torch.device
-    made: dict[Buffer, torch.Tensor] = field(default_factory=dict)
-
-    def get(self, buffer: Buffer) -> torch.Tensor:
-        found = self.made.get(buffer)
-        if found is None:
-            found = packed_buffer(buffer.spec, self.device)
-            if buffer.number >= 0:
-                self.made[buffer] = found
-        return found
+            raise PipelineError(f"the step ended with messages not taken: {sorted(self.boxes)}")
 
 
 @dataclass(kw_only=True)
 class PointToPoint(Transport):
-    """Messages between processes.
+    """Messages between processes, received into new memory on `device`.
 
     Nothing here blocks the host on CUDA: `wait` on an NCCL work makes the compute stream wait for
     an event of the channel's stream, and both ends of a message start when the compute stream
-    reaches where they were posted. A sent tensor is held until its work has been waited for, so the
-    caching allocator cannot hand out its memory while it is being read; `complete` only waits for
-    what is known to be over, so the compute stream does not stand still there.
+    reaches where they were posted. So the caching allocator may give a receive memory that earlier
+    passes have freed.
+
+    A tensor is kept until its send is complete, so that its memory is not reused while it is read.
+    gloo reports no completion: its sends are kept to the end of the step.
     """
 
     channels: Channels
-    buffers: ReceiveBuffers
-    sends: dict[Message, list[tuple[torch.Tensor, dist.Work]]] = field(default_factory=dict)
+    device: torch.device
+    sends: deque[tuple[torch.Tensor, dist.Work]] = field(default_factory=deque)
 
     def send(self, message: Message, tensors: Tensors, peer: int) -> None:
-        works = self.sends[message] = []
+        while self.sends and self.sends[0][1].is_completed():
+            self.sends.popleft()[1].wait()
         for index, tensor in enumerate(tensors):
             flat = as_contiguous(packed(tensor))
-            works.append((flat, self.channels.send(flat, message, index, peer)))
+            self.sends.append((flat, self.channels.send(flat, message, index, peer)))
 
-    def post(self, message: Message, buffers: Sequence[Buffer], peer: int) -> None:
-        tensors = self.boxes[message] = [self.buffers.get(buffer) for buffer in buffers]
+    def post(self, message: Message, specs: Sequence[TensorSpec], peer: int) -> None:
+        tensors = self.boxes[message] = [packed_buffer(spec, self.device) for spec in specs]
         self.receives[message] = [
             self.channels.receive(as_contiguous(tensor), message, index, peer)
             for index, tensor in enumerate(tensors)
@@ -243,12 +221,7 @@ class PointToPoint(Transport):
     def ready(self, message: Message) -> bool:
         return True
 
-    def complete(self, messages: Sequence[Message]) -> None:
-        for message in messages:
-            for _, work in self.sends.pop(message):
-                work.wait()
-
     def finish(self) -> None:
-        self.complete(list(self.sends))
-        if self.boxes:
-            raise PipelineError(f"the step ended with messages not taken: {sorted(self.boxes)}")
+        while self.sends:
+            self.sends.popleft()[1].wait()
+        super().finish()

@@ -3,25 +3,26 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple
 
 import torch
 
-from zbcompile.batches.losses import Losses
-from zbcompile.distributed.transport import ReceiveBuffers
 from zbcompile.engine.gradients import Gradients
-from zbcompile.engine.rank import StepRecorder
-from zbcompile.engine.rank_plan import RankPlan, Stages, plan_rank
-from zbcompile.engine.replicas import Sum
+from zbcompile.engine.rank import RankProgram, plan_rank
+from zbcompile.engine.replicas import Sum, SumPlan, plan_sums
 from zbcompile.engine.slices import Slices
+from zbcompile.engine.stage_plan import CompiledStage
 from zbcompile.engine.step_agreement import StepAgreement
 from zbcompile.engine.vocabulary_parameters import VocabularyExecutable
 from zbcompile.errors import PipelineError
 from zbcompile.passes.stage.stage_program import StageProgram
 from zbcompile.passes.torch_names import dtype_named
+from zbcompile.profiling.observation import Observation
 from zbcompile.program.output import Output
 from zbcompile.program.program import Program
 from zbcompile.schedules import Schedule, with_updates
+
+# The leaves of the model's output by their index, then by microbatch.
+Outputs = dict[str, dict[int, torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class StepInput:
     index: int
     seed: int
     reduction: str
-    recorder: StepRecorder | None = None
+    recorder: Observation | None = None
     slices: Sequence[Slices] = ()
     actions: Mapping[str, Sequence[Callable[[int], None]]] = field(default_factory=dict)
     ahead: bool = False
@@ -58,8 +59,7 @@ class BoundGraphs:
     """
 
     program: Program
-    stages: Stages
-    buffers: ReceiveBuffers
+    stages: Mapping[int, CompiledStage]
     vocabulary: VocabularyExecutable | None = None
     sums: Mapping[str, Sum] = field(default_factory=dict)
     number: int = 0
@@ -69,16 +69,18 @@ class BoundGraphs:
 class Executable:
     """What a step runs: `graphs[i]` for microbatch i. `everywhere` are all graphs that microbatches
     of the step run, on any replica. `program` is that of the first graphs, in the order of the
-    step, with the parameters that any of them trains. `plans` are those of this process's ranks,
-    `gradients` their sums, which all steps share.
+    step, with the parameters that any of them trains. `sums` say when the gradients of each rank of
+    this process are reduced, `gradients` are their sums, which all steps share.
     """
 
     program: Program
     graphs: tuple[BoundGraphs, ...]
     everywhere: tuple[BoundGraphs, ...]
-    plans: tuple[RankPlan, ...]
-    ordered: dict[Any, tuple[Schedule, tuple[RankPlan, ...]]] = field(default_factory=dict)
+    sums: Mapping[int, SumPlan]
     gradients: dict[int, Gradients] = field(init=False, default_factory=dict)
+    orders: dict[frozenset[str], tuple[Schedule, tuple[RankProgram, ...]]] = field(
+        init=False, default_factory=dict
+    )
 
     @cached_property
     def first(self) -> BoundGraphs:
@@ -102,14 +104,17 @@ class Executable:
     def loss_dtype(self) -> torch.dtype:
         return dtype_named(self.program.loss_dtype)
 
-    def plans_for(self, kinds: frozenset[str]) -> tuple[Schedule, tuple[RankPlan, ...]]:
-        """The schedule and the plans with the actions of these kinds, which a step has besides its
-        passes; each is made once."""
-        if kinds not in self.ordered:
-            lowered = with_updates(self.program.lowered, kinds)
-            plans = tuple(plan.joined_with(lowered.orders[plan.rank]) for plan in self.plans)
-            self.ordered[kinds] = lowered.compute_only(), plans
-        return self.ordered[kinds]
+    def ordered(
+        self, updates: frozenset[str] = frozenset()
+    ) -> tuple[Schedule, tuple[RankProgram, ...]]:
+        """Returns the schedule with these actions of the optimizers, without messages, and the
+        program of each rank of this process. Cached."""
+        if updates not in self.orders:
+            lowered = with_updates(self.program.lowered, updates)
+            stages = [graphs.stages for graphs in self.graphs]
+            programs = tuple(plan_rank(lowered, rank, stages) for rank in self.sums)
+            self.orders[updates] = lowered.compute_only(), programs
+        return self.orders[updates]
 
     @property
     def outputs(self) -> tuple[Output, ...]:
@@ -119,17 +124,6 @@ class Executable:
     def ends_on(self, ranks: Sequence[int]) -> bool:
         """Whether the last stage is on one of these ranks."""
         return self.program.rank_of(self.program.schedule.stages - 1) in ranks
-
-
-Made = dict[str, dict[int, torch.Tensor]]  # by leaf of the output, then by microbatch
-
-
-class StepResult(NamedTuple):
-    """The losses of the microbatches of all replicas, and the leaves of the model's output that
-    this process's stages have made, if the program returns them."""
-
-    losses: Losses
-    made: Made
 
 
 def plan_step(
@@ -160,9 +154,8 @@ def plan_step(
         program = replace(program, stages=_trained_by_any(program, programs))
     if program.lowered is not lowered:
         program = replace(program, lowered=lowered)
-    stages, sums = [each.stages for each in graphs], graphs[0].sums
-    plans = tuple(plan_rank(program, rank, stages, sums) for rank in ranks)
-    return Executable(program, tuple(graphs), distinct, plans)
+    sums = {rank: plan_sums(program, rank, graphs[0].sums) for rank in ranks}
+    return Executable(program, tuple(graphs), distinct, sums)
 
 
 def _difference(programs: Sequence[Program]) -> str:

@@ -30,26 +30,23 @@ class GradientSum:
 
     `parts[stage][microbatch]` has, in exact mode, one gradient per use of a shared parameter on the
     stage, in the order in which eager adds them; otherwise `parts[stage][WHOLE]` is the stage's
-    running sum. `whole` is the full parameter, if this rank trains only rows of it but looks up any
-    as an embedding: `parts[WHOLE]` has those gradients.
+    running sum.
     """
 
     parameter: nn.Parameter
     dtype: torch.dtype
     exact: bool = False
     shared: bool = False
-    whole: nn.Parameter | None = None
     running: torch.Tensor | None = None
     parts: dict[int, dict[int, list[torch.Tensor]]] = field(default_factory=dict)
 
     def buffer(self, stage: int) -> torch.Tensor:
         """What W adds into: `.grad` (zeros if it was None), the running sum, or that of a shared
         parameter's stage."""
-        looks_up = self.whole is not None and stage >= 0
-        if self.shared or looks_up:
-            part = self.parts.setdefault(WHOLE if looks_up else stage, {})
+        if self.shared:
+            part = self.parts.setdefault(stage, {})
             if WHOLE not in part:
-                part[WHOLE] = [self._zeros(self.whole if looks_up else None)]
+                part[WHOLE] = [self._zeros()]
             return part[WHOLE][0]
         parameter = self.parameter
         grad = parameter.grad
@@ -65,9 +62,8 @@ class GradientSum:
             self.running = self._zeros()
         return self.running
 
-    def _zeros(self, like: nn.Parameter | None = None) -> torch.Tensor:
-        like = self.parameter if like is None else like
-        return torch.zeros_like(like, dtype=self.dtype, requires_grad=False)
+    def _zeros(self) -> torch.Tensor:
+        return torch.zeros_like(self.parameter, dtype=self.dtype, requires_grad=False)
 
     def add(self, stage: int, microbatch: int, uses: Sequence[torch.Tensor]) -> None:
         """Add one microbatch's gradients, one per use, as eager does: each is cast to the dtype of
@@ -136,25 +132,26 @@ class GradientSum:
 
 
 class Gradients(dict[str, GradientSum]):
-    """The sums of one rank by parameter, each made when it is first asked for; a step begins and
-    ends with empty ones. `shared` are the parameters of several stages; of those in `whole` this
-    rank trains rows. With `exact=True` `parts` has what this rank computed of gradients that
-    several stages compute, by name and microbatch."""
+    """The sums of one rank by parameter, created at first use; a step begins and ends with empty
+    ones.
+
+    Attributes:
+        shared: The parameters of several stages.
+        parts: With `exact=True` the parts of gradients that several stages compute, by name and
+            microbatch.
+    """
 
     def __init__(
         self, parameters: Mapping[str, nn.Parameter], shared: frozenset[str], choices: Choices
     ) -> None:
         super().__init__()
         self.parameters, self.shared, self.choices = parameters, shared, choices
-        self.whole: Mapping[str, nn.Parameter] = {}
         self.parts: dict[str, dict[int, torch.Tensor]] = {}
 
     def __missing__(self, name: str) -> GradientSum:
         parameter, choices = self.parameters[name], self.choices
         dtype = choices.dtype_of_sum(parameter.dtype)
-        self[name] = GradientSum(
-            parameter, dtype, choices.exact, name in self.shared, self.whole.get(name)
-        )
+        self[name] = GradientSum(parameter, dtype, choices.exact, name in self.shared)
         return self[name]
 
     def settle(self, names: Iterable[str] | None = None) -> None:

@@ -1,237 +1,304 @@
-"""The action loop: one handler per kind of action, independent of how the order was made."""
+"""The action loop: the instructions of a rank, and one handler for each kind of action."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch.profiler import record_function
 
+from zbcompile.backends.types import Run
 from zbcompile.distributed.transport import Transport
-from zbcompile.engine.rank_plan import Instruction, RankPlan
 from zbcompile.engine.stage import StageRun
-from zbcompile.engine.stage_plan import SHARD, Tensors
+from zbcompile.engine.stage_plan import SHARD, CompiledStage, Tensors
 from zbcompile.engine.vocabulary import Collectives
 from zbcompile.faults.fault_report import Position
-from zbcompile.program.program import Program
+from zbcompile.passes.graph.roles import TensorSpec
+from zbcompile.passes.stage.overlap import merge
+from zbcompile.passes.torch_private import boxed
+from zbcompile.profiling.observation import ActionTimes
 from zbcompile.schedules import Schedule
-from zbcompile.schedules.ir.actions import COLLECTIVES, EXCHANGES, ONCE, RECEIVES, SENDS, Action
+from zbcompile.schedules.ir.actions import (
+    COLLECTIVES,
+    ONCE,
+    RECEIVES,
+    SENDS,
+    Action,
+    Pair,
+)
+from zbcompile.schedules.ir.kinds import MESSAGE_OPS, result_of
 from zbcompile.schedules.ir.schedule import TORCH_LETTERS, format_step
-from zbcompile.schedules.lowering.edges import Message
+from zbcompile.schedules.lowering.edges import Message, edges_of
 
 
-class Observer:
-    """Called in place of an action, or of the two of a pair, with their instructions; it calls
-    `execute`. In the middle of a pair it is told when the first has `ended` and when the second,
-    after its wait, has begun.
+class Instruction(NamedTuple):
+    """One action with its messages.
+
+    Attributes:
+        receives: Messages that must have arrived before the action runs.
+        results: Messages that it produces; True for those that a stage on this rank takes.
+        carries: The message that a SEND sends to `peer`, or a RECV receives from there.
+        specs: The tensors that a RECV receives.
     """
 
-    def __call__(
-        self, of: Sequence[Instruction], run: "RankRun", execute: Callable[[], None]
-    ) -> None:
-        execute()
-
-    def ended(self, first: Action, run: "RankRun") -> None:
-        pass
-
-    def began(self, second: Action, run: "RankRun") -> None:
-        pass
+    action: Action
+    receives: tuple[Message, ...] = ()
+    results: tuple[tuple[Message, bool], ...] = ()
+    carries: Message | None = None
+    peer: int = -1
+    specs: tuple[TensorSpec, ...] = ()
 
 
 @dataclass(frozen=True)
-class ActionLabels(Observer):
-    """Names actions for torch.profiler as torch's pipeline runtime does (`PP:0F3`), around another
-    observer."""
+class RankProgram:
+    """The steps of a rank, each of one instruction.
 
-    inner: Observer
+    A pair that runs as one graph is a step of both its instructions and the SENDs of what the
+    first produces; `merged` has its graph.
+    """
 
-    def __call__(
-        self, of: Sequence[Instruction], run: "RankRun", execute: Callable[[], None]
-    ) -> None:
-        with record_function("PP:" + "|".join(_torch_name(each.action) for each in of)):
-            self.inner(of, run, execute)
-
-    def ended(self, first: Action, run: "RankRun") -> None:
-        self.inner.ended(first, run)
-
-    def began(self, second: Action, run: "RankRun") -> None:
-        self.inner.began(second, run)
+    rank: int
+    steps: tuple[tuple[Instruction, ...], ...]
+    merged: Mapping[Sequence[Action], Run]
 
 
-def _torch_name(action: Action) -> str:
-    return format_step(action, "torch") if action.op in TORCH_LETTERS else str(action)
+def plan_rank(
+    order: Schedule, rank: int, graphs: Sequence[Mapping[int, CompiledStage]]
+) -> RankProgram:
+    """Returns the instructions of `rank` in a lowered `order`; microbatch i runs the stages of
+    `graphs[i]`."""
+
+    def stage_of(action: Action) -> CompiledStage:
+        return graphs[action.microbatch][action.stage]
+
+    actions = [step if isinstance(step, Pair) else (step,) for step in order.orders[rank]]
+    merged: dict[Sequence[Action], Run] = {}
+    for step in actions:
+        if (run := _merge(step, stage_of)) is not None:
+            merged[step] = run
+    edges = edges_of(order, rank)
+
+    def instruction(action: Action) -> Instruction:
+        receives, results, carries, peer = edges[action]
+        specs: tuple[TensorSpec, ...] = ()
+        if action.op in RECEIVES:
+            specs = stage_of(action).receives[MESSAGE_OPS[action.op]]
+        local = tuple((message, to == rank) for message, to in results)
+        return Instruction(action, receives, local, carries, peer, specs)
+
+    steps = (tuple(map(instruction, step)) for step in _send_within_pairs(actions, merged))
+    return RankProgram(rank, tuple(steps), merged)
 
 
-class StepRecorder(Protocol):
-    """Records steps: gives an observer for each, and takes it back when the step has ended."""
+def _send_within_pairs(
+    steps: Sequence[Sequence[Action]], merged: Container[Sequence[Action]]
+) -> Iterator[tuple[Action, ...]]:
+    """Yields the steps with the results of the first half of a pair sent in the middle of the pair.
 
-    def begin(self, program: Program, schedule: Schedule) -> Observer: ...
-    def end(self) -> None: ...
+    In a pair in `merged` these SENDs become further parts. Any other pair becomes steps of one
+    action each, with the SENDs between its two halves.
+    """
+    sends: dict[tuple[str, int, int], list[Action]] = defaultdict(list)
+    for op, stage, microbatch in (step[0] for step in steps if step[0].op in SENDS):
+        sends[MESSAGE_OPS[op], stage, microbatch].append(Action(op, stage, microbatch))
+    within = [
+        sends.get((result_of(step[0].op), *step[0][1:]), []) if len(step) == 2 else []
+        for step in steps
+    ]
+    early = {send for actions in within for send in actions}
+    for step, between in zip(steps, within, strict=True):
+        if step in merged:
+            yield (*step, *between)
+        elif step[0] not in early:
+            yield from ((action,) for action in (step[0], *between, *step[1:]))
 
 
-class SharedActions(Protocol):
-    """What the ranks of a process share in a step (`zbcompile.engine.step`): the actions that
-    it has once per stage or rank, and the collectives among the shards of an output layer."""
+def _merge(pair: Sequence[Action], stage_of: Callable[[Action], CompiledStage]) -> Run | None:
+    """Returns one graph for the halves of a pair; None if they run one after the other.
 
-    collectives: Collectives | None
+    The graph takes one list: the first half's inputs, a function that takes its results, and one
+    that returns the second half's inputs. It returns the second half's results. Collectives and
+    messages of each half hide behind the other (`zbcompile.passes.stage.overlap`). Graphs that a
+    backend has compiled can no longer be interleaved.
 
-    def ready(self, op: str, rank: int) -> bool: ...
-    def carry_out(self, action: Action, rank: int) -> None: ...
+    Merged graphs are cached with the compiled stages, not with the program: which stages a pair
+    joins depends on the shapes of its microbatches.
+    """
+    if len(pair) == 1:
+        return None
+    first, second = map(stage_of, pair)
+    if not (first.mergeable and second.mergeable):
+        return None
+    runs, ops = first.pairs.setdefault(second, {}), (pair[0].op, pair[1].op)
+    if ops not in runs:
+        merged = merge(first.program.pieces[ops[0]], second.program.pieces[ops[1]])
+        runs[ops] = boxed(merged.module).forward
+    return runs[ops]
 
 
 @dataclass
 class RankRun:
-    """One rank during one step. `runs[stage]` are its stages, `outbox` what was made but not yet
-    sent, `position` shows other threads how far the rank is. If the output layer is sharded, the
-    rank's shards are stages as well. `shared` does what is done once per stage or rank, by the
-    optimizer within the step and by all ranks together.
+    """One rank during one step.
+
+    Attributes:
+        runs: The stages of the rank. Its shards of an output layer are stages as well.
+        position: Shows other threads how far the rank is.
+        times: Records the actions, if somebody wants them.
+        hooks: What the optimizers do for a stage, by the operation (VALIDATE, GATHER, REDUCE, OPT).
+        labels: Whether actions are named for torch.profiler, as torch's pipelines do (`PP:0F3`).
+        outbox: Results that are not sent yet.
     """
 
-    plan: RankPlan
+    program: RankProgram
     runs: Mapping[int, StageRun]
     transport: Transport
     position: Position
-    observe: Observer | None = None
-    shared: SharedActions | None = None
+    times: ActionTimes | None = None
+    hooks: Mapping[str, Callable[[int], None]] = field(default_factory=dict)
+    collectives: Collectives | None = None
+    labels: bool = False
     outbox: dict[Message, Tensors] = field(default_factory=dict)
 
     @property
     def rank(self) -> int:
-        return self.plan.rank
+        return self.program.rank
 
     def run(self) -> Iterator[Action]:
-        """Carry out the rank's program. Yields an action for as long as its input has not
-        arrived."""
+        """Runs the rank. Yields an action for as long as its input has not arrived."""
         ready = self.transport.ready
-        for step in self.plan.instructions:
-            first = step[0]
-            if first.exchange and self.shared is not None:
-                while not self.shared.ready(first.action.op, self.rank):
-                    yield first.action
+        for step in self.program.steps:
             for instruction in step:
-                for message in instruction.needs:
+                for message in instruction.receives:
                     while not ready(message):
                         yield instruction.action
-            if first.needs:
-                self._arrive(first)
+            if step[0].receives:
+                self._wait(step[0])
             self._execute(step)
 
     def _execute(self, step: tuple[Instruction, ...]) -> None:
-        action = self.position.action = step[0].action
-        handler = HANDLERS[action.op] if len(step) == 1 else RankRun._pair
-        if self.observe is None:
+        self.position.action = step[0].action
+        if not self.labels:
+            self._handle(step)
+            return
+        names = (
+            format_step(action, "torch") if action.op in TORCH_LETTERS else str(action)
+            for action, *_ in step[:2]
+        )
+        with record_function("PP:" + "|".join(names)):
+            self._handle(step)
+
+    def _handle(self, step: tuple[Instruction, ...]) -> None:
+        first, last = step[0], step[:2][-1]
+        handler = HANDLERS[first.action.op] if len(step) == 1 else RankRun._pair
+        if self.times is None:
             handler(self, *step)
         else:
-            self.observe(step[:2], self, partial(handler, self, *step))
+            self.times.begin(first.action, self.rank)
+            handler(self, *step)
+            self._record_end(last)
 
-    def _arrive(self, to: Instruction) -> None:
-        """Wait for what an action needs."""
-        self.position.action, self.position.waits = to.action, True
-        for message in to.needs:
+    def _record_end(self, instruction: Instruction) -> None:
+        if self.times is not None:
+            held = sum(stage.live_bytes() for stage in self.runs.values())
+            self.times.end(instruction.action, self.rank, held)
+
+    def _wait(self, instruction: Instruction) -> None:
+        """Waits for what an action receives."""
+        self.position.action, self.position.waits = instruction.action, True
+        for message in instruction.receives:
             self.transport.wait(message)
         self.position.waits = False
-        self.transport.complete(to.completes)
 
     def _pair(self, first: Instruction, second: Instruction, *sends: Instruction) -> None:
-        """Run both as one graph, in whose middle the first's results are sent and the second's
-        input is waited for."""
+        """Runs both halves as one graph. In its middle the results of the first are sent, and the
+        inputs of the second received."""
         (op, stage, microbatch), (other_op, other_stage, other_microbatch) = (
             first.action,
             second.action,
         )
-        one, other = self.runs[stage], self.runs[other_stage]
-        call, other_call = one.call(op, microbatch), other.call(other_op, other_microbatch)
+        run, other = self.runs[stage], self.runs[other_stage]
+        call, other_call = run.call(op, microbatch), other.call(other_op, other_microbatch)
 
         def take(results: Tensors) -> None:
-            self._pass_on(first, one.end(call, microbatch, results))
-            if self.observe is not None:
-                self.observe.ended(first.action, self)
+            self._deliver(first, run.end(call, microbatch, results))
+            self._record_end(first)
             for send in sends:
                 self._execute((send,))
 
         def give() -> Tensors:
-            if second.needs:
-                self._arrive(second)
-            if self.observe is not None:
-                self.observe.began(second.action, self)
-            return other.begin(other_call, other_microbatch, self._taken(second))
+            if second.receives:
+                self._wait(second)
+            if self.times is not None:
+                self.times.begin(second.action, self.rank)
+            return other.begin(other_call, other_microbatch, self._receive(second))
 
-        values: list[Any] = one.begin(call, microbatch, self._taken(first))
-        results = self.plan.merged[first.action, second.action]([*values, take, give])
-        self._pass_on(second, other.end(other_call, other_microbatch, results))
+        values: list[Any] = run.begin(call, microbatch, self._receive(first))
+        results = self.program.merged[first.action, second.action]([*values, take, give])
+        self._deliver(second, other.end(other_call, other_microbatch, results))
 
-    def _compute(self, to: Instruction) -> None:
-        op, stage, microbatch = to.action
-        self._pass_on(to, self.runs[stage].run(op, microbatch, self._taken(to)))
+    def _compute(self, instruction: Instruction) -> None:
+        op, stage, microbatch = instruction.action
+        received = self._receive(instruction)
+        self._deliver(instruction, self.runs[stage].run(op, microbatch, received))
 
-    def _shard(self, to: Instruction) -> None:
-        self._pass_on(to, self.runs[SHARD].run(to.action.op, to.action.microbatch, self._taken(to)))
+    def _shard(self, instruction: Instruction) -> None:
+        op, _, microbatch = instruction.action
+        received = self._receive(instruction)
+        self._deliver(instruction, self.runs[SHARD].run(op, microbatch, received))
 
-    def _taken(self, to: Instruction) -> Tensors:
-        needs = to.needs
-        if not needs:
-            return []
-        if len(needs) == 1:
-            return self.transport.take(needs[0])
-        return [value for message in needs for value in self.transport.take(message)]
+    def _receive(self, instruction: Instruction) -> Tensors:
+        messages = instruction.receives
+        if len(messages) == 1:
+            return self.transport.take(messages[0])
+        return [value for message in messages for value in self.transport.take(message)]
 
-    def _pass_on(self, to: Instruction, values: Tensors) -> None:
-        for message, local in to.makes:
+    def _deliver(self, instruction: Instruction, values: Tensors) -> None:
+        for message, local in instruction.results:
             if local:
                 self.transport.deliver(message, values)
             else:
                 self.outbox[message] = values
 
-    def _send(self, to: Instruction) -> None:
-        assert to.carries is not None
-        self.transport.send(to.carries, self.outbox.pop(to.carries), to.peer)
+    def _send(self, instruction: Instruction) -> None:
+        message = instruction.carries
+        assert message is not None
+        values = self.outbox.pop(message)
+        if self.times is not None:
+            self.times.sent[self.rank] += sum(value.nbytes for value in values)
+        self.transport.send(message, values, instruction.peer)
 
-    def _receive(self, to: Instruction) -> None:
-        assert to.carries is not None
-        self.transport.post(to.carries, to.buffers, to.peer)
+    def _post_receive(self, instruction: Instruction) -> None:
+        assert instruction.carries is not None
+        self.transport.post(instruction.carries, instruction.specs, instruction.peer)
 
-    def _announce(self, to: Instruction) -> None:
-        assert self.shared is not None
-        assert self.shared.collectives is not None
-        self.shared.collectives.post(to.action.op, self.rank, to.action.microbatch)
+    def _post_collective(self, instruction: Instruction) -> None:
+        assert self.collectives is not None
+        op, _, microbatch = instruction.action
+        self.collectives.post(op, self.rank, microbatch)
 
-    def _once(self, to: Instruction) -> None:
-        assert self.shared is not None
-        self.shared.carry_out(to.action, self.rank)
+    def _run_hook(self, instruction: Instruction) -> None:
+        self.hooks[instruction.action.op](instruction.action.stage)
 
     def losses(self) -> dict[int, torch.Tensor]:
-        """The losses of the microbatches whose last stage ran here, after a check that nothing of
-        the step is left.
+        """Returns the losses of the microbatches whose last stage ran here.
 
-        If the output layer is sharded, the last stage may have a loss of the layers before, which
-        is added.
+        With a sharded output layer the last stage may have a loss of the layers before, which is
+        added. Raises PipelineError if a value of the step is left.
         """
+        losses: dict[int, torch.Tensor] = {}
         for stage in self.runs.values():
             stage.check_empty()
-        return sum_losses(stage.losses for stage in self.runs.values())
-
-    def outputs(self) -> Iterator[tuple[str, dict[int, torch.Tensor]]]:
-        """The leaves of the model's output that this rank has made, each by microbatch."""
-        for stage in self.runs.values():
-            yield from stage.outputs.items()
-
-
-def sum_losses(parts: Iterable[Mapping[int, torch.Tensor]]) -> dict[int, torch.Tensor]:
-    """Returns the loss of each microbatch: beside a sharded output layer a stage may add a loss of
-    its own."""
-    losses: dict[int, torch.Tensor] = {}
-    for part in parts:
-        for microbatch, loss in part.items():
-            losses[microbatch] = losses[microbatch] + loss if microbatch in losses else loss
-    return losses
+            for microbatch, loss in stage.losses.items():
+                losses[microbatch] = losses[microbatch] + loss if microbatch in losses else loss
+        return losses
 
 
 HANDLERS: dict[str, Callable[..., None]] = {
     **dict.fromkeys(("F", "B", "W", "BW"), RankRun._compute),
     **dict.fromkeys(("S", "T"), RankRun._shard),
-    **dict.fromkeys((*ONCE, *EXCHANGES), RankRun._once),
+    **dict.fromkeys(ONCE, RankRun._run_hook),
     **dict.fromkeys(SENDS, RankRun._send),
-    **dict.fromkeys(RECEIVES, RankRun._receive),
-    **dict.fromkeys(COLLECTIVES, RankRun._announce),
+    **dict.fromkeys(RECEIVES, RankRun._post_receive),
+    **dict.fromkeys(COLLECTIVES, RankRun._post_collective),
 }

@@ -14,16 +14,19 @@ import torch
 
 from zbcompile.backends.types import Run
 from zbcompile.model.seeds import Relay
+from zbcompile.passes import gpu
 from zbcompile.passes.graph.roles import Slot, TensorSpec
 from zbcompile.passes.stage.piece import Piece
 from zbcompile.passes.stage.stage_program import StageProgram
 from zbcompile.passes.torch_private import boxed
-from zbcompile.program.receive_buffers import AFTER
 
 RESIDENT = ("parameter", "buffer", "constant")
 LOSS_FACTOR = Slot("tangent", "loss")
 _FOLLOWS = {
-    **AFTER,
+    "F": ("B", "W", "BW"),
+    "B": ("W",),
+    "W": (),
+    "BW": (),
     "S": ("STATS", "T"),
     "STATS": ("T",),
     "T": (),
@@ -78,23 +81,28 @@ class Call:
 class CompiledStage:
     """A stage ready to run.
 
-    `template` is a microbatch before its F: resident values are in their registers, the other
-    registers are None. `inputs` are the registers of user inputs by path, `passing` those that hold
-    values of one microbatch only. `generator_arrives` and `generator_leaves` say whether generator
-    state travels with F, which `relay` continues; `mergeable` that its calls run its graphs as they
-    are, so that a pair can be one graph. `pairs` are what runs a pass of this stage together with
-    one of another (`zbcompile.engine.rank_plan`), None if they run in turn.
+    Attributes:
+        receives: The tensors that arrive in messages for F and for B, in order. Generator state
+            comes last.
+        template: The registers of a microbatch before its F: parameters, buffers and constants
+            are set, all others are None.
+        inputs: The registers of batch inputs by path.
+        passing: The registers that hold values of one microbatch only.
+        generator_leaves: Whether generator state leaves with F, which `relay` continues.
+        mergeable: Whether calls run the graphs as they are, so that a pair can be one graph.
+        pairs: The graphs of a pass of this stage together with one of another (see
+            `zbcompile.engine.rank`).
     """
 
     program: StageProgram
     device: torch.device
+    receives: Mapping[str, tuple[TensorSpec, ...]]
     resident: Mapping[Slot, torch.Tensor]
     template: tuple[torch.Tensor | None, ...]
     calls: Mapping[str, Call]
     inputs: tuple[tuple[int, str], ...]
     loss_factor: int | None
     passing: tuple[int, ...]
-    generator_arrives: bool
     generator_leaves: bool
     relay: Relay
     mergeable: bool
@@ -105,6 +113,11 @@ class CompiledStage:
     @property
     def index(self) -> int:
         return self.program.stage
+
+    @property
+    def generator_arrives(self) -> bool:
+        """Whether generator state arrives with F."""
+        return len(self.receives["F"]) > len(self.program.receives)
 
     def with_runs(self, runs: Mapping[str, Run]) -> "CompiledStage":
         """The stage with other code for some passes, each of which runs on its own."""
@@ -129,6 +142,7 @@ def prepare_stage(
     return CompiledStage(
         program=program,
         device=device,
+        receives=received_specs(program, random_until, device),
         resident=resident,
         template=_template(registers, resident),
         calls={name: _call(program, name, code[name], registers) for name in program.pieces},
@@ -137,11 +151,24 @@ def prepare_stage(
         ),
         loss_factor=registers.get(LOSS_FACTOR),
         passing=tuple(place for slot, place in registers.items() if _passes(slot)),
-        generator_arrives=0 < index <= random_until,
         generator_leaves=index < random_until,
         relay=Relay(device),
         mergeable=runs is None,
     )
+
+
+def received_specs(
+    program: StageProgram, random_until: int, device: torch.device
+) -> dict[str, tuple[TensorSpec, ...]]:
+    """Returns the tensors that arrive in messages for F and for B, in order.
+
+    Generator state travels with F up to stage `random_until`, behind the activations.
+    """
+    forward = tuple(program.receives.values())
+    if 0 < program.stage <= random_until:
+        size = gpu.generator_state(device).numel()
+        forward += (TensorSpec((size,), (1,), "uint8", str(device)),)
+    return {"F": forward, "B": tuple(program.gradients_in.values())}
 
 
 def rebind(stage: CompiledStage, resident: Mapping[Slot, torch.Tensor]) -> CompiledStage:

@@ -15,15 +15,14 @@ from torch import nn
 
 from zbcompile.backends.backend import CompiledPasses
 from zbcompile.distributed.transport import Transport
-from zbcompile.engine.gradients import WHOLE, Gradients
 from zbcompile.engine.stage_plan import LOOKUPS, SHARD, CompiledStage, prepare_stage
 from zbcompile.engine.vocabulary import Collectives, EndRanks, InProcess, OverGroup
 from zbcompile.model.materialize import Share
 from zbcompile.model.tensor_shard import Chunk
 from zbcompile.passes import gpu
 from zbcompile.passes.graph.roles import Slot
-from zbcompile.passes.vocabulary.shard_program import VocabularyProgram, even_bounds
-from zbcompile.torch_private import with_offset, without_overrides
+from zbcompile.passes.vocabulary.shard_program import VocabularyProgram
+from zbcompile.torch_private import without_overrides
 
 
 @dataclass
@@ -94,34 +93,6 @@ class VocabularyShards:
                 dist.broadcast(whole[low:high], group=group, group_src=rank)
         return whole
 
-    def gather_lookups(
-        self, gradients: Gradients, tied: Mapping[str, int], group: dist.ProcessGroup
-    ) -> None:
-        """Gather all rows, as the optimizers have left them, on a rank that looks up a tied
-        embedding."""
-        gradients.whole = {name: self.whole[name] for name in tied}
-        for name in self.own:
-            self.gathered(name, group)
-
-    def share_lookups(
-        self, gradients: Gradients, tied: Mapping[str, int], group: dist.ProcessGroup
-    ) -> None:
-        """Add the gradient of a tied embedding, which the rank of its stage has, to the rows of
-        every rank."""
-        for name, source in sorted(tied.items()):
-            own = gradients[name].buffer(WHOLE)
-            if self.rank == source:
-                ((found,),) = gradients[name].take(WHOLE, (WHOLE,))
-                for rank, (low, high) in enumerate(self.bounds):
-                    if rank != source and high > low:
-                        dist.send(found[low:high].contiguous(), group=group, group_dst=rank)
-                low, high = self.bounds[source]
-                own.add_(found[low:high])
-            elif own.numel():
-                rows = torch.empty_like(own)
-                dist.recv(rows, group=group, group_src=source)
-                own.add_(rows)
-
     def sharded_state(
         self, state: dict[str, Any], names: Mapping[str, str], group: dist.ProcessGroup
     ) -> dict[str, Any]:
@@ -140,21 +111,14 @@ class VocabularyShards:
 
     def distributed(self, name: str, rows: torch.Tensor, group: dist.ProcessGroup) -> Any:
         """This rank's `rows` of a parameter, or of something of its shape (a moment of Adam), as a
-        DTensor.
-
-        DTensor's own sharding rule supports only equal parts; for unequal parts the offsets are
-        given explicitly.
-        """
+        DTensor."""
         from torch.distributed.device_mesh import DeviceMesh
         from torch.distributed.tensor import DTensor, Shard
 
         whole = self.whole[name]
         mesh = DeviceMesh.from_group(group, self.device.type)
-        local = rows
-        if self.bounds != even_bounds(whole.shape[0], len(self.bounds)):
-            local = with_offset(rows, self.chunk(name)[1])
         return DTensor.from_local(
-            local, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride()
+            rows, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride()
         )
 
 

@@ -5,7 +5,6 @@ from typing import Any
 import torch
 
 from zbcompile.model.distributed_tensors import is_distributed
-from zbcompile.torch_private import without_offset
 
 Chunk = tuple[tuple[int, ...], tuple[int, ...]]  # the shape of a whole tensor, the offset of a part
 
@@ -62,7 +61,7 @@ def local_of(tensor: Any) -> Any:
     is."""
     if isinstance(tensor, TensorShard):
         return tensor.local
-    return without_offset(tensor.to_local()) if is_distributed(tensor) else tensor
+    return tensor.to_local() if is_distributed(tensor) else tensor
 
 
 def shard_of(tensor: Any) -> Any:

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 
 from zbcompile.compiler.stage_price import running_of
-from zbcompile.distributed.packing import Buffer
 from zbcompile.distributed.parcels import ALONE_BYTES
+from zbcompile.engine.stage_plan import received_specs
 from zbcompile.passes.graph.fx import output_values
 from zbcompile.passes.graph.storage import storage_bytes, tensors_of
 from zbcompile.passes.partition.memory_estimate import (
@@ -21,11 +21,9 @@ from zbcompile.passes.partition.memory_estimate import (
     state_bytes,
 )
 from zbcompile.passes.stage.piece import Piece
-from zbcompile.passes.stage.stage_program import StageProgram
 from zbcompile.passes.torch_private import storage_key
 from zbcompile.prediction.predict import prices_of
 from zbcompile.program.program import Program
-from zbcompile.program.receive_buffers import AFTER, arrivals_of, assign_buffers, completed_sends
 from zbcompile.schedules import Costs
 from zbcompile.schedules.execution.memory import deltas
 from zbcompile.schedules.ir.actions import (
@@ -33,6 +31,7 @@ from zbcompile.schedules.ir.actions import (
     RECEIVES,
     SENDS,
     Action,
+    B,
     F,
     flatten,
 )
@@ -53,8 +52,8 @@ class RankMemory:
       the sums over replicas as well.
     * `optimizer_state`: with float32 masters of half-precision parameters.
     * `activations`: what waits between the passes, and what the pass needs that runs.
-    * `messages`: receive buffers, which stay from step to step, less what counts as an activation
-      while it is in them; what was sent and is not known to have arrived.
+    * `messages`: what was received and is not read yet, what was sent and is not known to have
+      arrived.
     * `collectives`: the copies in which small gradients travel to other replicas.
     """
 
@@ -81,14 +80,6 @@ class HeldBytes(NamedTuple):
     @property
     def total(self) -> float:
         return self.activations + self.messages + self.sums
-
-
-class _Receiver(NamedTuple):
-    """What a plan of receive buffers asks of a stage."""
-
-    program: StageProgram
-    device: torch.device
-    generator_arrives: bool
 
 
 def rank_memories(
@@ -207,92 +198,56 @@ def held_in_step(
 
 
 class _Messages:
-    """The receive buffers of a rank and its sends under way, action by action."""
+    """The messages of a rank, action by action: received and not read yet, sent and not complete.
+
+    gloo reports no completion, so its sends last to the end of the step. On a GPU a send counts
+    until the next one of the rank.
+    """
 
     def __init__(self, program: Program, rank: int) -> None:
         self.program = program
         self.rank = rank
-        self.receivers: dict[
-            int, _Receiver
-        ] = {}  # one of each stage, which stays: it is known by its identity
         self.edges = edges_of(program.lowered, rank)
-        self.buffers = assign_buffers(program, rank, self._receiver)
-        self.completes = completed_sends(program, rank, self.buffers)
-        self.pool = _bytes({b for each in self.buffers.values() for b in each if b.number >= 0})
+        self.device = torch.device(program.device_type)
+        self.waiting: dict[Message, int] = {}
         self.sent: dict[Message, int] = {}
-        self.kept: dict[int, int] = {}  # by stage
-        self.readers: dict[tuple[int, str], list[frozenset[str]]] = {}  # by stage and event
-        self.posted: dict[
-            object, int
-        ] = {}  # received without a buffer that stays, or from this rank itself
-        self.reading: list[
-            tuple[int, frozenset[str], tuple[int, int]]
-        ] = []  # in buffers, and an activation
-
-    def _receiver(self, action: Action) -> _Receiver:
-        index = action.stage
-        if index not in self.receivers:
-            device = torch.device(self.program.device_type)
-            arrives = 0 < index <= self.program.random_until
-            self.receivers[index] = _Receiver(self.program.stages[index], device, arrives)
-        return self.receivers[index]
 
     @property
     def bytes(self) -> int:
-        reading = sum(size for size, _, _ in self.reading)
-        return self.pool - reading + sum(self.sent.values()) + sum(self.posted.values())
+        return sum(self.waiting.values()) + sum(self.sent.values())
 
     def before(self, action: Action) -> None:
-        """What arrived for a pass counts as its activation from now on; what was sent before may
-        have arrived."""
-        for message in self.completes.get(action, ()):
-            self.sent.pop(message, None)
-        if action.op in RECEIVES:
-            waiting = self.posted.get((action[1:], action.op[-1]), 0)
-            alone = _bytes(b for b in self._buffers(action) if b.number < 0)
-            self.posted[action[1:], action.op[-1]] = waiting + alone
-        elif action.op in SENDS and (sent := self.edges[action].carries) is not None:
-            self.sent[sent] = self._made(action.stage, sent) - self._kept(action)
-        elif action.op in COMPUTE:
-            event = result_of(action.op)
-            self.posted.pop((action[1:], event), None)
-            for message in self.edges[action].needs:
-                self.posted.pop(message, None)
-            for buffer, readers in self._arrived(action, event):
-                self.reading.append((buffer.spec.bytes, readers, action[1:]))
+        """Counts what is sent or received; what arrived for a pass counts as its activation."""
+        edge = self.edges[action]
+        if action.op in RECEIVES and edge.carries is not None:
+            stage = self.program.stages[action.stage]
+            received = received_specs(stage, self.program.random_until, self.device)
+            specs = received[MESSAGE_OPS[action.op]]
+            self.waiting[edge.carries] = sum(spec.bytes for spec in specs)
+        elif action.op in SENDS and edge.carries is not None:
+            if self.device.type != "cpu":
+                self.sent.clear()
+            made = self._made(action.stage, edge.carries)
+            self.sent[edge.carries] = made - self._kept(action.stage, edge.carries)
+        for message in edge.needs:
+            self.waiting.pop(message, None)
 
     def after(self, action: Action) -> None:
-        """Buffers behind their last reader are buffers again; what is made for a stage on this rank
-        waits."""
-        done = AFTER.get(action.op, ())
-        self.reading = [r for r in self.reading if r[2] != action[1:] or not r[1].isdisjoint(done)]
-        for made, peer in self.edges[action].makes:
-            if peer == self.rank and made.kind in DIRECTION:
-                self.posted[made] = self._made(action.stage, made)
+        """Counts what waits for a stage on this rank, and what only a send keeps from now on."""
+        for message, peer in self.edges[action].makes:
+            if peer == self.rank and message.kind in DIRECTION:
+                self.waiting[message] = self._made(action.stage, message)
+        if result_of(action.op) == B:  # frees the activations
+            sent = Message(F, action.stage + 1, action.microbatch)
+            if sent in self.sent:
+                self.sent[sent] = self._made(action.stage, sent)
 
-    def _buffers(self, action: Action) -> Sequence[Buffer]:
-        return self.buffers.get(action, ())
-
-    def _arrived(self, action: Action, event: str) -> Iterator[tuple[Buffer, frozenset[str]]]:
-        """The buffers of what a pass waited for, each with the passes that read it."""
-        found = self._buffers(Action(f"RECV_{event}", *action[1:]))
-        if (action.stage, event) not in self.readers:
-            arrivals = arrivals_of(self.program.stages[action.stage])
-            self.readers[action.stage, event] = [each.readers for each in arrivals.get(event, ())]
-        both = zip(
-            found, self.readers[action.stage, event], strict=False
-        )  # generator state is last
-        yield from ((buffer, readers) for buffer, readers in both if buffer.number >= 0)
-
-    def _kept(self, action: Action) -> int:
-        """The bytes of a message that the backward reads again: they count as an activation
-        already. It has arrived before they are read for the last time."""
-        if MESSAGE_OPS[action.op] != F:
+    def _kept(self, stage: int, message: Message) -> int:
+        """The bytes of a message that the backward reads again: they count as an activation."""
+        if message.kind != F:
             return 0
-        stage = self.program.stages[action.stage]
-        if action.stage not in self.kept:
-            self.kept[action.stage] = sent_and_kept(stage.pieces["F"], stage.sends.keys())
-        return self.kept[action.stage]
+        program = self.program.stages[stage]
+        return sent_and_kept(program.pieces["F"], program.sends.keys())
 
     def _made(self, stage: int, message: Message) -> int:
         """The bytes of a message that a pass makes."""
@@ -319,10 +274,6 @@ def sent_and_kept(forward: Piece, leaving: Collection[str]) -> int:
 def small_bytes(sizes: Iterable[float]) -> float:
     """Bytes of what travels to other replicas in copies."""
     return sum(size for size in sizes if size < ALONE_BYTES)
-
-
-def _bytes(buffers: Iterable[Buffer]) -> int:
-    return sum(buffer.spec.bytes for buffer in buffers)
 
 
 def copies_bytes(program: Program, rank: int, sizes: Mapping[str, tuple[int, int]]) -> int:

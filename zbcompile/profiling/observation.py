@@ -5,7 +5,8 @@ were idle.
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,12 +15,10 @@ import torch.distributed as dist
 
 from zbcompile.distributed.clocks import Clock, clock_of, offset_to_first
 from zbcompile.distributed.ranks import GroupRanks, Ranks
-from zbcompile.engine.rank import Observer, RankRun, StepRecorder
-from zbcompile.engine.rank_plan import Instruction
 from zbcompile.program.program import Program
 from zbcompile.program.step_record import RecordedSpan, StepRecord
 from zbcompile.schedules import Schedule
-from zbcompile.schedules.ir.actions import SENDS, Action
+from zbcompile.schedules.ir.actions import Action
 
 
 @dataclass
@@ -34,48 +33,32 @@ class ProcessRecord:
 
 
 @dataclass
-class ActionTimes(Observer):
-    """Observes the actions of the ranks in this process during one step."""
+class ActionTimes:
+    """The actions of the ranks in this process during one step.
+
+    `marks` are the begin and end of each, `held` the bytes of activations behind it, `sent` the
+    bytes that each rank has sent.
+    """
 
     program: Program
     schedule: Schedule
     clock: Clock = field(default_factory=Clock)
-    begin: float = field(default_factory=time.perf_counter)
-    marks: dict[int, list[tuple[Action, Any, Any]]] = field(default_factory=dict)
-    held: dict[int, list[int]] = field(default_factory=dict)
-    sent: dict[int, int] = field(default_factory=dict)
-    opened: dict[int, list[list[Any]]] = field(
-        default_factory=dict
-    )  # when each half of what runs began
+    started: float = field(default_factory=time.perf_counter)
+    marks: defaultdict[int, list[tuple[Action, Any, Any]]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
+    held: defaultdict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
+    sent: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))
+    running: dict[tuple[int, Action], Any] = field(default_factory=dict)
 
-    def __call__(
-        self, of: Sequence[Instruction], run: RankRun, execute: Callable[[], None]
-    ) -> None:
-        sent = [
-            run.outbox[each.carries]
-            for each in of
-            if each.action.op in SENDS and each.carries is not None
-        ]
-        self.sent[run.rank] = self.sent.get(run.rank, 0) + sum(
-            tensor.nbytes for each in sent for tensor in each
-        )
-        self.opened.setdefault(run.rank, []).append([self.clock.mark()] * 2)
-        execute()
-        self._note(of[-1].action, run, 1)
-        self.opened[run.rank].pop()
+    def begin(self, action: Action, rank: int) -> None:
+        """Records the begin of an action."""
+        self.running[rank, action] = self.clock.mark()
 
-    def ended(self, first: Action, run: RankRun) -> None:
-        self._note(first, run, 0)
-
-    def began(self, second: Action, run: RankRun) -> None:
-        self.opened[run.rank][-1][1] = self.clock.mark()
-
-    def _note(self, action: Action, run: RankRun, half: int) -> None:
-        self.marks.setdefault(run.rank, []).append(
-            (action, self.opened[run.rank][-1][half], self.clock.mark())
-        )
-        live = sum(stage.live_bytes() for stage in run.runs.values())
-        self.held.setdefault(run.rank, []).append(live)
+    def end(self, action: Action, rank: int, held: int) -> None:
+        """Records the end of an action, behind which the rank holds `held` bytes."""
+        self.marks[rank].append((action, self.running.pop((rank, action)), self.clock.mark()))
+        self.held[rank].append(held)
 
     def seen(self, ahead: float = 0.0) -> ProcessRecord:
         """Waits for the device. The times are on a clock that this process's clock is
@@ -86,7 +69,11 @@ class ActionTimes(Observer):
             for r, found in self.marks.items()
         }
         return ProcessRecord(
-            self.begin - ahead, time.perf_counter() - ahead, timed, self.held, self.sent
+            self.started - ahead,
+            time.perf_counter() - ahead,
+            timed,
+            dict(self.held),
+            {rank: self.sent[rank] for rank in timed},
         )
 
 
@@ -157,13 +144,13 @@ class Observation:
         finally:
             self.record, self._records = before
 
-    def of_step(self) -> StepRecorder | None:
+    def of_step(self) -> "Observation | None":
         """The recorder of the next step; None if no record of it is wanted."""
         if not self.record:
             self.last_step = None
         return self if self.record else None
 
-    def of_forward(self) -> StepRecorder | None:
+    def of_forward(self) -> "Observation | None":
         """The recorder of a run of forwards; None if no record is wanted."""
         return self if self.record else None
 

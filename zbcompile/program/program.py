@@ -147,13 +147,6 @@ class Program:
         return placement_of(name, self.step.placements or {}) | late
 
     @cached_property
-    def tied(self) -> dict[str, int]:
-        """Rows of a sharded output layer that a stage looks up as its embedding, by name, with that
-        stage's rank."""
-        sharded = () if self.vocabulary is None else self.vocabulary.parameters
-        return {n: self.rank_of(s.stage) for n in sharded for s in self.stages if n in s.trained}
-
-    @cached_property
     def copies(self) -> int:
         """How many copies of the model the ranks hold together: 2 under DualPipe."""
         return len(set(map(self.schedule.copy_of, range(self.schedule.microbatches))))

@@ -13,7 +13,6 @@ from zbcompile.distributed.agreement import agree, gathered, together
 from zbcompile.distributed.equal_tensors import require_equal_tensors
 from zbcompile.distributed.mesh import broadcast
 from zbcompile.distributed.ranks import Ranks
-from zbcompile.distributed.transport import ReceiveBuffers
 from zbcompile.engine.executable import BoundGraphs
 from zbcompile.engine.replicas import sums_of
 from zbcompile.engine.stage_plan import prepare_stage
@@ -103,8 +102,7 @@ class BoundPrograms:
         saved = {member.name for member in program.model.members if member.saved}
         tensors = (*self._model.named_parameters(), *self._model.named_buffers())
         self._saved = {name: tensor for name, tensor in tensors if name in saved}
-        rows = self.shards.own if self.shards else {}
-        elsewhere = {name for name in rows if program.tied.get(name) != self.ranks.rank}
+        elsewhere = self.shards.own if self.shards else {}
         self._own = {
             n: tensor for n, tensor in self._saved.items() if self.is_own(n) and n not in elsewhere
         }
@@ -310,7 +308,7 @@ class BoundPrograms:
                 release(tensor)
         rank = self.ranks.rank
         sharded = () if program.vocabulary is None else program.vocabulary.parameters
-        in_rows = set(sharded) - set(program.tied) if rank is not None else set()
+        in_rows = set(sharded) if rank is not None else set()
         self.share.make_real(lambda name: self.is_own(name) and name not in in_rows)
         if program.vocabulary is not None:
             whole = dict(self._model.named_parameters())
@@ -347,7 +345,7 @@ class BoundPrograms:
         vocabulary = self._prepare_vocabulary(program, resident, passes)
         self.ranks.watch_over(program.groups.values())
         number = len(self.compilations) - 1
-        return BoundGraphs(program, stages, ReceiveBuffers(device), vocabulary, number=number)
+        return BoundGraphs(program, stages, vocabulary, number=number)
 
     def _compile_passes(self, program: Program) -> CompiledPasses:
         ranks, backend = self.ranks, self._backend

@@ -290,8 +290,6 @@ class Programs:
             for parameter in (*self._model.parameters(), *self.bound.parameters.values()):
                 parameter.grad = None
             self.ranks.replicas.forget()
-            for graphs in self:
-                graphs.buffers.made.clear()  # a message may still arrive in them
             self.cache.forget_plans()
             raise
 

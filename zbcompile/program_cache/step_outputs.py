@@ -5,7 +5,7 @@ from typing import Any, Final
 import torch
 
 from zbcompile.batches.losses import total_loss
-from zbcompile.engine.executable import Executable, Made
+from zbcompile.engine.executable import Executable, Outputs
 from zbcompile.errors import PipelineError
 from zbcompile.program.output import Output
 
@@ -40,7 +40,7 @@ def keyword(kind: bool | str) -> str:
     return "return_metrics=True" if kind == METRICS else f"return_outputs={kind!r}"
 
 
-def joined_outputs(made: Made, executable: Executable, rows: int | None, reduction: str) -> Any:
+def joined_outputs(made: Outputs, executable: Executable, rows: int | None, reduction: str) -> Any:
     """What a step returns besides its loss: leaves with a row for each of the `rows` samples of a
     microbatch are concatenated, floating scalars combined as losses are, others are lists over the
     microbatches.
@@ -65,7 +65,7 @@ def _joined(parts: list[torch.Tensor], rows: int | None, reduction: str) -> Any:
     return parts
 
 
-def joined_rows(made: Made, outputs: dict[int, Output]) -> Any:
+def joined_rows(made: Outputs, outputs: dict[int, Output]) -> Any:
     """The output of an evaluation: the rows of its microbatches, joined into one batch. `outputs`
     says, by microbatch, how to rebuild it."""
     chosen = {name: [parts[i] for i in outputs] for name, parts in made.items()}

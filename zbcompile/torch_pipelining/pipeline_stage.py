@@ -25,7 +25,6 @@ from zbcompile.model.seeds import microbatch_seed, undisturbed
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.torch_names import dtype_named
 from zbcompile.program.program import Program
-from zbcompile.program.receive_buffers import arrivals_at
 from zbcompile.torch_private import group_between
 
 Tensors = list[torch.Tensor]
@@ -94,13 +93,13 @@ class CompiledPipelineStage(PipelineStage):
         )
         self.stage_index_to_group_rank = {i: program.rank_of(i) for i in range(count)}
         self._compiled, self._program, self._parameters = stage, program, parameters
-        self._arrivals = arrivals_at(stage)
         self._steps = 0
         self._keeps = True  # whether torch asked for the output of the present microbatch
         # whether the present run has a backward: an evaluation counts as no step
         self._trains = False
         self._run: StageRun | None = None
         self._finished = 0
+        self._receives_of = stage.receives
         self._arrived: dict[tuple[str, int], Tensors] = {}
         self._made: dict[tuple[str, int], Tensors] = {}
 
@@ -254,7 +253,7 @@ class CompiledPipelineStage(PipelineStage):
         return self._receives("B", bwd_chunk_id, self.stage_index + 1) if self.has_backward else []
 
     def _receives(self, op: str, microbatch: int, source: int) -> list[dist.P2POp]:
-        buffers = [packed_buffer(arrival.spec, self.device) for arrival in self._arrivals[op]]
+        buffers = [packed_buffer(spec, self.device) for spec in self._receives_of[op]]
         self._arrived[op, microbatch] = buffers
         return [self._operation(dist.irecv, buffer, source) for buffer in buffers]
 

@@ -22,7 +22,7 @@ from zbcompile.schedules import (
     to_svg,
     with_updates,
 )
-from zbcompile.schedules.ir.actions import EXCHANGES, GATHER, OPT, REDUCE, VALIDATE, flatten
+from zbcompile.schedules.ir.actions import GATHER, OPT, REDUCE, VALIDATE, flatten
 from zbcompile.schedules.lowering.updates import UPDATES
 
 NAMES = ("1f1b", "interleaved-1f1b", "zb-h1", "zb-v", "dualpipe-v", "v-min")
@@ -78,28 +78,6 @@ def test_an_update_takes_the_time_of_the_optimizer_and_has_a_look() -> None:
     t = simulate(schedule, replace(Costs.uniform(2), optimizer=(1, 1)))
     assert t.makespan == simulate(build("zb-h1", ranks=2, microbatches=2)).makespan + 1
     assert f'fill="url(#{OPT})"' in to_svg(t)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_exchanges_surround_a_program_and_cost_nothing(name: str) -> None:
-    plain = lower(build(name, ranks=4, microbatches=8))
-    program = with_updates(plain, EXCHANGES)
-    check(program)
-    assert program.compute_only() == plain.compute_only()
-    before, free = simulate(plain), simulate(program)
-    assert (before.makespan, before.cost, before.bubble) == (free.makespan, free.cost, free.bubble)
-    order = program.orders[0]
-    for damaged in (
-        order[:-1],
-        (*order[:5], order[-1], *order[5:-1]),
-        (*order[:-2], *order[:-3:-1]),
-        (*order, order[0]),
-    ):
-        with pytest.raises(
-            ScheduleError,
-            match=r"all ranks run the same exchanges|never runs OUTPUT|appears a second time",
-        ):
-            check(replace(program, orders=(damaged, *program.orders[1:])))
 
 
 def changed(schedule: Schedule, rank: int, order: list[object]) -> Schedule:

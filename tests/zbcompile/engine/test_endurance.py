@@ -1,12 +1,10 @@
-"""Nothing grows: receive buffers with the microbatches, what is unsent within a step, or anything
-over many steps."""
+"""Nothing grows over many steps."""
 
 import gc
 import os
 import threading
 import time
 import tracemalloc
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,11 +14,6 @@ from tests.support.live_storages import leave_aside
 from tests.support.oracle import PROBLEMS
 from tests.support.pool import Pool
 from tests.support.training import Case, pipeline_of
-from zbcompile.distributed.ranks import GroupRanks
-from zbcompile.distributed.transport import PointToPoint, Tensors
-from zbcompile.engine.rank_plan import plan_rank
-from zbcompile.schedules import build, lower
-from zbcompile.schedules.lowering.edges import Message
 
 
 def compiled(case: Case):
@@ -28,57 +21,6 @@ def compiled(case: Case):
     batch = PROBLEMS[case.problem].batches(1, 2 * case.microbatches)[0]
     pipe.compile(*batch.args, target=batch.target)
     return pipe, batch
-
-
-def test_receive_buffers_do_not_grow_with_microbatches() -> None:
-    """1F1B holds as many activations as there are ranks below; one more is under way, and one
-    gradient."""
-    pipe, _ = compiled(Case("mlp", "1f1b", 4, 4))
-    program = pipe.program
-    stages = pipe._compiled.first().stages
-    for name in ("1f1b", "zb-h1", "gpipe"):
-        counts = []
-        for microbatches in (8, 16):
-            lowered = lower(build(name, 4, microbatches))
-            task = replace(program, lowered=lowered), [stages] * microbatches
-            plans = [plan_rank(task[0], rank, task[1], {}) for rank in range(4)]
-            counts.append([sum(plan.buffers.values()) for plan in plans])
-        few, many = counts
-        if name == "gpipe":  # keeps what arrives of every microbatch
-            assert all(b - a == 8 for a, b in zip(few[1:], many[1:], strict=True))
-        else:
-            assert few == many
-            assert max(many) <= 4 + 2
-
-
-class Counted(PointToPoint):
-    """The messages of the runtime, counting how many sends it holds at once."""
-
-    most = 0
-
-    def send(self, message: Message, tensors: Tensors, peer: int) -> None:
-        super().send(message, tensors, peer)
-        Counted.most = max(Counted.most, len(self.sends))
-
-
-def most_sends(case: Case) -> int:
-    original = GroupRanks.transport
-    GroupRanks.transport = lambda self, *given: Counted(**vars(original(self, *given)))  # type: ignore[method-assign]
-    try:
-        pipe, batch = compiled(case)
-        Counted.most = 0
-        pipe.step(*batch.args, target=batch.target)
-        return Counted.most
-    finally:
-        GroupRanks.transport = original  # type: ignore[method-assign]
-
-
-@pytest.mark.mostly_slow(every=2)
-@pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-def test_sent_memory_is_released_within_the_step(schedule: str, pool: Pool) -> None:
-    few, many = (max(pool.run(most_sends, Case("mlp", schedule, 2, m))) for m in (8, 16))
-    assert few == many <= 4
 
 
 def grown(case: Case, steps: int) -> dict[str, int]:

@@ -1,6 +1,6 @@
 """What is alive between actions is what the program says, byte for byte, and nothing else is."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,17 +14,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import zbcompile
 from zbcompile.cli.target import load_example
 from zbcompile.compiler.compile_example import one_microbatch
-from zbcompile.distributed.transport import ReceiveBuffers, Transport
+from zbcompile.distributed.transport import Transport
 from zbcompile.engine.executable import BoundGraphs, plan_step
 from zbcompile.engine.gradients import Gradients
-from zbcompile.engine.rank import Observer, RankRun
-from zbcompile.engine.rank_plan import Instruction
+from zbcompile.engine.rank import RankRun
 from zbcompile.engine.stage import StageRun
 from zbcompile.engine.stage_plan import prepare_stage
 from zbcompile.engine.step import interleave
 from zbcompile.faults.fault_report import Position
 from zbcompile.model.seeds import undisturbed
 from zbcompile.passes.graph.roles import Slot
+from zbcompile.profiling.observation import ActionTimes
 from zbcompile.program.program import Program
 from zbcompile.schedules.ir.actions import Action
 
@@ -61,39 +61,34 @@ def storages(values: Iterable[Tensor | None]) -> dict[int, int]:
 
 
 @dataclass
-class Auditor(Observer):
+class Auditor(ActionTimes):
     """After every action, or pair of them in one graph, compares what lives with what the program
     says."""
 
-    program: Program
-    births: Births
-    mail: Transport
+    births: Births = field(kw_only=True)
+    mail: Transport = field(kw_only=True)
     ranks: list[RankRun] = field(default_factory=list)
     waiting: dict[tuple[int, int], str] = field(default_factory=dict)
-    depth: int = 0
+    open_pair: Action | None = None
     checks: int = 0
     pairs: int = 0
 
-    def __call__(
-        self, of: Sequence[Instruction], run: RankRun, execute: Callable[[], None]
-    ) -> None:
-        actions = [each.action for each in of]
-        self.depth += 1
-        execute()
-        self.depth -= 1
-        for action in actions:
-            if action.op in ("F", "B", "W", "BW"):
-                self.waiting[action.stage, action.microbatch] = {"F": "kept", "B": "residue"}.get(
-                    action.op, ""
-                )
-        if (
-            not self.depth
-        ):  # what is sent in the middle of a pair is looked at when the pair is done
-            self._check(actions)
+    def begin(self, action: Action, rank: int) -> None:
+        """Remembers that a pair has begun."""
+        pairs = {pair[0]: pair[1] for pair in self.ranks[rank].program.merged}
+        self.open_pair = pairs.get(action, self.open_pair)
 
-    def ended(self, first: Action, run: RankRun) -> None:
-        """The first half of a pair has ended."""
-        self.pairs += 1
+    def end(self, action: Action, rank: int, held: int) -> None:
+        """Checks what lives; what a pair sends in its middle is looked at when the pair is done."""
+        if action.op in ("F", "B", "W", "BW"):
+            self.waiting[action.stage, action.microbatch] = {"F": "kept", "B": "residue"}.get(
+                action.op, ""
+            )
+        if action == self.open_pair:
+            self.open_pair = None
+            self.pairs += 1
+        if self.open_pair is None:
+            self._check([action])
 
     def _check(self, actions: Sequence[Action]) -> None:
         for rank in self.ranks:
@@ -195,14 +190,15 @@ def audit(example: zbcompile.Example, program: Program) -> Auditor:
         i: prepare_stage(stage, resident, device, program.random_until)
         for i, stage in enumerate(program.stages)
     }
-    graphs = [BoundGraphs(program, stages, ReceiveBuffers(device))] * MICROBATCHES
+    graphs = [BoundGraphs(program, stages)] * MICROBATCHES
     executable = plan_step(graphs, graphs, program.lowered, range(RANKS))
     inputs = [one_microbatch(example).tensors for _ in range(MICROBATCHES)]
     mail, births = Transport(), Births()
-    auditor = Auditor(program, births, mail)
+    order, plans = executable.ordered()
+    auditor = Auditor(program, order, births=births, mail=mail)
     with births, undisturbed(device), torch.no_grad():
         factor = torch.ones(()) / MICROBATCHES
-        for rank, plan in enumerate(executable.plans):
+        for rank, plan in enumerate(plans):
             gradients = Gradients(dict(model.named_parameters()), program.shared, program.choices)
             runs = {
                 i: StageRun(

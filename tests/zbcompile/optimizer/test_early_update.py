@@ -99,7 +99,7 @@ def test_the_update_is_an_action_of_the_step() -> None:
     assert record is not None
     actions = [span.action for span in record.spans[0]]
     assert actions.index("OPT3.0") < actions.index("W0.3") < actions.index("OPT0.0")
-    assert actions[actions.index("OPT0.0") + 1 :] == ["DRAIN0.0", "SYNC0.0", "FINAL0.0", "LOSS0.0"]
+    assert actions[-1] == "OPT0.0"
     assert zbcompile.schedules.check(record.schedule)
     assert sum(record.costs.optimizer) > 0
     optimizer.zero_grad()

@@ -37,7 +37,6 @@ from tests.support.vocabulary_training import VocabularyCase
 from zbcompile.passes.stage.pass_graph import graph_text
 from zbcompile.program.manifest import digest_of
 from zbcompile.program.program import Program
-from zbcompile.program.receive_buffers import arrivals_of
 from zbcompile.schedules.generators.interlaced import interlaced
 
 SMALL = Case("mlp", "1f1b", 2, 2)
@@ -427,7 +426,6 @@ def test_a_program_is_read_as_it_was_saved(saved: Callable[[Case], Path]) -> Non
             assert piece.inputs == their.pieces[name].inputs
             assert piece.outputs == their.pieces[name].outputs
             assert graph_text(piece.module.graph) == graph_text(their.pieces[name].module.graph)
-        assert arrivals_of(our) == arrivals_of(their)
 
 
 @pytest.mark.slow

@@ -101,7 +101,7 @@ def test_pairs_of_two_shapes_are_one_graph_that_is_made_once() -> None:
     found = []
     for _ in range(2):
         assert torch.equal(pipe.step(microbatches=parts), eagerly(model, parts))
-        plan, other = pipe._compiled.cache.plans[-1].plans
+        plan, other = pipe._compiled.cache.plans[-1].ordered()[1]
         pairs = [
             step
             for order in pipe.program.schedule.orders
