@@ -62,6 +62,7 @@ def test_links_have_latency_and_bandwidth() -> None:
     )
     t = simulate(build("gpipe", ranks=2, microbatches=1), costs)
     assert t.makespan == 10 + (1 + 6 / 2) + 20 + (5 + 6 / 3) + 10
+    assert t.spans_of(1)[0].start == 10 + (1 + 6 / 2)  # each direction has its own link
 
 
 def test_a_pair_runs_as_one_step() -> None:
