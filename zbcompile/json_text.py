@@ -1,13 +1,16 @@
-"""JSON that a person can read and compare: the outer levels one entry a line, what is inside them
-on that line; and dataclasses from it, with every field of its type."""
+"""JSON that a person can read and compare, and records as JSON values.
+
+`to_plain` and `from_plain` convert dataclasses, named tuples and containers by the types of their
+fields. `converters` have a function for every other type.
+"""
 
 import json
-from collections.abc import Mapping
-from dataclasses import is_dataclass
-from types import UnionType
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-T = TypeVar("T")
+Converters = Mapping[type, Callable[[Any], Any]]
 
 
 def to_text(value: Any, depth: int) -> str:
@@ -36,39 +39,66 @@ def _broken(value: Any, depth: int) -> str:
     return f"{opening}\n" + ",\n".join(items) + f"\n{closing}"
 
 
-def from_plain(kind: type[T], data: Mapping[str, Any]) -> T:
-    """A dataclass of numbers, texts, tuples of these and other such dataclasses, from what `asdict`
-    made of it, through JSON.
+def to_plain(value: Any, converters: Converters) -> Any:
+    """Returns records, mappings and tuples as JSON values."""
+    convert = converters.get(type(value))
+    if convert is not None:
+        return convert(value)
+    if is_dataclass(value):
+        names = [field.name for field in fields(value)]
+        return {name: to_plain(getattr(value, name), converters) for name in names}
+    if isinstance(value, Mapping):
+        return {str(key): to_plain(entry, converters) for key, entry in value.items()}
+    if isinstance(value, tuple | list):
+        return [to_plain(entry, converters) for entry in value]
+    return value
 
-    Raises TypeError for a name that it lacks, and for a value that is not of the type of its field.
+
+def from_plain(hint: Any, data: Any, converters: Converters) -> Any:
+    """Returns the value of type `hint` that `to_plain` wrote.
+
+    Raises TypeError if a value is not of the type of its field, KeyError if a field is missing.
     """
-    hints = get_type_hints(kind)
-    made = kind(**{name: _value_of(hints.get(name), value) for name, value in data.items()})
-    for name, hint in hints.items():
-        if not _fits(getattr(made, name), hint):
-            raise TypeError(f"{name} of {kind.__name__} is {getattr(made, name)!r}")
-    return made
-
-
-def _value_of(hint: Any, value: Any) -> Any:
-    if isinstance(hint, type) and is_dataclass(hint) and isinstance(value, dict):
-        return from_plain(hint, value)
-    return _as_tuples(value)
-
-
-def _as_tuples(value: Any) -> Any:
-    return tuple(map(_as_tuples, value)) if isinstance(value, list) else value
-
-
-def _fits(value: Any, hint: Any) -> bool:
-    origin, inner = get_origin(hint), get_args(hint)
-    if origin is Literal:
-        return any(type(value) is type(each) and value == each for each in inner)
+    origin, args = get_origin(hint), get_args(hint)
+    if hint in converters:
+        return converters[hint](data)
     if origin in (UnionType, Union):
-        return any(_fits(value, each) for each in inner)
-    if origin is not tuple:
-        return type(value) in ((int, float) if hint is float else (hint,))
-    if not isinstance(value, tuple):
-        return False
-    wanted = inner[:1] * len(value) if inner[-1] is Ellipsis else inner
-    return len(value) == len(wanted) and all(map(_fits, value, wanted))
+        return _from_union(args, data, converters)
+    if isinstance(hint, type) and is_dataclass(hint):
+        hints = get_type_hints(hint)
+        values = {field.name: (hints[field.name], data[field.name]) for field in fields(hint)}
+        return hint(**{name: from_plain(*pair, converters) for name, pair in values.items()})
+    if isinstance(hint, type) and hasattr(hint, "_fields"):
+        pairs = zip(get_type_hints(hint).values(), data, strict=True)
+        return hint(*(from_plain(*pair, converters) for pair in pairs))
+    if origin in (tuple, Sequence) and isinstance(data, list):
+        repeated = origin is Sequence or args[-1] is Ellipsis
+        hints_of_items = args[:1] * len(data) if repeated else args
+        pairs = zip(hints_of_items, data, strict=True)
+        return tuple(from_plain(*pair, converters) for pair in pairs)
+    if origin in (dict, Mapping) and isinstance(data, dict):
+        key, entry = args
+        return {
+            int(name) if key is int else name: from_plain(entry, item, converters)
+            for name, item in data.items()
+        }
+    if origin is Literal:
+        fits = any(type(data) is type(choice) and data == choice for choice in args)
+    else:
+        fits = type(data) in ((int, float) if hint is float else (hint,))
+    if not fits:
+        raise TypeError(f"received {data!r:.80}; expected {getattr(hint, '__name__', hint)}")
+    return data
+
+
+def _from_union(hints: Sequence[Any], data: Any, converters: Converters) -> Any:
+    """Returns the value of the first type that fits."""
+    if data is None and NoneType in hints:
+        return None
+    *others, last = [hint for hint in hints if hint is not NoneType]
+    for hint in others:
+        try:
+            return from_plain(hint, data, converters)
+        except (TypeError, ValueError, KeyError):
+            continue
+    return from_plain(last, data, converters)

@@ -32,7 +32,7 @@ from tabulate import tabulate
 
 import zbcompile
 from zbcompile.backends.backend import compile_passes, make_backend
-from zbcompile.program.directories import read_manifest, read_program
+from zbcompile.program.directory import read_manifest, read_program
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.vs_torch import LAYERS, Contender, case, ours, torchs

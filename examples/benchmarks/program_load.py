@@ -33,7 +33,7 @@ def gpt() -> zbcompile.Example:
 def own_bytes(folder: Path, rank: int) -> int:
     """What a rank reads."""
     shared = sum((folder / name).stat().st_size for name in ("manifest.json", "schedule.json"))
-    return shared + sum(path.stat().st_size for path in (folder / f"rank-{rank:04d}").iterdir())
+    return shared + sum(path.stat().st_size for path in folder.glob(f"rank-{rank:04d}.*"))
 
 
 def _nothing(name: str, tensor: torch.Tensor) -> None:

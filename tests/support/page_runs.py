@@ -64,7 +64,7 @@ NOT_RUN = {  # by a part of the command, which ends with "$"
 }
 LONG = re.compile(  # takes more than five minutes on two cores
     r"pytest|_sweep|tests\.support\.(?:damage|killed_saves|killing|latecomers|elastic_runs|slow_links|soak)"
-    r"|fault_table|hostile_programs|(?:published_gpts|vs_torch|promise|inductor|split_tax)\.py|overlap_tp\.py$"
+    r"|fault_table|(?:published_gpts|vs_torch|promise|inductor|split_tax)\.py|overlap_tp\.py$"
 )
 RANKS = {  # processes that run a page's snippets, if not two
     "docs/checkpoints.md": 1,

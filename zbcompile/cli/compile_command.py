@@ -13,7 +13,7 @@ from zbcompile.compiler.compile_example import compile_example_forward
 from zbcompile.distributed.process_group import device_of, is_alone
 from zbcompile.errors import PipelineError
 from zbcompile.persistence.safetensors_weights import save_weights
-from zbcompile.program.directories import program_in, save_here
+from zbcompile.program.directory import program_files, save_here
 from zbcompile.program.program import Program
 from zbcompile.progress import Say
 from zbcompile.schedules import Schedule
@@ -25,8 +25,7 @@ class CompileRequest(Plan):
 
     output: Path
     weights: Path | None
-    also: list[str]
-    only: list[str]
+    only: str | None
 
 
 def run(chosen: argparse.Namespace, say: Say) -> None:
@@ -36,7 +35,7 @@ def run(chosen: argparse.Namespace, say: Say) -> None:
         raise PipelineError(
             "one process compiles for all ranks. Start zbcompile.compile without torchrun."
         )
-    program_in(request.output)  # a wrong place is refused before a long compilation
+    program_files(request.output)  # a wrong place is refused before a long compilation
     options = request.options
     if request.weights is not None and request.fake:
         raise PipelineError(
@@ -53,11 +52,11 @@ def run(chosen: argparse.Namespace, say: Say) -> None:
         f"{type(example.model).__name__} is built; capturing it for {schedule.name},"
         f" {schedule.ranks} ranks"
     )
-    program = replace(_programs(example, schedule, request, say), writer=save_here)
+    program = replace(_compile(example, schedule, request, say), writer=save_here)
     if request.only and options.vocab not in (None, "off") and program.vocabulary is None:
         raise PipelineError(
             f"--vocab {options.vocab} shards an output layer whose logits nobody needs whole, for "
-            f"log_probs; --only {','.join(request.only)} has none. Leave --vocab out."
+            f"log_probs; --only {request.only} has none. Leave --vocab out."
         )
     program.save(request.output)
     if request.weights is not None:
@@ -69,22 +68,12 @@ def run(chosen: argparse.Namespace, say: Say) -> None:
     print(request.output)
 
 
-def _programs(example: Example, schedule: Schedule, request: CompileRequest, say: Say) -> Program:
-    # eval is placed as the others are
-    names, main = (
-        sorted(request.only, key="eval".__eq__) or request.also,
-        None,
-    )
-    if not request.only:
-        main = replace(compiled(example, schedule, request, say).program, step=request.options.step)
-    programs: dict[str, Program] = {}
-    for name in dict.fromkeys(names):
+def _compile(example: Example, schedule: Schedule, request: CompileRequest, say: Say) -> Program:
+    options = request.options
+    if request.only is None:
+        program = compiled(example, schedule, request, say).program
+    else:
         with quiet(request):
-            forward = compile_example_forward(
-                example, name, schedule, request.options.choices, main
-            )
-        programs[name] = replace(forward, step=request.options.step)
-        main = main or programs.pop(name)
-        say(f"compiled {name}")
-    assert main is not None
-    return replace(main, also=programs)
+            program = compile_example_forward(example, request.only, schedule, options.choices)
+        say(f"compiled {request.only}")
+    return replace(program, step=options.step)

@@ -31,7 +31,7 @@ docs/inspect.md explains every table and the fields of --json.
 _COMPILE = """examples:
   python -m zbcompile.compile examples/targets.py:gpt --schedule zb-h1 --ranks 4 --output program
   python -m zbcompile.compile mypackage.models:seventy_billion --fake --ranks 8 --output program
-  python -m zbcompile.compile mypackage.models:policy --also eval,log_probs --output program
+  python -m zbcompile.compile mypackage.models:policy --only log_probs --output teacher
 
 TARGET is called without arguments and returns (model, args), (model, args, kwargs) or
 zbcompile.Example(model, args, kwargs, loss, target); args are those of one microbatch.
@@ -163,13 +163,6 @@ def _add_output(group: Any) -> None:
     add("--json", action="store_true", help="the tables as JSON")
 
 
-def _forwards(text: str) -> list[str]:
-    names = text.split(",")
-    if not set(names) <= set(FORWARDS):
-        raise argparse.ArgumentTypeError(f"{text!r}; expected some of {','.join(FORWARDS)}")
-    return names
-
-
 def add_compile_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("target", metavar="TARGET", help="package.module:name or path/file.py:name")
     parser.add_argument(
@@ -181,13 +174,9 @@ def add_compile_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         help="write the model's own weights too: .safetensors or a directory",
     )
-    kinds = parser.add_mutually_exclusive_group()
-    helps = {
-        "--also": "besides the step, forwards for zbcompile.load(DIR): eval, log_probs",
-        "--only": "such forwards alone, without a backward",
-    }
-    for flag, text in helps.items():
-        kinds.add_argument(flag, metavar="NAME,NAME", type=_forwards, default=[], help=text)
+    parser.add_argument(
+        "--only", choices=FORWARDS, help="this forward for zbcompile.load(DIR), without a backward"
+    )
     add_flags(parser, ("split", "seed", "backend"))
     add_plan(parser)
 

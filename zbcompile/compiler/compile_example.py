@@ -15,7 +15,7 @@ from zbcompile.compiler.compile_model import compile_program, export_step
 from zbcompile.model.model_info import module_of
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.compile_step import Observer, no_observer
-from zbcompile.program.directories import read_manifest, read_program
+from zbcompile.program.directory import read_manifest, read_program
 from zbcompile.program.program import Program
 from zbcompile.schedules.ir.schedule import Schedule
 
@@ -73,22 +73,20 @@ def compile_example(
 
 
 def compile_example_forward(
-    example: Example,
-    computes: str,
-    schedule: Schedule,
-    choices: Choices,
-    like: Program | None = None,
+    example: Example, computes: str, schedule: Schedule, choices: Choices
 ) -> Program:
-    """A forward of `FORWARDS` for the inputs of `example`: log-probabilities of its target, or of
-    its keyword `labels`, which forward then does not get. Parameters stay where the program `like`
-    has them. Raises CompileError, also for an example without labels."""
+    """Returns the program of a forward for the inputs of `example`.
+
+    Log-probabilities are those of its target, or of its keyword `labels`, which forward then does
+    not get. Raises CompileError, also for an example without labels.
+    """
     kwargs, labels = dict(example.kwargs), None
     if computes != "eval":
         labels = example.target if example.target is not None else kwargs.pop("labels", None)
     with recorded_warnings():
         microbatch = whole_batch(example.args, kwargs, labels).whole
         return compile_forward(
-            example.model, microbatch, computes, ForwardOptions(schedule, like, choices, {})
+            example.model, microbatch, computes, ForwardOptions(schedule, None, choices, {})
         )
 
 

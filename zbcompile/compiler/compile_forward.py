@@ -34,7 +34,7 @@ from zbcompile.passes.vocabulary.output_layer import NotShardableError
 from zbcompile.passes.vocabulary.shard_program import VocabularyProgram, even_bounds
 from zbcompile.passes.vocabulary.trunk import ShardedStep, cut_output_layer
 from zbcompile.passes.vocabulary.whole_logits import require_whole_logits
-from zbcompile.program.directories import save_here
+from zbcompile.program.directory import save_here
 from zbcompile.program.output import FORWARDS
 from zbcompile.program.program import Program, call_of, listed
 from zbcompile.schedules import Placement, Schedule, lower

@@ -37,7 +37,7 @@ from zbcompile.passes.stage.stage_programs import end_pieces, stage_programs
 from zbcompile.passes.step_graph import StepGraph
 from zbcompile.passes.vocabulary.shard_program import VocabularyProgram
 from zbcompile.passes.vocabulary.trunk import ShardedStep
-from zbcompile.program.directories import save_here
+from zbcompile.program.directory import save_here
 from zbcompile.program.output import Output
 from zbcompile.program.program import Program, call_of
 from zbcompile.schedules import Placement, Schedule

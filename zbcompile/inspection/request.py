@@ -14,8 +14,8 @@ from zbcompile.inspection.measured_report import StepComparison, compare_step
 from zbcompile.passes.compile_step import Observer, no_observer
 from zbcompile.passes.machine.hardware import Hardware
 from zbcompile.prediction.predict import Basis, basis_of, hardware_of, require_costs
+from zbcompile.program.directory import MANIFEST
 from zbcompile.program.program import Program
-from zbcompile.program.rank_files import MANIFEST
 from zbcompile.program.step_record import StepRecord, read_record
 from zbcompile.progress import Say
 from zbcompile.schedules import Schedule, Timeline, simulate

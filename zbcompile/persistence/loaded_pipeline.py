@@ -11,7 +11,6 @@ import torch
 from zbcompile.api.pipeline import Pipeline
 from zbcompile.backends.types import GraphCompiler
 from zbcompile.distributed.agreement import agree, together
-from zbcompile.distributed.mesh import Mesh
 from zbcompile.distributed.process_group import find_ranks, is_alone, own_device
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.engine.step import Engine
@@ -21,11 +20,8 @@ from zbcompile.model.materialize import Init
 from zbcompile.model.model_info import has_values, module_of
 from zbcompile.options import BACKENDS, PipelineOptions
 from zbcompile.passes import gpu
-from zbcompile.passes.graph.process_groups import groups_in
 from zbcompile.persistence.checkpoint import load_state
-from zbcompile.program.directories import read_manifest, read_program
-from zbcompile.program.manifest import AGAIN, SavedProgram
-from zbcompile.program.output import FORWARDS
+from zbcompile.program.directory import AGAIN, SavedProgram, read_manifest, read_program
 
 SAME = (
     "Every rank must load the same directory, with the same torch and number of threads"
@@ -103,12 +99,12 @@ def load(
     here = find_ranks(lambda: manifest.device, ranks, mesh, timeout)
     with here.watch.region(f"loading {folder}"):
         program = together(
-            here, f"loading {folder}", lambda: _read_all(folder, manifest, here, operators, init)
+            here, f"loading {folder}", lambda: _read_for(folder, manifest, here, operators, init)
         )
         same = {
             "torch": torch.__version__,
             "threads": torch.get_num_threads(),
-            "digest": program.digests,
+            "digest": program.digest,
         }
         same["debug_nan"] = debug_nan or DEBUG_NAN.read()
         agree(here, same, "loaded different programs", SAME)
@@ -166,20 +162,6 @@ def _options(program: SavedProgram, options: Mapping[str, Any]) -> PipelineOptio
     return PipelineOptions(**{**saved, "schedule": program.schedule, **options})
 
 
-def _read_all(folder: Path, manifest: _Manifest, ranks: Ranks, *rest: Any) -> SavedProgram:
-    """This process's part of the program, and of the forwards saved with it."""
-    program = _read_for(folder, manifest, ranks, *rest)
-    paths = [folder / name for name in FORWARDS if (folder / name).exists()]
-    also = {path.name: _read_for(path, _manifest_of(path), ranks, *rest) for path in paths}
-    for name, forward in also.items():
-        same = (forward.model.members, forward.homes) == (program.model.members, program.homes)
-        if not same or forward.trains:
-            raise PipelineError(
-                f"{folder / name} does not belong to the program in {folder}. {AGAIN}."
-            )
-    return replace(program, also=also)
-
-
 def _read_for(
     folder: Path,
     manifest: _Manifest,
@@ -208,24 +190,14 @@ def _read_for(
             " its values (under fake tensors, or on the meta device). Pass init=fn(name, tensor),"
             " which fills it in place, or compile a model on a real device."
         )
-    groups = _named_here(folder, data["dimensions"], program, ranks.mesh)
-    return replace(program, groups=groups)
-
-
-def _named_here(
-    folder: Path, sizes: Mapping[str, int], program: SavedProgram, mesh: Mesh
-) -> dict[str, str]:
-    """This process's names of the groups in the graphs, by dimension of the mesh."""
-    pieces = [piece for stage in program.stages for piece in stage.pieces.values()]
-    used = {group for piece in pieces for group in groups_in(piece.module.graph)}
-    if not used <= sizes.keys():
-        raise PipelineError(
-            f"{folder} has graphs for {sorted(used)}, and says {sorted(sizes)}: damaged. {AGAIN}."
-        )
-    for name, size in sizes.items():
-        if name not in mesh.names or mesh.size(name) != size:
+    for name, size in data["dimensions"].items():
+        if name not in ranks.mesh.names or ranks.mesh.size(name) != size:
             raise PipelineError(
                 f'{folder} was compiled for {size} ranks along "{name}", but there are'
-                f' {mesh.size(name)}. Pass mesh= with "{name}" of size {size}, or compile it again.'
+                f' {ranks.mesh.size(name)}. Pass mesh= with "{name}" of size {size}, or compile it'
+                " again."
             )
-    return {label: name for name, label in mesh.labels.items() if label in sizes}
+    labels = ranks.mesh.labels.items()
+    return replace(
+        program, groups={label: name for name, label in labels if label in program.groups}
+    )

@@ -7,7 +7,6 @@ from typing import Any
 from zbcompile.errors import PipelineError
 from zbcompile.passes.capture.structures import OutputStructure, TensorPosition, vars_of
 from zbcompile.passes.graph.roles import TensorSpec
-from zbcompile.passes.torch_names import dtype_named
 from zbcompile.passes.vocabulary.log_probs import log_probs
 
 # What a forward can compute: the model's output, or what is read of it.
@@ -19,9 +18,10 @@ class Output:
     """A value that a program returns of its forward.
 
     Attributes:
-        computes: Its name, such as "eval", as `python -m zbcompile.compile --also` takes
-        it. structure: The value with a position in the place of every tensor. made: The stage that
-        makes each tensor and its form for one microbatch, by slot name, in the order of positions.
+        computes: Its name, such as "eval".
+        structure: The value with a position in the place of every tensor.
+        made: The stage that computes each tensor and its form for one microbatch, by slot name, in
+            the order of positions.
     """
 
     computes: str
@@ -50,25 +50,16 @@ class Output:
         return self.structure.rebuild([tensors[name] for name in self.made])
 
 
-def output_to_data(output: Output | None) -> dict[str, Any] | None:
-    """Returns an output as JSON values. Raises PipelineError for a class that data cannot
-    describe."""
-    if output is None:
-        return None
-    made = {name: [stage, spec_to_data(spec)] for name, (stage, spec) in output.made.items()}
-    return {"computes": output.computes, "form": _to_data(output.structure.template), "made": made}
+def structure_to_data(structure: OutputStructure) -> Any:
+    """Returns the structure of an output as JSON values. Raises PipelineError for a class that
+    data cannot describe."""
+    return _to_data(structure.template)
 
 
-def output_from_data(data: dict[str, Any] | None, device: str) -> Output | None:
-    """Returns the output that `output_to_data` wrote; an object of a class comes back as a
+def structure_from_data(data: Any) -> OutputStructure:
+    """Returns the structure that `structure_to_data` wrote; an object comes back as a
     dictionary."""
-    if data is None:
-        return None
-    made = {
-        name: (int(stage), spec_from_data(spec, device))
-        for name, (stage, spec) in data["made"].items()
-    }
-    return Output(data["computes"], OutputStructure(_from_data(data["form"], len(made))), made)
+    return OutputStructure(_from_data(data))
 
 
 def _to_data(value: Any) -> Any:
@@ -77,40 +68,23 @@ def _to_data(value: Any) -> Any:
     if isinstance(value, TensorPosition):
         return {"tensor": value.index}
     if isinstance(value, list | tuple):
-        return {"tuple" if isinstance(value, tuple) else "list": [_to_data(each) for each in value]}
+        entries = [_to_data(entry) for entry in value]
+        return {"tuple" if isinstance(value, tuple) else "list": entries}
     mapping = value if isinstance(value, Mapping) else vars_of(value)
     if mapping and all(isinstance(key, str) for key in mapping):
-        return {"mapping": {key: _to_data(each) for key, each in mapping.items()}}
+        return {"mapping": {key: _to_data(entry) for key, entry in mapping.items()}}
     raise PipelineError(
         f"the model's output holds a {type(value).__name__}, which a saved program cannot describe."
         " Return tensors, numbers, and lists, tuples and mappings of them."
     )
 
 
-def _from_data(data: Any, tensors: int) -> Any:
+def _from_data(data: Any) -> Any:
     if not isinstance(data, dict):
         return data
     ((kind, value),) = data.items()
     if kind == "tensor":
-        return TensorPosition(range(tensors)[value])
+        return TensorPosition(value)
     if kind == "mapping":
-        return {key: _from_data(each, tensors) for key, each in value.items()}
-    return {"tuple": tuple, "list": list}[kind](_from_data(each, tensors) for each in value)
-
-
-def spec_to_data(spec: TensorSpec) -> list[Any]:
-    return [list(spec.shape), list(spec.stride), spec.dtype, spec.needs_gradient]
-
-
-def spec_from_data(data: list[Any], device: str) -> TensorSpec:
-    shape, stride, dtype, needs_gradient = data
-    sizes = sizes_from_data(shape), sizes_from_data(stride)
-    dtype_named(dtype)  # a name that torch has
-    return TensorSpec(*sizes, dtype, device, bool(needs_gradient))
-
-
-def sizes_from_data(data: Any) -> tuple[int, ...]:
-    """Sizes or strides. Raises TypeError for anything but a list of whole numbers from 0 on."""
-    if not isinstance(data, list) or not all(type(size) is int and size >= 0 for size in data):
-        raise TypeError(f"{data!r} are no sizes of a tensor")
-    return tuple(data)
+        return {key: _from_data(entry) for key, entry in value.items()}
+    return {"tuple": tuple, "list": list}[kind](_from_data(entry) for entry in value)

@@ -52,8 +52,7 @@ class Program:
       one microbatch, at the end of a step.
     * What was decided: `plan` says how `schedule="auto"` chose (None for a schedule that was
       given).
-    * Its directory: `also` are the other programs there (forwards, by what they compute), `writer`
-      is the function that saves it.
+    * `writer` is the function that saves it; None for a program that was loaded.
     """
 
     model: ModelFacts
@@ -72,7 +71,6 @@ class Program:
     groups: Mapping[str, str] = field(default_factory=dict, compare=False)
     output: Output | None = None
     changed_state: frozenset[str] = field(default=frozenset(), repr=False, compare=False)
-    also: Mapping[str, "Program"] = field(default_factory=dict, repr=False)
     plan: str = field(default="", compare=False)
     ends: Mapping[int, Piece] = field(default_factory=dict, repr=False)
     writer: Callable[["Program", Path], None] | None = field(

@@ -52,7 +52,7 @@ from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.module_state import ModuleState
 from zbcompile.passes.torch_private import hooks_of
 from zbcompile.prediction.memory_limit import compile_within_memory
-from zbcompile.program.directories import save_program
+from zbcompile.program.directory import save_program
 from zbcompile.program.program import Program, call_of, listed
 from zbcompile.program_cache.bound_programs import BoundPrograms
 from zbcompile.program_cache.cache import (
@@ -109,11 +109,9 @@ class Programs:
         self._last_state: tuple[Any, ...] | None = None
         if saved is not None:
             bound.hold(saved)
-            for each in (saved, *saved.also.values()):
-                graphs = bound.prepare_step(each) if each.trains else bound.prepare(each)
-                key: Any = each.call if each.trains else each.returns.computes
-                self.cache.add(key, (), (graphs,), each.exchanges, evaluates=not each.trains)
-                bound.trained |= each.trained
+            graphs = bound.prepare_step(saved) if saved.trains else bound.prepare(saved)
+            key: Any = saved.call if saved.trains else saved.returns.computes
+            self.cache.add(key, (), (graphs,), saved.exchanges, evaluates=not saved.trains)
 
     def __iter__(self) -> Iterator[BoundGraphs]:
         return (entry.graphs[0] for entry in self.cache.steps)
@@ -465,8 +463,8 @@ class Programs:
         if computes not in held:
             raise PipelineError(
                 f"the directory holds {', '.join(held) or 'the training step alone'}, and cannot"
-                f" compute {computes}. Compile it with --also {computes}, or make a pipeline of the"
-                " model."
+                f" compute {computes}. Compile a directory with --only {computes}, or make a"
+                " pipeline of the model."
             )
         program = held[computes]
         require_words(batch, program)

@@ -3,9 +3,9 @@ ones."""
 
 import argparse
 import inspect
-import json
-from dataclasses import fields, replace
+from dataclasses import fields
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,10 +17,9 @@ import zbcompile
 from zbcompile import PipelineError, errors
 from zbcompile.cli.command_line import split_options
 from zbcompile.cli.option_flags import FLAGS, OPTION_FLAGS, add_flags, flag_of
-from zbcompile.options import OPTIONS, REMOVED, PipelineOptions, StepOptions, checked
+from zbcompile.options import OPTIONS, REMOVED, PipelineOptions, checked
 from zbcompile.passes.compile_options import Choices, read_bytes
 from zbcompile.passes.machine.hardware import Hardware
-from zbcompile.program.manifest import _choices_from_data, _options_to_data, _step_from_data
 from zbcompile.schedules import build
 
 SPELLED = {
@@ -197,13 +196,22 @@ def test_unknown_keyword() -> None:
         zbcompile.pipeline(nn.Linear(2, 2), microbatch=2)
 
 
-def test_options_of_a_saved_program() -> None:
-    choices = Choices(
-        recompute=("full", 0.5), balance=("2",), accumulate_dtype=torch.float32, memory=1 << 20
-    )
-    assert _choices_from_data(json.loads(json.dumps(_options_to_data(choices)))) == choices
-    step = replace(StepOptions(), seed=3, split={"x": True}, backend="mine")
-    assert _step_from_data(json.loads(json.dumps(_options_to_data(step)))) == step
+def test_options_of_a_saved_program(tmp_path: Path) -> None:
+    """A loaded program has the options that it was compiled with."""
+    options = {
+        "recompute": ("full", 0.5),
+        "balance": ("4",),
+        "accumulate_dtype": torch.float32,
+        "memory": 1 << 30,
+        "hardware": "a100-80g",
+        "seed": 3,
+        "split": {"args[0]": True},
+    }
+    pipe = tiny(schedule="1f1b", ranks=2, microbatches=2, **options)
+    program = pipe.compile(torch.ones(4, 4), target=torch.ones(4, 4)).program
+    program.save(tmp_path)
+    loaded = zbcompile.load(tmp_path).program
+    assert (loaded.choices, loaded.step) == (program.choices, program.step)
 
 
 class Tiny(nn.Sequential):

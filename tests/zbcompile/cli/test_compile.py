@@ -172,8 +172,9 @@ def test_every_option_arrives(target: str, tmp_path: Path) -> None:
         "optimizer_state": 1.0,
         "accumulate_dtype": "float64",
     }
-    assert {key: written["choices"][key] for key in expected} == expected
-    assert (written["step"]["seed"], written["step"]["split"], len(written["stages"])) == (
+    program = written["program"]
+    assert {key: program["choices"][key] for key in expected} == expected
+    assert (program["step"]["seed"], program["step"]["split"], len(program["stages"])) == (
         7,
         {"args[0]": True},
         2,

@@ -1,4 +1,4 @@
-"""Programs that hold forwards beside the step, or alone: evaluation without the model's source."""
+"""Programs that hold a forward: evaluation without the model's source."""
 
 from pathlib import Path
 from typing import Any
@@ -44,27 +44,15 @@ def log_probs_of(logits: Tensor, tokens: Tensor) -> Tensor:
 
 
 @pytest.mark.slow
-def test_forwards_beside_the_step(tmp_path: Path, whole: Any) -> None:
-    model, tokens, logits = whole
-    compiled(tmp_path, "--also", "eval,log_probs")
-    pipe = zbcompile.load(tmp_path, state_dict=model.state_dict())
-    assert torch.equal(pipe.eval(tokens), logits)
-    assert torch.equal(pipe.log_probs(tokens, labels=tokens), log_probs_of(logits, tokens))
-    pipe.step(tokens.repeat(2, 1), target=tokens.repeat(2, 1))
-    assert torch.equal(pipe.eval(tokens), logits)
-    with pytest.raises(zbcompile.PipelineError, match="does not divide into these") as raised:
-        pipe.eval(tokens[:, :5])
-    assert "\n" not in str(raised.value)
-
-
-@pytest.mark.slow
 def test_a_forward_alone(tmp_path: Path, whole: Any, capsys: pytest.CaptureFixture[str]) -> None:
     """No backward graph is in the directory; inspect reads it."""
     model, tokens, logits = whole
     compiled(tmp_path, "--only", "log_probs")
-    assert not any('"BW"' in path.read_text() for path in tmp_path.rglob("stage-*.json"))
+    assert not any('"BW"' in path.read_text() for path in tmp_path.glob("rank-*.json"))
     pipe = zbcompile.load(tmp_path, state_dict=model.state_dict())
     assert torch.equal(pipe.log_probs(tokens, labels=tokens), log_probs_of(logits, tokens))
+    with pytest.raises(zbcompile.PipelineError, match="does not divide into these"):
+        pipe.log_probs(tokens[:, :5], labels=tokens[:, :5])
     with pytest.raises(
         zbcompile.PipelineError, match="holds log_probs alone, and no step to train with"
     ):
@@ -87,12 +75,10 @@ def test_a_forward_alone(tmp_path: Path, whole: Any, capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.slow
-def test_forwards_alone_from_shards(tmp_path: Path, whole: Any) -> None:
-    """An evaluation of all logits is placed as the log-probabilities are, and gathers the rows."""
+def test_log_probs_from_shards(tmp_path: Path, whole: Any) -> None:
     model, tokens, logits = whole
-    compiled(tmp_path, "--only", "eval,log_probs", "--vocab", "1")
+    compiled(tmp_path, "--only", "log_probs", "--vocab", "1")
     pipe = zbcompile.load(tmp_path, state_dict=model.state_dict())
-    torch.testing.assert_close(pipe.eval(tokens), logits)
     with pipe.recording() as records:
         ours = pipe.log_probs(tokens, labels=tokens)
     torch.testing.assert_close(ours, log_probs_of(logits, tokens), rtol=0, atol=2e-6)
