@@ -203,7 +203,6 @@ def test_options_of_a_saved_program(tmp_path: Path) -> None:
         "balance": ("4",),
         "accumulate_dtype": torch.float32,
         "memory": 1 << 30,
-        "hardware": "a100-80g",
         "seed": 3,
         "split": {"args[0]": True},
     }
