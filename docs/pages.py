@@ -1,21 +1,16 @@
 """Pages of the site that are made from the code: one for every schedule, and the reference of all
 public names. What Markdown leaves as text becomes code: examples of docstrings, and blocks with a
-mark for the tests. Words of the glossary link to it."""
+mark for the tests."""
 
-import html
 import inspect
 import re
 from collections.abc import Iterator
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 from markdown import Extension, Markdown
 from markdown.preprocessors import Preprocessor
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
-from mkdocs.structure.pages import Page
-from mkdocs.utils import get_relative_url
 from pygments.formatters import HtmlFormatter
 
 import zbcompile
@@ -66,7 +61,8 @@ WHEN = {
         " microbatch."
     ),
     "auto": (
-        "When stages differ, memory is limited in bytes or hops cost time ([how](../search.md))."
+        "When stages differ, memory is limited in bytes or hops cost time"
+        " ([how](../schedules.md#scheduleauto))."
     ),
 }
 
@@ -74,12 +70,6 @@ WHEN = {
 MARKED = re.compile(r"^(```\w+) \{.*\}$", re.MULTILINE)
 EXAMPLE = re.compile(r"^( *)>>> .*(?:\n(?! *$).*)*", re.MULTILINE)
 SKIPPED = re.compile(r" *# doctest: \+\w+")
-TAG = re.compile(r"(<[^>]+>)")
-ROW = re.compile(r"^\| ([^|`]+) \| ([^|]+) \|$", re.MULTILINE)
-COMMON = re.compile(  # words of the glossary that sentences also use in their common sense
-    "word|order|action|instruction|kind|pass|cost|bubble|barrier|line|rule|saved|crossing|kept|waits|storage|original"
-    "|lower|rank|holding|register|share|home|tied|walk|whole|outline|exact|closure|slot|boundary"
-)
 STYLES = {"": "default", '[data-bs-theme="dark"] ': "github-dark"}
 
 
@@ -103,61 +93,6 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """The page with plain fences: those with a mark, such as `{run}`, are read by the tests."""
     return MARKED.sub(r"\1", markdown)
-
-
-def on_page_content(content: str, page: Page, **_: Any) -> str:
-    """The page with a link to the glossary at the first use of each of its words."""
-    if page.file.src_uri == "glossary.md":
-        return re.sub(r"<td>([^<]+)</td>", _with_anchors, content)
-    if page.file.src_uri == "reference.md":
-        return content
-    parts, left, within = TAG.split(content), dict(glossary()), 0
-    for i, part in enumerate(parts):
-        if tag := re.match(r"<(/?)(?:code|pre|a|h\d|th)\b", part):
-            within += -1 if tag[1] else 1
-        elif not within and not part.startswith("<"):
-            parts[i] = _linked(part, left, get_relative_url("glossary.html", page.url))
-    return "".join(parts)
-
-
-@cache
-def glossary() -> dict[str, str]:
-    """By word that has no other sense: its meaning."""
-    rows = ROW.findall((Path(__file__).parent / "glossary.md").read_text(encoding="utf-8"))
-    return {
-        word: meaning
-        for words, meaning in rows
-        for word in words.split(", ")
-        if not COMMON.fullmatch(word)
-    }
-
-
-def _with_anchors(cell: re.Match[str]) -> str:
-    words = [word for word in cell[1].split(", ") if word in glossary()]
-    anchors = "".join(f'<a id="{_anchor(word)}"></a>' for word in words)
-    return f"<td>{anchors}{cell[1]}</td>"
-
-
-def _anchor(word: str) -> str:
-    return re.sub(r"\W+", "-", word.lower())
-
-
-def _linked(text: str, left: dict[str, str], glossary_url: str) -> str:
-    """`text` with links at words of `left`, which are then taken out of it: each is linked once on
-    a page."""
-
-    def link(found: re.Match[str]) -> str:
-        if (word := found[1].lower()) not in left:
-            return found[0]
-        title = html.escape(left.pop(word).replace("`", ""))
-        return (
-            f'<a class="word" title="{title}" href="{glossary_url}#{_anchor(word)}">{found[0]}</a>'
-        )
-
-    if not left:
-        return text
-    longest_first = "|".join(map(re.escape, sorted(left, key=len, reverse=True)))
-    return re.sub(rf"\b({longest_first})(?:e?s)?\b", link, text, flags=re.IGNORECASE)
 
 
 class DoctestExtension(Extension):

@@ -12,8 +12,8 @@ from tests.support import page_runs
 def test_every_page_is_read() -> None:
     commands = [command for page in page_runs.PAGES for command in page_runs.read(page)[0]]
     snippets = [snippet for page in page_runs.PAGES for snippet in page_runs.read(page)[1]]
-    assert len(commands) > 100
-    assert len(snippets) > 60
+    assert len(commands) > 70
+    assert len(snippets) > 50
     for reason in page_runs.NOT_RUN:
         assert any(reason in f"{command.shell}$" for command in commands), (
             f"no command has {reason}"
@@ -80,6 +80,6 @@ def test_what_fails_is_told(
 @pytest.mark.slow
 def test_a_page_runs(capfd: pytest.CaptureFixture[str]) -> None:
     runner = page_runs.Runner(Path(sys.executable), wheel=True, limit=120, taste=60)
-    runner.page("docs/simulation.md")
+    runner.page("docs/schedules.md")
     assert not runner.failures, capfd.readouterr().out
     assert runner.ran > 5

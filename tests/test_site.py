@@ -1,5 +1,5 @@
-"""The site builds without a warning, shows no Markdown that was left as text, and its tutorials
-run."""
+"""The site builds without a warning, shows no Markdown that was left as text, and the scripts of
+its pages run."""
 
 import os
 import re
@@ -18,28 +18,16 @@ from zbcompile.schedules import names
 pytestmark = pytest.mark.several_processes
 
 ROOT = Path(__file__).parent.parent
-# all their Python runs
-WHOLE = (
-    ROOT / "docs" / "index.md",
-    *sorted((ROOT / "docs" / "tutorials").glob("*.md")),
-)
-IN_PART = tuple(
+FRONT = ROOT / "docs" / "index.md"  # all its Python runs
+PAGES = [
     path
     for path in sorted((ROOT / "docs").glob("*.md"))
     if "{run" in path.read_text(encoding="utf-8")
-)
-PAGES = dict.fromkeys((*WHOLE, *IN_PART))
-
-
-def marks_of(page: Path) -> list[pytest.MarkDecorator]:
-    """Two agents of torchrun train in `tests/zbcompile/distributed/test_nodes.py`, too."""
-    return [pytest.mark.beyond_sample] if page.stem == "nodes" else []
+]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "page", [pytest.param(page, marks=marks_of(page)) for page in PAGES], ids=lambda path: path.stem
-)
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
 def test_pages_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {"__name__": "__main__"}
@@ -50,7 +38,7 @@ def test_pages_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
             install(
                 tmp_path / "bin", "\n".join(re.findall(r"^(?:import|from) .*$", text, re.MULTILINE))
             )
-        if language == "python" and ("run" in mark or (page in WHOLE and not file)):
+        if language == "python" and ("run" in mark or (page == FRONT and not file)):
             exec(compile(text, page.name, "exec"), names)
             ran += 1
         elif language == "bash" and "run" in mark:
@@ -109,13 +97,6 @@ def assert_pages_are_rendered(site: Path) -> None:
         page = PageText(path.read_text(encoding="utf-8"))
         assert not AS_TEXT.findall(page.prose), path.name
         assert "blockquote" not in page.tags, path.name
-    ids = set(re.findall(r'<a id="([^"]+)">', (site / "glossary.html").read_text(encoding="utf-8")))
-    linked = re.findall(
-        r'class="word"[^>]* href="glossary.html#([^"]+)"',
-        (site / "training.html").read_text("utf-8"),
-    )
-    assert {"microbatch", "replica"} <= set(linked) <= ids
-    assert len(linked) == len(set(linked))
     assert '<span class="kn">import</span>' in (site / "index.html").read_text(encoding="utf-8")
     assert ".codehilite .kn { color" in (site / "code.css").read_text(encoding="utf-8")
     assert 'href="code.css"' in (site / "index.html").read_text(encoding="utf-8")

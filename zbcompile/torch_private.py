@@ -21,7 +21,7 @@ from zbcompile.passes.torch_private import Change, hooks_of, is_in_place, make_f
 
 pytree = pytree
 READ_SCALAR = torch.ops.aten._local_scalar_dense.default  # what Tensor.item calls
-TRIED = ("2.11", "2.13", "2.14", "2.15")  # docs/supporting-a-new-torch.md says with which tests
+TRIED = ("2.11", "2.13", "2.14", "2.15")  # CONTRIBUTING.md says with which tests
 
 
 @functools.cache

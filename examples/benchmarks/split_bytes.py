@@ -1,4 +1,4 @@
-"""What waits for W: the table of docs/split.md, for stages of two layers, in MB per microbatch.
+"""What waits for W: the table of docs/architecture.md, for stages of two layers, in MB per microbatch.
 
     python examples/benchmarks/split_bytes.py
 

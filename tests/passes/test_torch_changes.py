@@ -7,7 +7,7 @@ import pytest
 
 from zbcompile.passes.torch_private import RELEASE, Change
 
-PAGE = Path(__file__).parents[2] / "docs" / "supporting-a-new-torch.md"
+PAGE = Path(__file__).parents[2] / "CONTRIBUTING.md"
 
 
 @pytest.mark.parametrize("change", Change)

@@ -166,13 +166,6 @@ def backends(names: dict[str, Any]) -> dict[str, Any]:
     return names
 
 
-def coming_from_torch(_: dict[str, Any]) -> dict[str, Any]:
-    from torch.distributed.pipelining.schedules import ScheduleZBVZeroBubble
-
-    group()
-    return {"ScheduleZBVZeroBubble": ScheduleZBVZeroBubble}
-
-
 def composition(names: dict[str, Any]) -> dict[str, Any]:
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
@@ -197,38 +190,27 @@ def composition(names: dict[str, Any]) -> dict[str, Any]:
         "plan": plan,
         "Llama": lambda _: names["model"],
     }
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    moe = Qwen3MoeConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        moe_intermediate_size=16,
+        head_dim=8,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_experts=8,
+        use_cache=False,
+    )
+    names |= {"Qwen3MoeForCausalLM": Qwen3MoeForCausalLM, "moe_config": moe}
+    names |= {"tokens": names["torch"].randint(64, (8, 12))}
     return names | {"LlamaForCausalLM": LlamaForCausalLM, "config": config}
 
 
-def experts(names: dict[str, Any]) -> dict[str, Any]:
-    """The tokens that the first snippet routes: two experts of four for each."""
-    from torch.distributed.device_mesh import init_device_mesh
-
-    torch = names["torch"]
-    group()
-    names |= {"F": torch.nn.functional, "init_device_mesh": init_device_mesh, "k": 2, "experts": 4}
-    names |= {"chosen": torch.randint(4, (6, 2)), "x": torch.randn(6, 16)}
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    sizes = {
-        "vocab_size": 64,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "moe_intermediate_size": 16,
-        "head_dim": 8,
-    }
-    layers = {
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "num_experts": 8,
-    }
-    names |= {
-        "Qwen3MoeForCausalLM": Qwen3MoeForCausalLM,
-        "config": Qwen3MoeConfig(**sizes, **layers, use_cache=False),
-    }
-    names |= {"tokens": torch.randint(64, (8, 12))}
-    return names | {"up": torch.randn(4, 16, 32), "down": torch.randn(4, 32, 16)}
+def faq(names: dict[str, Any]) -> dict[str, Any]:
+    return {"labels": names["targets"]}
 
 
 def faults(names: dict[str, Any]) -> dict[str, Any]:
@@ -343,9 +325,8 @@ def training(_: dict[str, Any]) -> dict[str, Any]:
 OF_PAGE: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "docs/backends.md": backends,
     "docs/checkpoints.md": checkpoints,
-    "docs/coming-from-torch.md": coming_from_torch,
     "docs/composition.md": composition,
-    "docs/experts.md": experts,
+    "docs/faq.md": faq,
     "docs/faults.md": faults,
     "docs/huggingface.md": huggingface,
     "docs/inspect.md": inspect,

@@ -1,14 +1,14 @@
-"""Runs every command and every snippet of README and docs/, as the pages show them: in clones, or
+"""Runs every command and every snippet of README, CONTRIBUTING and docs/, as the pages show them: in clones, or
 beside a wheel.
 
     python -m tests.support.page_runs                          each page in a fresh clone, with this interpreter
     python -m tests.support.page_runs --wheel ENV/bin/python   in empty folders, by an environment that has the wheel
-    python -m tests.support.page_runs --list docs/search.md    what would run, and why the others do not
+    python -m tests.support.page_runs --list docs/faq.md          what would run, and why the others do not
 
 A command that takes more than five minutes is only begun: it may not fail in its first seconds.
 
 A Python block with the mark `{file=NAME}` is written into the folder; the other blocks of a page
-are one script, in one process (`{run}`, tutorials, the front page), or with the names of
+are one script, in one process (`{run}`, the front page), or with the names of
 `tests/support/page_names.py` given beforehand.
 """
 
@@ -32,12 +32,13 @@ from tests.support.ports import free_port
 ROOT = Path(__file__).parents[2]
 PAGES = (
     "README.md",
+    "CONTRIBUTING.md",
     *(path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "docs").rglob("*.md"))),
 )
 FENCE = re.compile(r"^```(\w*)(?: \{(.*?)\})?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 PROGRAM = r"(?:\w+=\S+; )?(?:\.venv/bin/)?(?:python3?|torchrun|pip|pytest|mkdocs|ruff|mypy)"
 SPAN = re.compile(rf"(?<!`)`({PROGRAM} [^`]+|examples/[\w/]+\.py -[^`]+)`(?!`)")
-WHOLE = re.compile(r"docs/(?:index|tutorials/\w+)\.md")  # all their Python is one script
+WHOLE = "docs/index.md"  # all its Python is one script
 INSTALLS = re.compile(r"^.*pip install [^&;]*(?:&&|;) ")  # what comes behind it runs without
 MENTION = re.compile(r"python -m zbcompile[. ]\w+")  # names a tool
 STANDS_FOR = {
@@ -49,33 +50,27 @@ STANDS_FOR = {
 }
 RECORDED = ROOT / "tests" / "golden" / "recorded_gpt.json"  # a step.json of the target
 
-NETWORK, PART = "installs from a network", "a part of a command"
+NETWORK = "installs from a network"
 NOT_RUN = {  # by a part of the command, which ends with "$"
     "pip install": NETWORK,
     "python -m build": NETWORK,
     "newcomer.py": NETWORK,
     "HOST": "needs several machines",
     "gpu_hour.py": "needs a GPU",
-    "cpu_times file.csv": "needs what a whole run of the tests writes",
     "page_runs": "runs the others",
-    "torchrun --max-restarts$": PART,
-    "torchrun --nproc-per-node 2$": PART,
     "mkdocs serve": "a server, which does not end",
 }
 LONG = re.compile(  # takes more than five minutes on two cores
-    r"pytest|_sweep|tests\.support\.(?:damage|killed_saves|killing|latecomers|elastic_runs|slow_links|soak)"
-    r"|fault_table|(?:published_gpts|vs_torch|promise|inductor|split_tax)\.py|overlap_tp\.py$"
+    r"pytest|_sweep|tests\.support\.(?:damage|killed_saves|killing|soak)"
+    r"|baseline|(?:published_gpts|vs_torch|promise|inductor|split_tax)\.py|overlap_tp\.py$"
 )
 RANKS = {  # processes that run a page's snippets, if not two
     "docs/checkpoints.md": 1,
     "docs/composition.md": 8,
-    "docs/experts.md": 4,
     "docs/optimizer.md": 4,
     "docs/programs.md": 1,
-    "docs/running.md": 1,
     "docs/schedules.md": 1,
-    "docs/simulation.md": 1,
-    "docs/training.md": 8,
+    "docs/training.md": 4,
 }
 
 
@@ -128,9 +123,7 @@ def read(page: str) -> tuple[list[Command], list[Snippet], dict[str, str]]:
         if file := re.search(r"file=(\S+)", mark):
             files[file[1]] = block
         elif language == "python":
-            snippets.append(
-                Snippet(page, line, block, "run" in mark or bool(WHOLE.fullmatch(page)))
-            )
+            snippets.append(Snippet(page, line, block, "run" in mark or page == WHOLE))
         elif language == "bash":
             commands += (Command(page, line, each) for each in _commands(block))
         elif shown := re.findall(r"^\$ (.*)$", block, re.MULTILINE):

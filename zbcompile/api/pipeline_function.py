@@ -70,7 +70,7 @@ def pipeline(
         schedule: A name in any spelling (`zbcompile.schedules.names()`), a .csv or .json file, or a
             `Schedule`, whose messages, if it has some, are placed anew. Weight gradients accumulate
             in its order of W. "auto" takes the name whose predicted step is the shortest, when the
-            first batch is there (docs/search.md).
+            first batch is there (docs/schedules.md).
         microbatches: How many equal parts each batch is split into. Default: the smallest count
             from 2 x stages on that the schedule admits and that divides the first batch, else the
             largest below.
@@ -105,17 +105,17 @@ def pipeline(
             memory. Adam has 2. Of parameters in half precision: per byte of their float32 masters,
             which are counted as well.
         vocab: Whether the output layer and its loss are sharded over all ranks by rows of the
-            vocabulary (docs/vocabulary.md). "off"; 1 or 2 barriers between the last stage's forward
-            and backward (one takes less memory); "auto": 1 if there is an output layer that can be
-            sharded and the predicted step is at least 5 % shorter than with the whole output layer
-            and balanced stages, else off. The embedding is sharded by the same rows. Gradients are
-            within 1e-6 of the largest entry (fp32). Default: off; with `schedule="auto"` it is
-            "auto".
+            vocabulary (docs/partitioning.md). "off"; 1 or 2 barriers between the last stage's
+            forward and backward (one takes less memory); "auto": 1 if there is an output layer that
+            can be sharded and the predicted step is at least 5 % shorter than with the whole output
+            layer and balanced stages, else off. The embedding is sharded by the same rows.
+            Gradients are within 1e-6 of the largest entry (fp32). Default: off; with
+            `schedule="auto"` it is "auto".
         balance: How the model is cut (docs/partitioning.md). "flops": into stages of equal FLOPs
             (with bytes, at nominal speeds); or the cuts themselves, as names of modules (cut before
             it), of operations as inspect prints them (cut after it), or a layout of Megatron-LM
             ("Ett|tt|ttL").
-        hardware: What the model is cut and its step predicted for (docs/hardware.md). A profile by
+        hardware: What the model is cut and its step predicted for (docs/inspect.md). A profile by
             its name, a TOML file with its figures, or a `zbcompile.Hardware`. Default: nominal
             speeds of the device.
         backend: What runs the graphs (docs/backends.md). "fx": each operation as it is; "inductor":

@@ -37,7 +37,9 @@ def explain_overweight(
         remedies.append("a V schedule such as zb-v")
     is_last = not any(map(node_flops, line.nodes[heaviest + 1 :]))  # product before the loss
     if is_last and not sharded:
-        remedies.append("vocab=1, which shards an output layer over all ranks (docs/vocabulary.md)")
+        remedies.append(
+            "vocab=1, which shards an output layer over all ranks (docs/partitioning.md)"
+        )
     return (
         f"rank {rank} carries {ratio:.2f} times the mean load, and a step is as slow as its "
         f"heaviest rank: {node.name}{place} alone is {loads[heaviest] / ranks[rank]:.0%} of its "

@@ -36,7 +36,7 @@ FILES = (
     "tests/zbcompile/backends/test_cuda_graphs.py",
     "tests/zbcompile/engine/test_pretended_gpu.py",
 )
-LEAST = 60  # of these tests; the other cases: `pytest --every-case`, see docs/contributing.md
+LEAST = 60  # of these tests; the other cases: `pytest --every-case`, see CONTRIBUTING.md
 
 
 @pytest.mark.skipif(HERE, reason="is on the pretended GPU")
