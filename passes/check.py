@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from torch.fx import Node
 
 from zbcompile.passes.errors import VerificationError
+from zbcompile.passes.graph.fx import is_random, tensors_of
 from zbcompile.passes.stage.pass_graph import (
     ACTIVATION,
     BATCH,
@@ -27,17 +28,8 @@ from zbcompile.passes.stage.pass_graph import (
     PassGraph,
     Slot,
 )
-from zbcompile.passes.step_graph import (
-    BACKWARD,
-    END,
-    FORWARD,
-    WEIGHT,
-    Label,
-    StepGraph,
-    is_random,
-    tensors_of,
-)
-from zbcompile.passes.torch_private_capture import OpOverload, schema_of
+from zbcompile.passes.step_graph import BACKWARD, END, FORWARD, WEIGHT, Label, StepGraph
+from zbcompile.passes.torch_private import OpOverload, schema_of
 
 # Roles that a pass of each kind may read and return.
 INPUTS = {

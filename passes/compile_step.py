@@ -9,8 +9,8 @@ from torch import nn
 from zbcompile.passes.capture.autocast_casts import merge_autocast_casts
 from zbcompile.passes.capture.export import ExportOptions, export_training_step
 from zbcompile.passes.capture.forward_only import Function, export_forward
+from zbcompile.passes.capture.refusals import refuse_inexact
 from zbcompile.passes.capture.training_step import LossFunction
-from zbcompile.passes.capture.unsupported import refuse_inexact
 from zbcompile.passes.check import check_pass_graphs
 from zbcompile.passes.partition.assign_stages import (
     assign_stages,

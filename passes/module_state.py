@@ -24,7 +24,7 @@ from zbcompile.passes.torch_private import (
     buffer_table,
     forward_hook_tables,
     storage_key,
-    written_so_far,
+    version_of,
 )
 
 MAX_ITEMS = 64  # of a container that are compared; of a longer one also the number of items
@@ -339,7 +339,7 @@ def _token(value: Any, depth: int = 0) -> Any:
     if isinstance(value, RegisteredBuffer):
         return id(value.tensor), None if value.tensor is None else storage_key(value.tensor)
     if isinstance(value, torch.Tensor):  # Python may have decided by its value
-        return id(value), storage_key(value), 0 if value.is_inference() else written_so_far(value)
+        return id(value), storage_key(value), 0 if value.is_inference() else version_of(value)
     if isinstance(value, types.MethodType):
         return _token(value.__func__), id(value.__self__)
     if isinstance(value, functools.partial):

@@ -9,14 +9,12 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 from torch.utils.flop_counter import flop_registry
 
-from zbcompile.passes.step_graph import tensors_of
-from zbcompile.passes.torch_private_capture import (
+from zbcompile.passes.graph.fx import is_view, tensors_of
+from zbcompile.passes.torch_private import (
     CPU_FLASH_ATTENTION,
     CPU_FLASH_ATTENTION_BACKWARD,
     GROUPED_MM,
-    is_view,
     pytree,
-    storage_key,
 )
 
 aten = torch.ops.aten
@@ -49,16 +47,6 @@ def bytes_moved(node: Node) -> int:
     for source in node.all_input_nodes:
         tensors += tensors_of(source)
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
-def storage_bytes(nodes: Any) -> int:
-    """Returns the bytes of the distinct storages behind the values of some nodes."""
-    storages = {
-        storage_key(tensor): int(tensor.untyped_storage().nbytes())
-        for node in nodes
-        for tensor in tensors_of(node)
-    }
-    return sum(storages.values())
 
 
 def _attention(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:

@@ -9,12 +9,7 @@ import torch
 
 from zbcompile.passes.errors import CompileError
 from zbcompile.passes.torch_collectives import COLLECTIVES
-from zbcompile.passes.torch_private_capture import (
-    OpOverload,
-    OpOverloadPacket,
-    has_kernel,
-    schema_of,
-)
+from zbcompile.passes.torch_private import OpOverload, OpOverloadPacket, has_kernel, schema_of
 
 LIBRARIES = ("aten", "prims", *COLLECTIVES)
 GETITEM = "getitem"

@@ -22,14 +22,14 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from zbcompile.passes.capture.mesh_groups import is_collective
-from zbcompile.passes.capture.source_lines import LINE
 from zbcompile.passes.errors import CompileError
+from zbcompile.passes.graph.fx import tensors_of
+from zbcompile.passes.graph.process_groups import is_collective
+from zbcompile.passes.graph.source_location import LINE
 from zbcompile.passes.operators import name_of_operator, operator_named
 from zbcompile.passes.recompute.recompute import RECOMPUTED
-from zbcompile.passes.step_graph import tensors_of
 from zbcompile.passes.torch_names import NAMED, dtype_named, name_in_torch, named
-from zbcompile.passes.torch_private_capture import (
+from zbcompile.passes.torch_private import (
     ANNOTATIONS,
     MODULES,
     FakeTensorMode,

@@ -4,16 +4,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from zbcompile.passes.capture.structures import OutputStructure
-from zbcompile.passes.torch_private_capture import (
-    LazyGraphModule,
-    OpOverload,
-    draws_numbers,
-    pytree,
-)
+from zbcompile.passes.graph.fx import copy_graph, is_random
+from zbcompile.passes.torch_private import LazyGraphModule
 
 
 class Label(NamedTuple):
@@ -163,9 +158,8 @@ class StepGraph:
 
     def copy(self) -> "StepGraph":
         """Returns a copy with a graph of its own, so that one export serves several placements."""
-        graph = Graph()
         copies: dict[Node, Node] = {}
-        graph.output(graph.graph_copy(self.graph, copies))
+        graph = copy_graph(self.graph, copies)
 
         def copied(nodes: Mapping[str, Node]) -> dict[str, Node]:
             return {name: copies[node] for name, node in nodes.items()}
@@ -200,33 +194,3 @@ class StepGraph:
     def refresh_output(self) -> None:
         """Writes the results by role into the graph's output node, after a pass replaced nodes."""
         self.graph.output_node().args = (tuple(self.result_nodes()),)
-
-
-def operator_name(node: Node) -> str:
-    """Returns the name of a node's operator without namespace and overload, such as `mm`."""
-    target = node.target
-    if isinstance(target, OpOverload):
-        return str(target.overloadpacket.__name__)
-    return getattr(target, "__name__", str(target))
-
-
-def is_random(node: Node) -> bool:
-    """Returns True if a node draws random numbers: it is never duplicated or reordered."""
-    if isinstance(node.target, OpOverload):
-        return draws_numbers(node.target, node.args, node.kwargs)
-    return any(map(is_random, branch_nodes(node)))
-
-
-def branch_nodes(node: Node) -> Iterator[Node]:
-    """Yields the nodes of the graphs that a node calls, such as the branches of torch.cond."""
-    for source in node.all_input_nodes if node.op == "call_function" else ():
-        if source.op == "get_attr":
-            module = getattr(source.graph.owning_module, str(source.target), None)
-            if isinstance(module, GraphModule):
-                yield from module.graph.nodes
-
-
-def tensors_of(node: Node) -> list[Tensor]:
-    """Returns the fake tensors of a node's value."""
-    leaves = pytree.tree_leaves(node.meta.get("val"))
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from zbcompile.passes.errors import CaptureError
-from zbcompile.passes.torch_private_capture import pytree, replaced
+from zbcompile.passes.torch_private import pytree, replaced
 
 # Namespaces of torch.distributed._functional_collectives and of DTensor's own collectives.
 COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "_dtensor")
@@ -68,8 +68,8 @@ class _FinishedWork:
 
 
 def _without_work(functional: Any, function: Any, name: str) -> Any:
-    from zbcompile.passes.capture.source_lines import users_line
     from zbcompile.passes.capture.unsupported import PLAIN_COLLECTIVE
+    from zbcompile.passes.graph.source_location import users_line
 
     words = {str(operation): word for operation, word in functional.REDUCE_OP_TO_STR.items()}
 

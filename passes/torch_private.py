@@ -1,206 +1,343 @@
-"""Every private PyTorch name that the passes use: no public name does what is said of it.
+"""Private names of torch that the passes need, each with its reason.
 
-All of them exist in torch 2.11 to 2.15; `Change` says what differs between these. Supporting a
-newer torch starts here: run the test suite, and repair what moved in this file.
+All of them exist in torch 2.11 to 2.15 unless a comment says otherwise. Supporting a newer torch
+starts here: run the test suite, and repair what moved in this file.
 """
 
 import contextlib
 import gc
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from enum import Enum
-from importlib import import_module
-from types import ModuleType
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.fx.traceback as fx_traceback
 import torch.utils.checkpoint
+from torch import Tensor
 from torch._ops import (
-    HigherOrderOperator as HigherOrderOperator,  # the class of torch.ops.higher_order.*
-    OpOverload as OpOverload,  # the class of torch.ops.aten.*.*
-)
-from torch._subclasses import (
-    functional_tensor,  # what AOTAutograd functionalises with
+    OpOverload as OpOverload,  # the class of torch.ops.aten.add.Tensor
+    OpOverloadPacket as OpOverloadPacket,  # the class of torch.ops.aten.add
 )
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
-    FakeTensor as FakeTensor,  # no public name for the class
-    FakeTensorMode as FakeTensorMode,  # shapes without memory
-    # by an operator without a shape function
-    UnsupportedOperatorException as UnsupportedOperatorException,
+    DynamicOutputShapeException as DynamicOutputShapeException,
+    FakeTensor as FakeTensor,
+    FakeTensorMode as FakeTensorMode,
 )
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx import Node
-from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
+from torch.fx._lazy_graph_module import (
+    _LazyGraphModule as LazyGraphModule,  # generates its code when it is first run
+)
 from torch.fx.experimental.proxy_tensor import make_fx as make_fx  # documented as functorch.make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
-from torch.fx.graph import (
-    _BoxedCodeGen,
-)  # the only code generator that frees inputs as they are used
-from torch.utils import _pytree as pytree  # torch.export uses it; torch.utils.pytree is newer
+from torch.fx.graph import _BoxedCodeGen  # frees inputs as they are used
+from torch.nn.utils.stateless import (
+    _reparametrize_module as reparametrize_module,  # functional_call ends before the backward
+)
+from torch.utils import _pytree as pytree  # torch.export flattens with it
 from torch.utils._python_dispatch import (
-    TorchDispatchMode as TorchDispatchMode,  # sees every operation
+    TorchDispatchMode as TorchDispatchMode,
+    _disable_current_modes,
 )
 
+reparametrize_module = reparametrize_module
 pytree = pytree
-RELEASE = tuple(map(int, torch.__version__.split(".")[:2]))
-
-
-class Change(Enum):
-    """What differs between the releases of torch, from which one on, and how a release is known
-    that has it."""
-
-    CHECKPOINTS = (
-        (2, 14),
-        (
-            "`torch.utils.checkpoint` runs another generator; the old name is still there, and"
-            " replacing it does nothing"
-        ),
-        lambda: hasattr(torch.utils.checkpoint, "_checkpoint_without_reentrant_generator_impl"),
-    )
-    CHANNELS = (
-        (2, 15),
-        "a `PipelineStage` may have a group for each direction between two ranks",
-        lambda: hasattr(
-            import_module("torch.distributed.pipelining").PipelineStage, "_get_p2p_group"
-        ),
-    )
-
-    def __init__(self, since: tuple[int, int], what: str, is_here: Callable[[], bool]) -> None:
-        self.since, self.what, self.is_here = since, what, is_here
-
-
-# A graph module that writes its code when it is first run or printed; most of ours never are. Its
-# `forward`, kept as a function, takes the slow path; `boxed` takes the fast one.
 LazyGraphModule = LazyGraphModule
 aten = torch.ops.aten
 
-# What is raised if something depends on a value that a trace does not have.
-DATA_DEPENDENT_ERRORS: tuple[type[Exception], ...] = (
-    GuardOnDataDependentSymNode,
-    DataDependentOutputException,
-)
-# What torch.export makes of checks of shapes and values, its own and the model's.
-ASSERTIONS = (
-    aten._assert_tensor_metadata.default,
-    aten._assert_scalar.default,
-    aten._assert_async.msg,
-)
-# The CPU's attention kernel and its gradient; joint graphs call them by these names.
-CPU_ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu
-CPU_ATTENTION_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward
-# CUDA's.
+# Operators that torch has under private names only.
+TO_COPY = aten._to_copy.default  # what a cast becomes
+UNSAFE_VIEW = aten._unsafe_view.default
+READ_SCALAR = aten._local_scalar_dense.default  # what Tensor.item becomes
+GROUPED_MM = aten._grouped_mm
+SCALED_GROUPED_MM = aten._scaled_grouped_mm
+CPU_FLASH_ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu
+CPU_FLASH_ATTENTION_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward
 FLASH_ATTENTION = aten._scaled_dot_product_flash_attention.default
 EFFICIENT_ATTENTION = aten._scaled_dot_product_efficient_attention.default
-ATTENTION_BY_FORMULA = aten._scaled_dot_product_attention_math.default  # what SDPBackend.MATH runs
-# what torch.nn.functional.grouped_mm calls
-GROUPED_PRODUCTS = (
-    aten._grouped_mm,
-    aten._scaled_grouped_mm,
+MATH_ATTENTION = aten._scaled_dot_product_attention_math.default
+
+FUNCTIONAL_COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd")  # namespaces
+
+ANNOTATIONS = "custom"  # key in node.meta of what torch.fx.traceback.annotate adds
+MODULES = "nn_module_stack"  # key in node.meta of the modules that a node ran in
+
+# Raised if Python reads a value, or a shape, that depends on the inputs.
+DATA_DEPENDENT_ERRORS = (
+    GuardOnDataDependentSymNode,
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+)
+
+# Shapes are static: these nodes compute nothing.
+ASSERTIONS = frozenset(
+    {
+        aten._assert_tensor_metadata.default,
+        aten._assert_scalar.default,
+        aten._assert_async.msg,
+    }
+)
+
+# Checkpointed regions of torch.utils.checkpoint. 2.14 renamed the generator; the old name is still
+# there, and replacing it does nothing.
+_CHECKPOINT_GENERATOR = "_checkpoint_without_reentrant_generator" + (
+    "_impl"
+    if hasattr(torch.utils.checkpoint, "_checkpoint_without_reentrant_generator_impl")
+    else ""
 )
 
 
-# What reshape, casts and log_softmax become in some graphs; no public operator has these names.
-UNSAFE_VIEW, TO_COPY, LOG_SOFTMAX = (
-    aten._unsafe_view.default,
-    aten._to_copy.default,
-    aten._log_softmax.default,
-)
+def not_compiling() -> contextlib.AbstractContextManager[None]:
+    """Returns a context in which torch.compiler.is_compiling() and is_exporting() are False.
+
+    torch.export sets both flags around the trace; no public function sets them.
+    """
+    return compiling(False)
 
 
-ANNOTATIONS = "custom"
+@contextlib.contextmanager
+def compiling(flag: bool) -> Iterator[None]:
+    """Context in which both flags have this value."""
+    compiler = torch.compiler
+    flags = compiler._is_compiling_flag, compiler._is_exporting_flag
+    compiler._is_compiling_flag = compiler._is_exporting_flag = flag
+    try:
+        yield
+    finally:
+        compiler._is_compiling_flag, compiler._is_exporting_flag = flags
 
 
-def stack_trace(node: Node) -> str:
-    """The Python lines that made `node`, innermost last, as a traceback prints them; "" if
-    unknown."""
-    return node.meta.get("stack_trace") or ""
+@contextlib.contextmanager
+def data_assignments(call: Callable[[], None]) -> Iterator[None]:
+    """Context in which Python calls `call` before it assigns to the `.data` of a tensor."""
+    original: Any = torch._C.TensorBase.data
+
+    def assign(tensor: Tensor, value: Tensor) -> None:
+        call()
+        original.__set__(tensor, value)
+
+    torch.Tensor.data = property(original.__get__, assign)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del torch.Tensor.data
 
 
-def set_stack_trace(node: Node, text: str) -> None:
-    """Replace what `stack_trace` says of `node`."""
-    node.meta["stack_trace"] = text
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Context in which the attribute `name` of a module or class is `value`."""
+    original = vars(owner)[name]
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
 
 
-def annotated_line(node: Any) -> str | None:
-    """Returns the `file:line` of a node of an exported step; None for nodes of other graphs."""
-    annotations = node.meta.get("custom")
-    return None if annotations is None else str(annotations.get("line", ""))
+@contextlib.contextmanager
+def real_mode() -> Iterator[None]:
+    """Context outside of the trace: operations run for real and are seen by no mode."""
+    with _disable_current_modes(), torch.no_grad():
+        yield
+
+
+@contextlib.contextmanager
+def replaced_tolist(known_value: Any, stand_ins: Any) -> Iterator[None]:
+    """Context in which `tensor.tolist()` returns the values of `known_value(tensor)`, or if that is
+    None `stand_ins(tensor)`. torch's own reads an attribute of the traced tensor, which no dispatch
+    mode sees."""
+    original = FunctionalTensor.tolist
+
+    def tolist(tensor: FunctionalTensor) -> Any:
+        value = known_value(tensor)
+        if value is None:
+            numbers = stand_ins(tensor)
+            return original(tensor) if numbers is None else numbers
+        with real_mode():
+            return value.tolist()
+
+    with replaced(FunctionalTensor, "tolist", tolist):
+        yield
+
+
+def is_unlifted_constant(tensor: Tensor) -> bool:
+    """Returns True for a plain tensor inside of a trace, such as the result of torch.tensor(1)."""
+    return (
+        type(tensor) in (Tensor, torch.nn.Parameter)
+        and not torch._is_functional_tensor(tensor)
+        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    )
+
+
+def annotations_of(node: Node) -> dict[str, Any]:
+    """Returns the annotations of a node; an empty dict if it has none."""
+    return node.meta.get(ANNOTATIONS) or {}
+
+
+def schema_of(operator: Any) -> Any:
+    """Returns the schema of an operator: its arguments and results, and which it writes."""
+    return operator._schema
+
+
+def has_kernel(operator: OpOverload) -> bool:
+    """Returns True if the dispatcher has a kernel for an operator."""
+    return torch._C._dispatch_has_kernel(operator.name())
+
+
+def plain_hooks(tensor: Tensor) -> Any:
+    """Returns the hooks that `register_hook` added, by number; None if there are none."""
+    return tensor._backward_hooks
+
+
+READ_VERSION = torch.Tensor._version.__get__  # type: ignore[attr-defined]
+"""What a function mode sees when a tensor's version is read."""
+
+
+def version_of(tensor: Tensor) -> int:
+    """Returns how many times a tensor was written in place."""
+    return tensor._version
+
+
+def without_torch_function() -> contextlib.AbstractContextManager[None]:
+    """Returns a context in which tensor subclasses do not intercept functions of torch."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
+def storage_key(tensor: Tensor) -> int:
+    """Returns a key that tensors with one storage share. Fake tensors have no data pointer."""
+    return tensor.untyped_storage()._cdata
+
+
+def is_view(node: Node) -> bool:
+    """Returns True if the result of a node aliases its input."""
+    target = node.target
+    if not isinstance(target, OpOverload):
+        return False
+    return target is aten._unsafe_view.default or any(
+        result.alias_info is not None and not result.alias_info.is_write
+        for result in target._schema.returns
+    )
+
+
+def call_argument(target: Any, args: Any, kwargs: Any, name: str, default: Any = None) -> Any:
+    """Returns the argument `name` of an operator call; `default` if the operator has none."""
+    if not isinstance(target, OpOverload):
+        return default
+    for index, declared in enumerate(target._schema.arguments):
+        if declared.name == name:
+            positional = args[index] if index < len(args) else declared.default_value
+            return kwargs.get(name, positional)
+    return default
+
+
+def draws_numbers(target: Any, args: Any, kwargs: Any) -> bool:
+    """Returns True if a call draws random numbers. Attention with `dropout_p=0` draws none."""
+    if not isinstance(target, OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    return bool(call_argument(target, args, kwargs, "dropout_p", 1.0) != 0.0)
+
+
+def written_arguments(func: OpOverload, args: Any, kwargs: Any) -> list[Any]:
+    """Returns the arguments that an in-place operator writes."""
+    if not func._schema.is_mutable:
+        return []
+    return [
+        args[index] if index < len(args) else kwargs.get(declared.name)
+        for index, declared in enumerate(func._schema.arguments)
+        if declared.alias_info is not None and declared.alias_info.is_write
+    ]
+
+
+@contextlib.contextmanager
+def replaced_checkpoint_regions(generator: Any, function: Any) -> Iterator[None]:
+    """Context in which torch.utils.checkpoint runs `generator` around each region.
+
+    `function` replaces CheckpointFunction, the reentrant kind. The public function itself cannot
+    be replaced, because models import it by name.
+    """
+    checkpoint = torch.utils.checkpoint
+    with (
+        replaced(checkpoint, _CHECKPOINT_GENERATOR, generator),
+        replaced(checkpoint, "CheckpointFunction", function),
+    ):
+        yield
+
+
+def set_node_annotation(key: str, value: Any) -> None:
+    """Annotates the nodes traced from now on in this thread with `meta["custom"][key]`."""
+    current = fx_traceback.current_meta
+    current["custom"] = {**current.get("custom", {}), key: value}
+
+
+def remove_node_annotation(key: str) -> None:
+    """Ends `set_node_annotation`."""
+    current = fx_traceback.current_meta
+    current["custom"] = {
+        name: value for name, value in current.get("custom", {}).items() if name != key
+    }
+
+
+def is_any_autocast_enabled() -> bool:
+    """Returns True inside of an autocast region for any device."""
+    return bool(torch._C._is_any_autocast_enabled())
+
+
+def sequence_number(grad_fn: Any) -> int:
+    """Returns the number by which `node.meta["seq_nr"]` names the operation of a grad_fn."""
+    return int(grad_fn._sequence_nr())
 
 
 def module_stack(node: Node) -> dict[str, tuple[str, Any]]:
-    """The modules that `node` ran in, outermost first: their paths with the path and the class of
-    each."""
-    return node.meta.get("nn_module_stack") or {}
+    """Returns the modules that `node` ran in, outermost first: path and class by call."""
+    return node.meta.get(MODULES) or {}
 
 
 def module_paths(node: Node) -> list[str]:
-    """The modules that a node ran in, outermost first: `blocks`, `blocks.2`, `blocks.2.mlp`."""
+    """Returns the paths of the modules that a node ran in, outermost first: `blocks`, `blocks.2`,
+    `blocks.2.mlp`."""
     stack = module_stack(node).values()
     paths = [str(path).partition("@")[0] for path, _ in stack]  # @1: the second call of a module
     return [path.removeprefix("model.") for path in paths if path.startswith("model.")]
 
 
 def attention_priority() -> tuple[int, ...]:
-    """The order in which attention tries its kernels."""
+    """Returns the order in which attention tries its kernels."""
     return tuple(torch._C._get_sdp_priority_order())
 
 
-def fake_mode_of(value: torch.Tensor) -> FakeTensorMode:
-    """The mode that a fake tensor belongs to."""
-    return value.fake_mode  # type: ignore[attr-defined, no-any-return]
+def is_in_place(operator: object) -> bool:
+    """Returns True if an operator writes an argument."""
+    return isinstance(operator, OpOverload) and bool(operator._schema.is_mutable)
 
 
-def written_so_far(tensor: torch.Tensor) -> int:
-    """How often a tensor was written in place, through any view but `.data`; what autograd
-    compares."""
-    return tensor._version
+def set_stack_trace(node: Node, text: str) -> None:
+    """Replaces the source lines that `print_readable` shows above a node."""
+    node.meta["stack_trace"] = text
 
 
-def is_in_place(operation: object) -> bool:
-    """Whether `operation` works in place."""
-    return isinstance(operation, OpOverload) and bool(operation._schema.is_mutable)
-
-
-def written_arguments(
-    operation: object, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> list[Any]:
-    """The arguments that `operation` writes, each a tensor or a list."""
-    if not is_in_place(operation):
-        return []
-    declared = operation._schema.arguments  # type: ignore[attr-defined]
-    given = dict(zip((each.name for each in declared), args, strict=False)) | dict(kwargs)
-    writes = (
-        each.name for each in declared if each.alias_info is not None and each.alias_info.is_write
-    )
-    return [given[name] for name in writes if given.get(name) is not None]
-
-
-def is_composite(operation: OpOverload) -> bool:
-    """Whether an operation is composed of other operations."""
-    return operation._can_decompose()
-
-
-def arguments_of(operation: OpOverload) -> list[Any]:
-    """The declared arguments of an operator, each with `name` and `default_value`."""
-    return list(operation._schema.arguments)
+def is_composite(operator: OpOverload) -> bool:
+    """Returns True if an operator is composed of other operators."""
+    return operator._can_decompose()
 
 
 class _DirectCodeGen(_BoxedCodeGen):
-    """Calls the C function behind an operator, by a global name: the way through `torch.ops` and
-    the operator's own Python `__call__` take a microsecond, at thousands of operations per step
-    (`_op` is what that calls).
+    """Calls the C function behind an operator (`_op`) by a global name.
+
+    The way through `torch.ops` and the operator's own Python `__call__` takes a microsecond, at
+    thousands of operations per step.
     """
 
     def _gen_python_code(self, *args: Any, **options: Any) -> Any:
         code = super()._gen_python_code(*args, **options)
         nodes, _, namespace = args
-        called = {
+        operators = {
             str(node.target): node.target for node in nodes if type(node.target) is OpOverload
         }
 
         def direct(call: re.Match[str]) -> str:
-            operator = called.get(call[1])
+            operator = operators.get(call[1])
             if operator is None:
                 return call[0]
             name = namespace.create_name(call[1].replace(".", "_"), operator)  # not that of a value
@@ -215,8 +352,8 @@ _BOXED: WeakKeyDictionary[torch.fx.GraphModule, torch.fx.GraphModule] = WeakKeyD
 
 
 def boxed(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
-    """A copy of `module` that takes one list and empties it: each input is freed at its last use.
-    It is made once per module and shared, so neither may be modified afterwards."""
+    """Returns a copy of `module` that takes one list and empties it, so that each input is freed at
+    its last use. The copy is cached: neither may be modified afterwards."""
     if module not in _BOXED:
         graph = torch.fx.Graph()
         graph.output(graph.graph_copy(module.graph, {}))
@@ -234,131 +371,78 @@ _BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
 
 
 def hooks_of(module: torch.nn.Module) -> tuple[int, ...]:
-    """Returns the numbers of the hooks of `module` and of its parameters; torch gives each a new
-    one."""
-    found = [
+    """Returns the numbers of the hooks of `module` and of its parameters. torch numbers every hook
+    anew."""
+    numbers = [
         number
         for kind in (*_FORWARD_HOOKS, *_BACKWARD_HOOKS)
         for number in getattr(module, kind, ())
     ]
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_torch_function():
         for tensor in module._parameters.values():
             if tensor is not None and tensor._backward_hooks:
-                found += tensor._backward_hooks
-    return tuple(found)
+                numbers += tensor._backward_hooks
+    return tuple(numbers)
 
 
 def forward_hook_tables(module: torch.nn.Module) -> list[dict[int, Any]]:
-    """The tables that hold the hooks of `module`, and how each is called."""
-    return [
-        getattr(module, kind)
-        for kind in (*_FORWARD_HOOKS, *_FORWARD_HOOK_OPTIONS, *_BACKWARD_HOOKS)
-    ]
+    """Returns the tables of the hooks of `module` and of the way in which hooks are called."""
+    kinds = (*_FORWARD_HOOKS, *_FORWARD_HOOK_OPTIONS, *_BACKWARD_HOOKS)
+    return [getattr(module, kind) for kind in kinds]
 
 
 def global_hooks() -> list[str]:
-    """The kinds of hook registered for all modules."""
+    """Returns the kinds of hooks that are registered for all modules."""
     kinds = (*_FORWARD_HOOKS, *_BACKWARD_HOOKS)
-    return [
-        kind.strip("_")
-        for kind in kinds
-        if getattr(torch.nn.modules.module, f"_global{kind}", None)
-    ]
+    tables = vars(torch.nn.modules.module)
+    return [kind.strip("_") for kind in kinds if tables.get(f"_global{kind}")]
 
 
 def function_modes() -> tuple[type, ...]:
-    """The classes of the torch function modes that are on."""
+    """Returns the classes of the torch function modes that are on."""
     return tuple(map(type, torch.overrides._get_current_function_mode_stack()))
 
 
-def tensor_hooks(tensor: torch.Tensor) -> list[str]:
-    """The kinds of hook registered on `tensor`."""
+def tensor_hooks(tensor: Tensor) -> list[str]:
+    """Returns the kinds of hooks that are registered on `tensor`."""
     kinds = ("_backward_hooks", "_post_accumulate_grad_hooks")
     return [kind.strip("_") for kind in kinds if getattr(tensor, kind, None)]
 
 
-def accumulators(tensors: Iterable[torch.Tensor]) -> list[Any]:
-    """The nodes by which autograd adds to the gradients of those that train; hooks on them stay as
-    long as they do."""
+def accumulators(tensors: Iterable[Tensor]) -> list[Any]:
+    """Returns the AccumulateGrad nodes of trained leaves. Hooks on a node last as long as it."""
     leaves = (
-        each
-        for each in tensors
-        if each.requires_grad and each.is_leaf and not torch.nn.parameter.is_lazy(each)
+        tensor
+        for tensor in tensors
+        if tensor.requires_grad and tensor.is_leaf and not torch.nn.parameter.is_lazy(tensor)
     )
-    with torch._C.DisableTorchFunctionSubclass():  # their values are not read
-        return [torch.autograd.graph.get_gradient_edge(each).node for each in leaves]
+    with without_torch_function():  # their values are not read
+        return [torch.autograd.graph.get_gradient_edge(leaf).node for leaf in leaves]
 
 
-def have_hooks(nodes: Sequence[Any]) -> bool:
-    """Whether any of these nodes has a hook. It holds them in mappings that only the garbage
-    collector can name, in 50 nanoseconds per node."""
-    return any(isinstance(each, dict) and each for each in gc.get_referents(*nodes))
+def hook_tables(nodes: Sequence[Any]) -> list[dict[Any, Any]]:
+    """Returns the tables of hooks of AccumulateGrad nodes that are not empty.
+
+    Only the garbage collector can name them, in 50 nanoseconds per node.
+    """
+    return [table for table in gc.get_referents(*nodes) if isinstance(table, dict) and table]
 
 
-def accumulation_hooks(tensor: torch.Tensor) -> list[str]:
-    """Names the kind of hook on the node by which autograd adds to `tensor.grad`, if there
-    is one."""
-    return (
-        ["hooks on the node that accumulates its gradient"]
-        if have_hooks(accumulators([tensor]))
-        else []
-    )
-
-
-def tensor_tables(
-    model: torch.nn.Module,
-) -> Iterator[tuple[dict[str, torch.Tensor], str, torch.Tensor]]:
-    """Every place where a module keeps a parameter or buffer: the table, the name in it, and the
-    tensor."""
-    for module in model.modules():
-        for table in (module._parameters, module._buffers):
+def tensor_tables(module: torch.nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
+    """Yields the table, the name in it and the tensor for every parameter and buffer."""
+    for submodule in module.modules():
+        for table in (submodule._parameters, submodule._buffers):
             for name, tensor in list(table.items()):
                 if tensor is not None:
-                    yield table, name, tensor  # type: ignore[misc]
+                    yield table, name, tensor
 
 
-def buffer_table(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
-    """The buffers of `module` itself; an entry assigned here is no attribute set by the user."""
+def buffer_table(module: torch.nn.Module) -> dict[str, Tensor | None]:
+    """Returns the buffers of `module` itself. An entry assigned here is no attribute that the user
+    sets."""
     return module._buffers
 
 
 def group_called(name: str) -> torch.distributed.ProcessGroup:
-    """The process group of this name, by which functional collectives find it."""
+    """Returns the process group of a name, by which functional collectives find it."""
     return torch.distributed.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type, no-any-return]
-
-
-# The libraries of the functional collectives, and where their autograd functions are defined.
-FUNCTIONAL_COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd")
-
-
-AUTOCAST = "zbcompile.autocast"
-
-
-@contextlib.contextmanager
-def replaced(owner: type | ModuleType, name: str, value: Any) -> Iterator[None]:
-    original = owner.__dict__[name]
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)
-
-
-def fake_of(value: torch.Tensor, mode: FakeTensorMode, device: torch.device) -> torch.Tensor:
-    """A meta tensor as a fake one on `device`, over the same storage (what FakeTensorMode does
-    itself)."""
-    return FakeTensor(mode, value, device)
-
-
-def storage_key(value: torch.Tensor) -> int:
-    """A key shared by tensors, also fake ones, that alias one storage (a fake storage has no data
-    pointer); under vmap, that of the whole batch."""
-    while torch._C._functorch.is_functorch_wrapped_tensor(value):
-        value = torch._C._functorch.get_unwrapped(value)
-    return value.untyped_storage()._cdata
-
-
-def functional(run: Callable[..., Any]) -> Callable[..., Any]:
-    """`run` without in-place operations below autograd (torch.func.functionalize acts above it
-    only)."""
-    return functional_tensor.dispatch_functionalize(run, functional_tensor.FunctionalTensorMode())

@@ -21,7 +21,7 @@ from torch.export._trace import _export  # torch.export.export keeps composite o
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.overrides import _get_current_function_mode_stack, _pop_mode_temporarily
 
-from zbcompile.passes.torch_private_capture import (
+from zbcompile.passes.torch_private import (
     FakeTensor,
     FakeTensorMode,
     OpOverload,

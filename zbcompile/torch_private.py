@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.nn.utils import clip_grad
 from torch.utils import _pytree as pytree  # torch.export's own pytree; torch.utils.pytree is newer
 
-from zbcompile.passes.torch_private import Change, hooks_of, is_in_place, make_fx, tensor_hooks
+from zbcompile.passes.torch_private import hooks_of, is_in_place, make_fx, tensor_hooks
 
 pytree = pytree
 READ_SCALAR = torch.ops.aten._local_scalar_dense.default  # what Tensor.item calls
@@ -138,7 +138,7 @@ def groups_of_process() -> dict[str, tuple[int, ...]]:
 def group_between(stage: Any, source: int, destination: int) -> dist.ProcessGroup | None:
     """The group in which a PipelineStage sends from one stage to another: there may be one for each
     direction (torch.distributed.config.pipeline_per_edge_p2p)."""
-    if Change.CHANNELS.is_here():
+    if hasattr(stage, "_get_p2p_group"):  # torch 2.15
         return stage._get_p2p_group(source, destination)  # type: ignore[no-any-return]
     return stage.group  # type: ignore[no-any-return]
 

@@ -22,7 +22,8 @@ from torch.distributed.pipelining._backward import stage_backward_input
 from tqdm import tqdm
 
 from zbcompile.passes.compile_options import Choices
-from zbcompile.passes.graph.storage import storage_bytes, tensors_of
+from zbcompile.passes.graph.fx import tensors_of
+from zbcompile.passes.graph.storage import storage_bytes
 from zbcompile.passes.machine.flops import count_flops
 from zbcompile.passes.stage.piece import Piece
 from zbcompile.passes.torch_private import FakeTensorMode, storage_key

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from zbcompile.passes.capture.backward_marks import forward_number, is_gradient_sum
 from zbcompile.passes.step_graph import StepGraph
-from zbcompile.passes.torch_private_capture import (
+from zbcompile.passes.torch_private import (
     ANNOTATIONS,
     TO_COPY,
     annotations_of,

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zbcompile.passes.torch_private_capture import (
+from zbcompile.passes.torch_private import (
     annotations_of,
     remove_node_annotation,
     sequence_number,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from zbcompile.passes.capture.unsupported import UNKNOWN_INPUT
 from zbcompile.passes.errors import CaptureError
-from zbcompile.passes.torch_private_capture import pytree
+from zbcompile.passes.torch_private import pytree
 
 _CONSTANTS = (
     *(bool, int, float, complex, str, bytes, type(None), slice, Enum, torch.Size),

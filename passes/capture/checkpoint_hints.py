@@ -15,11 +15,7 @@ from torch import Tensor
 
 from zbcompile.passes.capture.unsupported import SHARED_WITH_A_REENTRANT_REGION
 from zbcompile.passes.step_graph import StepGraph
-from zbcompile.passes.torch_private_capture import (
-    ANNOTATIONS,
-    annotations_of,
-    replaced_checkpoint_regions,
-)
+from zbcompile.passes.torch_private import ANNOTATIONS, annotations_of, replaced_checkpoint_regions
 
 CHECKPOINT = "checkpoint"  # key of an annotation: number of the outermost region
 REENTRANT = "reentrant"  # key of an annotation: number of the outermost reentrant region

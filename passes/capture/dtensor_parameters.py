@@ -15,11 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
-from zbcompile.passes.capture.mesh_groups import collective_name, group_of
-from zbcompile.passes.capture.source_lines import LINE
-from zbcompile.passes.step_graph import StepGraph, is_random
+from zbcompile.passes.graph.fx import is_random
+from zbcompile.passes.graph.process_groups import collective_name, group_of
+from zbcompile.passes.graph.source_location import line_of
+from zbcompile.passes.step_graph import StepGraph
 from zbcompile.passes.torch_collectives import is_dtensor
-from zbcompile.passes.torch_private_capture import annotations_of, reparametrize_module
+from zbcompile.passes.torch_private import reparametrize_module
 
 
 @dataclass(frozen=True)
@@ -150,7 +151,7 @@ def warn_of_random_numbers_on_shards(step: StepGraph) -> None:
     for node in step.calls():
         dimensions = set().union(*(varying.get(source, set()) for source in node.all_input_nodes))
         if is_random(node) and dimensions:
-            line = annotations_of(node).get(LINE, "")
+            line = line_of(node)
             warnings.warn(
                 f"{node.target} at {line} draws random numbers for a tensor that is sharded over "
                 f"{', '.join(sorted(dimensions))}: dropout on a sharded activation repeats its "

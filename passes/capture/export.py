@@ -23,13 +23,14 @@ from zbcompile.passes.capture.dtensor_parameters import (
     exportable_tensors,
     warn_of_random_numbers_on_shards,
 )
-from zbcompile.passes.capture.mesh_groups import (
-    groups_of_meshes,
-    name_process_groups,
-)
 from zbcompile.passes.capture.model_checks import check_model
 from zbcompile.passes.capture.python_effects import HooksInstalled
-from zbcompile.passes.capture.source_lines import LINE
+from zbcompile.passes.capture.refusals import (
+    refusal_of,
+    refuse_dynamic_shapes,
+    refuse_mixed_dtypes,
+    refuse_numbers,
+)
 from zbcompile.passes.capture.training_step import (
     LOSS_MODULE,
     LossFunction,
@@ -40,15 +41,13 @@ from zbcompile.passes.capture.unsupported import (
     LOSS_WRITES_ITS_BUFFER,
     WRITES_A_PARAMETER,
     WRITES_AN_INPUT,
-    refusal_of,
-    refuse_dynamic_shapes,
-    refuse_mixed_dtypes,
-    refuse_numbers,
 )
 from zbcompile.passes.errors import CaptureError
+from zbcompile.passes.graph.process_groups import groups_of_meshes, name_process_groups
+from zbcompile.passes.graph.source_location import LINE, line_of
 from zbcompile.passes.step_graph import StepGraph
 from zbcompile.passes.torch_collectives import functional_collectives
-from zbcompile.passes.torch_private_capture import (
+from zbcompile.passes.torch_private import (
     ANNOTATIONS,
     ASSERTIONS,
     DATA_DEPENDENT_ERRORS,
@@ -205,7 +204,7 @@ def describe(program: ExportedProgram, step: TrainingStep) -> StepGraph:
     graph = program.graph_module.graph
     nodes = {node.name: node for node in graph.nodes}
     for output in signature.output_specs:
-        line = annotations_of(nodes[output.arg.name]).get(LINE, "") if output.target else ""
+        line = line_of(nodes[output.arg.name]) if output.target else ""
         if output.kind.name == "PARAMETER_MUTATION":
             raise CaptureError(WRITES_A_PARAMETER.format(line=line or output.target))
         if output.kind.name == "USER_INPUT_MUTATION":

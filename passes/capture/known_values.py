@@ -16,21 +16,20 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from zbcompile.passes.capture.source_lines import LINE, users_line
+from zbcompile.passes.capture.refusals import Questions, has_dynamic_shape
 from zbcompile.passes.capture.unsupported import (
     HAS_A_GENERATOR,
     NO_INPUT,
     READS_A_TRAINED_TENSOR,
     READS_A_VALUE,
     WRITES_A_PLAIN_TENSOR,
-    Questions,
     at,
-    has_dynamic_shape,
     static,
 )
 from zbcompile.passes.errors import CaptureError
 from zbcompile.passes.graph.row_exchanges import RoutedExchanges
-from zbcompile.passes.torch_private_capture import (
+from zbcompile.passes.graph.source_location import LINE, users_line
+from zbcompile.passes.torch_private import (
     READ_SCALAR,
     OpOverload,
     TorchDispatchMode,

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from zbcompile.passes.capture.unsupported import WRITES_GRAD
 from zbcompile.passes.errors import CaptureError
-from zbcompile.passes.torch_private_capture import plain_hooks, version_of, without_torch_function
+from zbcompile.passes.torch_private import plain_hooks, version_of, without_torch_function
 
 
 @contextlib.contextmanager

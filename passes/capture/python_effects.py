@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from zbcompile.passes.capture.known_values import KnownValues
-from zbcompile.passes.capture.source_lines import is_users_frame, users_line
 from zbcompile.passes.capture.unsupported import (
     CARRIES_A_TENSOR,
     CATCHES_A_QUESTION,
@@ -27,8 +26,9 @@ from zbcompile.passes.capture.unsupported import (
     at,
 )
 from zbcompile.passes.errors import CaptureError
+from zbcompile.passes.graph.source_location import is_users_frame, users_line
 from zbcompile.passes.module_state import AttributeSnapshot, functions_of
-from zbcompile.passes.torch_private_capture import DATA_DEPENDENT_ERRORS, real_mode, replaced
+from zbcompile.passes.torch_private import DATA_DEPENDENT_ERRORS, real_mode, replaced
 
 _READS = ("LOAD_ATTR", "LOAD_METHOD")
 

@@ -27,6 +27,7 @@ from zbcompile.passes.capture.joined_loss import without_joined_loss
 from zbcompile.passes.capture.known_values import KnownValues
 from zbcompile.passes.capture.parameter_hooks import GradWrites, traced_hooks
 from zbcompile.passes.capture.python_effects import PythonEffects
+from zbcompile.passes.capture.refusals import InexactCalls, Questions, refuse_assigned_data
 from zbcompile.passes.capture.structures import (
     OutputStructure,
     flatten_output,
@@ -43,13 +44,10 @@ from zbcompile.passes.capture.unsupported import (
     SPARSE_GRADIENT,
     WRITES_A_BUFFER_IN_BACKWARD,
     WRITES_A_PARAMETER,
-    InexactCalls,
-    Questions,
-    refuse_assigned_data,
 )
 from zbcompile.passes.errors import CaptureError
 from zbcompile.passes.torch_names import type_text
-from zbcompile.passes.torch_private_capture import (
+from zbcompile.passes.torch_private import (
     data_assignments,
     not_compiling,
     pytree,

@@ -1,97 +1,115 @@
-"""Questions about the nodes of an FX graph that every pass asks."""
+"""Questions about the nodes of an FX graph that every pass asks, and copies of graphs."""
 
+import hashlib
 import operator
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterator
+from operator import attrgetter
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from zbcompile.passes.torch_private import LazyGraphModule, OpOverload, arguments_of
+from zbcompile.passes.torch_private import (
+    UNSAFE_VIEW,
+    LazyGraphModule,
+    OpOverload,
+    call_argument,
+    draws_numbers,
+    pytree,
+    schema_of,
+)
 
 
 def output_values(graph: Graph) -> list[Any]:
-    """What a graph returns, as a flat list of nodes (or constants)."""
+    """Returns the results of a graph as a flat list of nodes (or constants)."""
     (values,) = graph.output_node().args
     return list(values) if isinstance(values, tuple | list) else [values]
 
 
+def tensors_of(value: Any) -> list[Tensor]:
+    """Returns the tensors in a value, or the fake tensors of a node's value."""
+    value = value.meta.get("val") if isinstance(value, Node) else value
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
 def is_getitem(node: Node) -> bool:
-    """Whether a node takes one value out of a tuple."""
+    """Returns True if a node takes one value out of a tuple."""
     return node.target is operator.getitem
 
 
 def operator_name(node: Node) -> str:
-    """As torch names the node of a call in a trace."""
-    return node.target.overloadpacket.__name__ if isinstance(node.target, OpOverload) else "getitem"
+    """Returns the name of a node's operator without namespace and overload, such as `mm`."""
+    target = node.target
+    if isinstance(target, OpOverload):
+        return str(target.overloadpacket.__name__)
+    return getattr(target, "__name__", str(target))
+
+
+def argument_of(node: Node, name: str, default: Any = None) -> Any:
+    """Returns an argument of an operator call; `default` if the operator has none of that name."""
+    return call_argument(node.target, node.args, node.kwargs, name, default)
+
+
+def is_view(node: Node) -> bool:
+    """Returns True if the result of a node aliases its input, which it does not write."""
+    target = node.target
+    if not isinstance(target, OpOverload):
+        return False
+    aliases = (result.alias_info for result in schema_of(target).returns)
+    return target is UNSAFE_VIEW or any(alias and not alias.is_write for alias in aliases)
 
 
 def is_random(node: Node) -> bool:
-    """Whether a node draws random numbers. Such a node moves the generator: never dropped, copied
-    or reordered."""
-    return draws(node.target, node.args, node.kwargs)
+    """Returns True if a node draws random numbers: it is never duplicated or reordered."""
+    if isinstance(node.target, OpOverload):
+        return draws_numbers(node.target, node.args, node.kwargs)
+    return any(map(is_random, branch_nodes(node)))
 
 
-def draws(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call of an operation draws random numbers."""
-    if (
-        not isinstance(operation, OpOverload)
-        or torch.Tag.nondeterministic_seeded not in operation.tags
-    ):
-        return False
-    dropped = _argument(operation, args, kwargs, "dropout_p", 1.0)
-    return bool(dropped != 0.0)  # attention without dropout carries the tag but draws nothing
+def branch_nodes(node: Node) -> Iterator[Node]:
+    """Yields the nodes of the graphs that a node calls, such as the branches of torch.cond."""
+    for source in node.all_input_nodes if node.op == "call_function" else ():
+        if source.op == "get_attr":
+            module = getattr(source.graph.owning_module, str(source.target), None)
+            if isinstance(module, GraphModule):
+                yield from module.graph.nodes
 
 
-def argument_of(node: Node, name: str, missing: Any) -> Any:
-    """The value of an argument of an operator call, or its default; `missing` if the operator has
-    none of that name."""
-    return _argument(node.target, node.args, node.kwargs, name, missing)
-
-
-def _argument(
-    operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str, missing: Any
-) -> Any:
-    for index, declared in enumerate(arguments_of(operation)):
-        if declared.name == name:
-            return kwargs.get(name, args[index] if index < len(args) else declared.default_value)
-    return missing
-
-
-def nodes_behind(
-    nodes: Iterable[Node], wanted: Callable[[Node], bool] = lambda node: True
-) -> set[Node]:
-    """The `wanted` ones among `nodes`, and those that they depend on through wanted ones."""
-    found: set[Node] = set()
-    queue = list(nodes)
-    while queue:
-        node = queue.pop()
-        if node not in found and wanted(node):
-            found.add(node)
-            queue.extend(node.all_input_nodes)
-    return found
-
-
-def operations_behind(nodes: Iterable[Node]) -> set[Node]:
-    """The operations among `nodes` and all operations that they depend on."""
-    return nodes_behind(nodes, lambda node: node.op == "call_function")
-
-
-def copied(graph: Graph, copies: dict[Node, Node] | None = None) -> Graph:
-    """A copy of a graph; `copies` receives what became of each node."""
-    copy = Graph()
-    copy.output(copy.graph_copy(graph, {} if copies is None else copies))
-    return copy
+def copy_graph(graph: Graph, copies: dict[Node, Node] | None = None) -> Graph:
+    """Returns a copy of a graph with its metadata. `copies` receives the copy of each node."""
+    copied = Graph()
+    copied.output(copied.graph_copy(graph, {} if copies is None else copies))
+    copied.output_node().meta = dict(graph.output_node().meta)
+    return copied
 
 
 def with_graph(module: GraphModule, graph: Graph) -> GraphModule:
-    """`module` with another graph: the same attributes, under the same name."""
+    """Returns `module` with another graph: the same attributes, under the same name."""
     return LazyGraphModule(module, graph, class_name=type(module).__name__)
 
 
-class NodeNumber(str):
+def graph_text(module: GraphModule) -> str:
+    """Returns a text that graphs share which do the same work: inputs, operators, arguments and
+    the attributes' content, without names."""
+    numbers: dict[Node, _Number] = {}
+    lines = []
+    for node in module.graph.nodes:
+        numbers[node] = _Number(f"%{len(numbers)}")
+        if node.op == "get_attr":
+            text = _attribute_text(attrgetter(str(node.target))(module))
+        elif node.op == "placeholder":
+            text = "placeholder"
+        else:
+            text = f"{node.target} {map_arg((node.args, node.kwargs), numbers.__getitem__)!r}"
+        values = [f"{v.dtype} {v.device} {tuple(v.shape)} {v.stride()}" for v in tensors_of(node)]
+        lines.append(f"{numbers[node]} {text} {values}")
+    return "\n".join(lines)
+
+
+class _Number(str):
     """A node in a printed argument list; never equal to a string there."""
 
     __slots__ = ()
@@ -100,18 +118,16 @@ class NodeNumber(str):
         return str(self)
 
 
-def node_numbers(graph: Graph) -> dict[Node, NodeNumber]:
-    """Numbers for nodes in order of appearance, equal for two graphs that differ only in names."""
-    return {node: NodeNumber(f"%{i}") for i, node in enumerate(graph.nodes)}
-
-
-def call_text(node: Node, numbers: Mapping[Node, NodeNumber]) -> str:
-    """An operation with its arguments, the nodes among them by number."""
-    return f"{node.target} {map_arg((node.args, node.kwargs), numbers.__getitem__)!r}"  # type: ignore[arg-type]
+def _attribute_text(value: Any) -> str:
+    """Returns the text of an attribute, which has different names in different stages."""
+    if isinstance(value, GraphModule):
+        return f"({graph_text(value)})"
+    content = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    return f"{value.dtype} {tuple(value.shape)} {hashlib.sha256(content).hexdigest()}"
 
 
 def on_any_device(text: str) -> str:
-    """The text of operations without device indices, which differ from rank to rank.
+    """Returns the text of operations without device indices, which differ from rank to rank.
 
     >>> on_any_device("aten.ones.default([2], device = device(type='cuda', index=1))")
     "aten.ones.default([2], device = device(type='cuda'))"
@@ -120,12 +136,12 @@ def on_any_device(text: str) -> str:
 
 
 def like(
-    value: torch.Tensor, *, dtype: torch.dtype | None = None, device: torch.device | None = None
-) -> torch.Tensor:
-    """An uninitialised tensor with the shape and strides of `value`, and its dtype and device
-    unless others are given.
+    value: Tensor, *, dtype: torch.dtype | None = None, device: torch.device | None = None
+) -> Tensor:
+    """Returns an uninitialized tensor with the shape and strides of `value`.
 
-    Inside a fake tensor mode the result is a fake of that mode, whichever mode `value` comes from.
+    Inside of a fake tensor mode the result is a fake tensor of that mode, whichever mode `value`
+    comes from.
     """
-    kind, place = dtype or value.dtype, device or value.device
-    return torch.empty_strided(value.shape, value.stride(), dtype=kind, device=place)
+    dtype, device = dtype or value.dtype, device or value.device
+    return torch.empty_strided(value.shape, value.stride(), dtype=dtype, device=device)

@@ -14,11 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from zbcompile.passes.gpu import ABSENT
-from zbcompile.passes.torch_private import (
-    ATTENTION_BY_FORMULA,
-    EFFICIENT_ATTENTION,
-    FLASH_ATTENTION,
-)
+from zbcompile.passes.torch_private import EFFICIENT_ATTENTION, FLASH_ATTENTION, MATH_ATTENTION
 
 aten = torch.ops.aten
 WIDEST, ALIGNED = 256, 8  # heads of flash attention: at most so wide, in multiples of this
@@ -75,7 +71,7 @@ def _attention(
         result = EFFICIENT_ATTENTION(*given, bias, gradients, dropout_p, is_causal, scale=scale)[0]
     else:
         bias = None if attn_mask is None else _as_bias(attn_mask, query)
-        result = ATTENTION_BY_FORMULA(
+        result = MATH_ATTENTION(
             *given, bias, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )[0]
     return result

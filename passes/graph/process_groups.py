@@ -1,89 +1,131 @@
-"""Process groups in graphs. A collective names its group, and that name is valid in one process
-only, while the graphs must be equal on all ranks. So graphs call a group of the mesh by its
-dimension ("tp") and any other `group0`, `group1`, in order of appearance, and every process
-substitutes its own names when it prepares to run.
+"""Process groups in graphs: collectives name the mesh dimension over which they communicate.
+
+A traced collective names its group, and that name is valid in one process only, while the graphs
+of all ranks must be equal. Groups that belong to no known mesh are numbered in order of appearance.
+Every process substitutes its own names when it prepares to run.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch.fx import Graph, GraphModule, Node
 
-from zbcompile.passes.graph.fx import copied, with_graph
-from zbcompile.passes.graph.storage import tensors_of
-from zbcompile.passes.torch_private import FUNCTIONAL_COLLECTIVES, OpOverload, arguments_of
+from zbcompile.passes.capture.unsupported import COMMUNICATES_IN_A_BRANCH, UNNAMED_GROUP
+from zbcompile.passes.errors import CaptureError
+from zbcompile.passes.graph.fx import copy_graph, tensors_of, with_graph
+from zbcompile.passes.torch_collectives import COLLECTIVES
+from zbcompile.passes.torch_private import FUNCTIONAL_COLLECTIVES, OpOverload, schema_of
 
+GROUP = "group_name"  # the argument by which collectives, and custom operators, take their group
 WAIT = "wait_tensor"
-GROUP = (  # the argument by which functional collectives, and custom operators, take their group
-    "group_name"
-)
 
 
-def is_collective(node: Node) -> bool:
-    """Whether a node communicates with a group, or waits for such a communication."""
-    return _is_functional(node) or _has_group(node)
+def name_process_groups(module: GraphModule, dimensions: Mapping[str, str]) -> dict[str, str]:
+    """Renames the process groups in a graph, in place, and returns the former name of each.
+
+    Args:
+        dimensions: The mesh dimension of each process group, by the group's name.
+
+    Raises:
+        CaptureError: A collective stands in a branch, which not all ranks need to take.
+    """
+    for child in module.modules():
+        if isinstance(child, GraphModule) and child is not module:
+            _refuse_collectives(child.graph)
+    labels: dict[str, str] = {}
+    for node in filter(is_collective, module.graph.nodes):
+        group = group_of(node)
+        if not isinstance(group, str):
+            kind = type(group).__name__
+            raise CaptureError(UNNAMED_GROUP.format(operator=node.target, kind=kind))
+        if group not in labels:
+            number = sum(name not in dimensions for name in labels)
+            labels[group] = dimensions.get(group, f"group{number}")
+        set_group(node, labels[group])
+    return {label: group for group, label in labels.items()}
 
 
-def is_wait(node: Node) -> bool:
-    """Whether a node waits for a collective."""
-    return _is_functional(node) and node.target.overloadpacket.__name__ == WAIT  # type: ignore[union-attr]
-
-
-def is_under_way(node: Node) -> bool:
-    """Whether a node's result is that of a collective that is still running. A custom operator
-    waits for its own."""
-    return _is_functional(node) and not is_wait(node)
-
-
-def _is_functional(node: Node) -> bool:
-    return isinstance(node.target, OpOverload) and node.target.namespace in FUNCTIONAL_COLLECTIVES
-
-
-def with_groups(module: GraphModule, names: Mapping[str, str]) -> GraphModule:
-    """The graph with this process's `names` of its groups; `module` itself if it has no groups."""
-    if not any(map(_has_group, module.graph.nodes)):
+def with_process_groups(module: GraphModule, names: Mapping[str, str]) -> GraphModule:
+    """Returns a graph whose collectives name the groups of this process; itself if it has none."""
+    if not any(map(is_collective, module.graph.nodes)):
         return module
-    graph = copied(module.graph)
-    for node in filter(_has_group, graph.nodes):
-        _rename(node, names[str(group_of(node))])
+    graph = copy_graph(module.graph)
+    for node in filter(is_collective, graph.nodes):
+        set_group(node, names[str(group_of(node))])
     return with_graph(module, graph)
 
 
-def exchanged_bytes(node: Node) -> int:
-    """The bytes that a collective takes or returns, whichever are more."""
-    given = [
-        tensor for source in node.all_input_nodes for tensor in tensors_of(source.meta.get("val"))
-    ]
-    return max(
-        sum(t.nbytes for t in given), sum(t.nbytes for t in tensors_of(node.meta.get("val")))
-    )
+def groups_of_meshes(meshes: Iterable[Any]) -> dict[str, str]:
+    """Maps the name of the process group of each named mesh dimension to the dimension."""
+    dimensions: dict[str, str] = {}
+    for mesh in meshes:
+        for index, dimension in enumerate(mesh.mesh_dim_names or ()):
+            dimensions.setdefault(mesh.get_group(index).group_name, dimension)
+    return dimensions
 
 
 def group_of(node: Node) -> Any:
-    """The name of the group of a collective; None for anything else."""
-    if not _has_group(node):
+    """Returns the process group that a node communicates over; None for other nodes."""
+    position = _position(node)
+    if position is None:
         return None
-    at = _position(node)
-    return node.args[at] if at < len(node.args) else node.kwargs.get(GROUP)
+    return node.args[position] if position < len(node.args) else node.kwargs.get(GROUP)
 
 
-def groups_in(graph: Graph) -> Iterator[str]:
-    """The names of the groups in a graph."""
-    yield from (str(group_of(node)) for node in graph.nodes if _has_group(node))
+def groups_in(graph: Graph) -> set[str]:
+    """Returns the names of the groups in a graph."""
+    return {str(group_of(node)) for node in filter(is_collective, graph.nodes)}
 
 
-def _has_group(node: Node) -> bool:
-    return isinstance(node.target, OpOverload) and any(
-        a.name == GROUP for a in arguments_of(node.target)
-    )
-
-
-def _position(node: Node) -> int:
-    return [argument.name for argument in arguments_of(node.target)].index(GROUP)  # type: ignore[arg-type]
-
-
-def _rename(node: Node, name: str) -> None:
-    if _position(node) < len(node.args):
-        node.update_arg(_position(node), name)
+def set_group(node: Node, group: str) -> None:
+    """Changes the process group of a collective."""
+    position = _position(node)
+    assert position is not None
+    if position < len(node.args):
+        node.update_arg(position, group)
     else:
-        node.update_kwarg(GROUP, name)
+        node.update_kwarg(GROUP, group)
+
+
+def collective_name(node: Node) -> str:
+    """Returns the name of a functional collective, such as `all_reduce`; "" for other nodes."""
+    target = node.target
+    if isinstance(target, OpOverload) and target.namespace in COLLECTIVES:
+        return str(target.overloadpacket.__name__)
+    return ""
+
+
+def is_wait(node: Node) -> bool:
+    """Returns True for the node that waits for a collective."""
+    return collective_name(node) == WAIT
+
+
+def is_collective(node: Node) -> bool:
+    """Returns True for a node that begins a communication."""
+    return _position(node) is not None
+
+
+def is_async_collective(node: Node) -> bool:
+    """Returns True if a node's result is that of a collective that is still running. Custom
+    operators wait for theirs."""
+    is_functional = getattr(node.target, "namespace", "") in FUNCTIONAL_COLLECTIVES
+    return is_functional and not is_wait(node)
+
+
+def exchanged_bytes(node: Node) -> int:
+    """Returns the bytes that a collective takes or returns, whichever are more."""
+    taken = [tensor for source in node.all_input_nodes for tensor in tensors_of(source)]
+    return max(sum(tensor.nbytes for tensor in tensors) for tensors in (taken, tensors_of(node)))
+
+
+def _position(node: Node) -> int | None:
+    if not isinstance(node.target, OpOverload):
+        return None
+    names = [argument.name for argument in schema_of(node.target).arguments]
+    return names.index(GROUP) if GROUP in names else None
+
+
+def _refuse_collectives(graph: Graph) -> None:
+    for node in graph.nodes:
+        if is_collective(node):
+            raise CaptureError(COMMUNICATES_IN_A_BRANCH.format(operator=node.target))

@@ -1,47 +1,73 @@
-"""Origin: the line of the user's model that an operation comes from, and the module that it
-ran in."""
+"""The line of the user's model that an operation comes from, and the module that it ran in."""
 
 import linecache
 import os
-import re
 import sys
 from dataclasses import dataclass
-from functools import cache
-from types import ModuleType
-from typing import Any, cast
+from functools import cached_property
+from types import FrameType, ModuleType
+from typing import Any
 
-import torch
 from torch.fx import Node
 
-from zbcompile.passes.torch_private import annotated_line, module_stack, stack_trace
+from zbcompile.passes.torch_private import annotations_of, module_stack
+
+LINE = "line"  # key of an annotation: file and line of the user's code
+_LIBRARIES = ("torch", "zbcompile", "contextlib")
+_STEP = ("training_step", "forward_only")  # modules of ours that call the model and the loss
+_NOT_USERS = frozenset((*sys.stdlib_module_names, "torch", "numpy", "sympy", "zbcompile")) - {
+    "__main__"
+}
 
 
-def _folder(module: ModuleType) -> str:
-    return os.path.dirname(os.path.realpath(str(module.__file__))) + os.sep
+def users_line(frame: FrameType | None) -> str:
+    """Returns `file:line` of the innermost frame outside of torch and this library.
+
+    A model that consists of modules of torch has only frames of torch.nn, of which the innermost
+    counts.
+    """
+    torch_line = ""
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if is_users_frame(frame):
+            return _line_of(frame)
+        if name.startswith("torch.nn.") and not torch_line:
+            torch_line = _line_of(frame)
+        if name.startswith("zbcompile.") and name.rpartition(".")[2] in _STEP:
+            break
+        frame = frame.f_back
+    return torch_line
 
 
-_TORCH, _PYTHON = _folder(torch), _folder(os)
-_OWN = tuple(
-    _folder(sys.modules[name]) for name in ("zbcompile", "zbcompile.passes")
-)  # the packages around this file
-_real = cache(
-    os.path.realpath
-)  # it asks the system about every folder of a path, and nodes have a dozen frames each
-_FRAME = re.compile(r'File "(?P<file>.*)", line (?P<line>\d+)')
+def is_users_frame(frame: FrameType) -> bool:
+    """Returns True for a frame of a function of neither torch nor this library."""
+    if frame.f_code.co_filename == "<string>":  # code that torch generates, without a line to show
+        return False
+    return frame.f_globals.get("__name__", "").partition(".")[0] not in _LIBRARIES
+
+
+def _line_of(frame: FrameType) -> str:
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def line_of(node: Node) -> str:
+    """Returns `file:line` of the user's code that a node comes from; "" if it is not known."""
+    return str(annotations_of(node).get(LINE, ""))
 
 
 @dataclass(frozen=True)
 class Origin:
-    """`module` is the path of the innermost module ("" for the model itself).
-
-    `file` is "" for the loss function, and inside regions (torch.no_grad, autocast) whose lines
-    torch.export forgets.
-    """
+    """`module` is the path of the innermost module ("" for the model itself), `file` "" for
+    operations without a line."""
 
     module: str
     file: str
     line: int
-    code: str
+
+    @cached_property
+    def code(self) -> str:
+        """The line of source code."""
+        return linecache.getline(self.file, self.line).strip()
 
     @property
     def owner(self) -> str:
@@ -51,93 +77,42 @@ class Origin:
     @property
     def text(self) -> str:
         """The line: `examples/gpt.py:27  return self.mlp_out(x)`."""
-        return f"{shown_path(self.file)}:{self.line}  {self.code}" if self.file else self.code
+        return f"{shown_path(self.file)}:{self.line}  {self.code}" if self.file else ""
 
     def __str__(self) -> str:
         return f"{self.owner}  {self.text}"
 
 
 def origin_of(node: Node) -> Origin | None:
-    """Where `node` comes from; None if no module or line of the model made it.
-
-    The innermost frame outside torch counts; a model that consists of torch's own modules has only
-    torch's frames. A graph read from a file carries its origins with it.
-    """
-    if "origin" in node.meta:
-        return cast(Origin, node.meta["origin"])
-    if annotated_line(node) is not None:
-        return _annotated_origin(node)
-    frames = _frames(stack_trace(node))
-    users = [frame for frame in frames if not _real(frame[0]).startswith((_TORCH, *_OWN))]
-    path, _ = next(
-        reversed(module_stack(node).values()), ("", None)
-    )  # "model" is the user's, "" the training step
-    module = path.removeprefix("model").removeprefix(".")
-    if users:
-        return Origin(module, *users[-1])
-    if (
-        frames and not path
-    ):  # the training step itself calls the loss, whose frames torch.export leaves out
-        return Origin("", "", 0, "loss(output, target)")
-    others = [frame for frame in frames if not _real(frame[0]).startswith(_OWN)]
-    if others:
-        return Origin(module, *others[-1])
-    return Origin(module, "", 0, "(torch.export keeps no line here)") if module else None
-
-
-def _annotated_origin(node: Node) -> Origin | None:
-    """Returns the origin of a node of an exported step, which is annotated with `file:line`."""
-    file, _, number = (annotated_line(node) or "").rpartition(":")
+    """Returns the origin of a node; None if no module or line of the model produced it."""
     path, _ = next(reversed(module_stack(node).values()), ("", None))
-    module = path.partition("@")[0].removeprefix("model").removeprefix(".")
+    module = str(path).partition("@")[0].removeprefix("model").removeprefix(".")
+    file, _, number = line_of(node).rpartition(":")
     if not file:
-        return Origin(module, "", 0, "") if module else None
-    module = module if path else "the loss"
-    return Origin(module, file, int(number), linecache.getline(file, int(number)).strip())
+        return Origin(module, "", 0) if module else None
+    return Origin(module if path else "the loss", file, int(number))
 
 
 def source_line(node: Node) -> str:
-    """The line of the user's model, or the compiler pass, that made `node`."""
+    """Returns the line of the user's model, or the compiler pass, that produced `node`."""
     origin = origin_of(node)
     return origin.text if origin else f"made by {node.meta.get('pass', 'zbcompile')}"
 
 
-def is_own(file: str) -> bool:
-    """Whether a file is a part of this project."""
-    return _real(file).startswith(_OWN)
-
-
-_NOT_USERS = frozenset((*sys.stdlib_module_names, "torch", "numpy", "sympy", "zbcompile")) - {
-    "__main__"
-}
-
-
 def is_users_name(module: object) -> bool:
-    """Whether the name of a module is none of Python's, torch's, numpy's or ours."""
+    """Returns True if the name of a module is none of Python's, torch's, numpy's or ours."""
     return isinstance(module, str) and module.partition(".")[0] not in _NOT_USERS
 
 
-def is_users(kind: Any) -> bool:
-    """Whether a class, function or module is none of Python's, torch's or ours."""
-    if isinstance(kind, ModuleType):
-        return is_users_name(vars(kind).get("__name__"))
-    return is_users_name(getattr(kind, "__module__", None))
-
-
-def _frames(trace: str) -> list[tuple[str, int, str]]:
-    lines = [line.strip() for line in trace.splitlines()]
-    found = []
-    for text, code in zip(lines, [*lines[1:], ""], strict=False):
-        match = _FRAME.match(text)
-        if match and not match["file"].startswith(
-            "<"
-        ):  # a generated function has no file to look at
-            found.append((match["file"], int(match["line"]), "" if _FRAME.match(code) else code))
-    return found
+def is_users(value: Any) -> bool:
+    """Returns True if a class, function or module is none of Python's, torch's or ours."""
+    if isinstance(value, ModuleType):
+        return is_users_name(vars(value).get("__name__"))
+    return is_users_name(getattr(value, "__module__", None))
 
 
 def shown_path(file: str) -> str:
-    """A path as the reader knows it: relative to the working directory, or to site-packages."""
+    """Returns a path relative to the working directory, or to site-packages."""
     _, _, installed = file.rpartition(f"site-packages{os.sep}")
     if installed != file:
         return installed

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 import torch
 
 from zbcompile.passes.graph.fx import like
-from zbcompile.passes.torch_private import fake_mode_of
 
 Layout = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -57,22 +56,8 @@ def copy_with_strides(value: torch.Tensor) -> torch.Tensor:
     )
 
 
-def boundary_like(value: torch.Tensor, exact: bool) -> torch.Tensor:
-    """The fake tensor as which a stage receives `value`: with its strides if they are dense or
-    `exact` asks for them.
-
-    A value whose elements overlap other than by repetition arrives contiguous.
-    """
-    keep = is_dense(value) or (exact and not _overlaps(value))
-    with fake_mode_of(value):
-        if keep:
-            return like(value)
-        return torch.empty(value.shape, dtype=value.dtype, device=value.device)
-
-
-def _overlaps(value: torch.Tensor) -> bool:
-    """Whether two elements share a place, not counting dimensions of stride 0 (which repeat what
-    they hold)."""
+def overlaps(value: torch.Tensor) -> bool:
+    """Returns True if two elements share memory, not counting dimensions of stride 0."""
     end = 1
     for stride, size in sorted(zip(value.stride(), value.shape, strict=True)):
         if size > 1 and stride:

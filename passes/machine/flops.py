@@ -13,10 +13,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from zbcompile.passes.graph.fx import is_getitem, like
 from zbcompile.passes.graph.process_groups import is_collective
 from zbcompile.passes.torch_private import (
-    CPU_ATTENTION,
-    CPU_ATTENTION_BACKWARD,
+    CPU_FLASH_ATTENTION,
+    CPU_FLASH_ATTENTION_BACKWARD,
     FUNCTIONAL_COLLECTIVES,
-    GROUPED_PRODUCTS,
+    GROUPED_MM,
+    SCALED_GROUPED_MM,
     FakeTensorMode,
     OpOverload,
     is_composite,
@@ -58,11 +59,11 @@ def _grouped_product_backward(one: Any, other: Any, *args: Any, **kwargs: Any) -
 aten = torch.ops.aten
 # torch's flop counter (2.11-2.13) has no formula for these.
 _MISSING = {
-    CPU_ATTENTION: _attention_forward,
-    CPU_ATTENTION_BACKWARD: _attention_backward,
+    CPU_FLASH_ATTENTION: _attention_forward,
+    CPU_FLASH_ATTENTION_BACKWARD: _attention_backward,
     **dict.fromkeys((aten.mv, aten.dot, aten.vdot), _product),
     **dict.fromkeys((aten.addmv, aten.addbmm, aten.addmm_, aten.baddbmm_), _added_product),
-    **dict.fromkeys(GROUPED_PRODUCTS, _grouped_product),
+    **dict.fromkeys((GROUPED_MM, SCALED_GROUPED_MM), _grouped_product),
 }
 # transformers' own operators for experts, which exist once that module is imported.
 _OF_TRANSFORMERS = {

@@ -6,8 +6,8 @@ from collections.abc import Sequence, Set
 import torch
 from torch.fx import Node
 
-from zbcompile.passes.graph.fx import is_getitem
-from zbcompile.passes.graph.storage import is_view, storages_read, tensors_of
+from zbcompile.passes.graph.fx import is_getitem, is_view, tensors_of
+from zbcompile.passes.graph.storage import storages_read
 from zbcompile.passes.torch_private import storage_key
 
 aten = torch.ops.aten

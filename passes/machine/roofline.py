@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import GraphModule, Node
 
-from zbcompile.passes.graph.fx import is_getitem
-from zbcompile.passes.graph.process_groups import is_collective
-from zbcompile.passes.graph.storage import bytes_moved, is_view, storages_read, tensors_of
+from zbcompile.passes.graph.fx import is_getitem, is_view, tensors_of
+from zbcompile.passes.graph.process_groups import is_collective, is_wait
+from zbcompile.passes.graph.storage import bytes_moved, storages_read
 from zbcompile.passes.machine.flops import count_flops
 from zbcompile.passes.machine.fusion import fused_kernels, kernel_bytes
 from zbcompile.passes.machine.hardware import Hardware
@@ -45,7 +45,11 @@ def kernel_seconds(module: GraphModule, hardware: Hardware) -> list[tuple[list[N
     flops = count_flops(module, FakeTensorMode(allow_non_fake_inputs=True))
     nodes = [node for node in module.graph.nodes if node.op == "call_function"]
     joined = _dropouts(nodes) if hardware.units else set()
-    apart = {node for node in nodes if flops[node] or is_collective(node) or node not in joined}
+    apart = {
+        node
+        for node in nodes
+        if flops[node] or is_collective(node) or is_wait(node) or node not in joined
+    }
     kernels, others = fused_kernels(nodes, apart)
     found = [([node], node_seconds(node, flops[node], hardware)) for node in others]
     return [*found, *((each, joined_seconds(each, hardware)) for each in kernels)]
@@ -78,7 +82,9 @@ def _is_mask(node: Node) -> bool:
 
 def node_seconds(node: Node, flops: int, hardware: Hardware) -> float:
     """The seconds of one operation; `flops` as counted."""
-    if is_getitem(node) or is_collective(node):  # exchanges are priced by their channels
+    if (
+        is_getitem(node) or is_collective(node) or is_wait(node)
+    ):  # exchanges are priced by their channels
         return 0.0
     if is_view(node) or _packet(node) in NOTHING:
         return 0.0

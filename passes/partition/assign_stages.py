@@ -8,9 +8,10 @@ from torch.fx import Node
 
 from zbcompile.passes.capture.backward_marks import forward_number
 from zbcompile.passes.errors import PartitionError
+from zbcompile.passes.graph.fx import operator_name
 from zbcompile.passes.partition.cut_points import ForwardLine
-from zbcompile.passes.step_graph import StepGraph, operator_name
-from zbcompile.passes.torch_private_capture import ANNOTATIONS, annotations_of
+from zbcompile.passes.step_graph import StepGraph
+from zbcompile.passes.torch_private import ANNOTATIONS, annotations_of
 
 Stages = dict[Node, int]
 

@@ -7,9 +7,11 @@ import torch
 from torch.fx import Node
 
 from zbcompile.passes.capture.backward_marks import forward_number
-from zbcompile.passes.node_cost import node_flops, storage_bytes
-from zbcompile.passes.step_graph import StepGraph, is_random, operator_name, tensors_of
-from zbcompile.passes.torch_private_capture import TO_COPY, is_view
+from zbcompile.passes.graph.fx import is_random, is_view, operator_name, tensors_of
+from zbcompile.passes.graph.storage import storage_bytes
+from zbcompile.passes.node_cost import node_flops
+from zbcompile.passes.step_graph import StepGraph
+from zbcompile.passes.torch_private import TO_COPY
 
 CASTS = (TO_COPY, torch.ops.aten.detach.default)
 PARAMETER, BATCH, STATE = "parameter", "batch", "state"  # kinds of values that a node depends on

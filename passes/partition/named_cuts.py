@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 
 from zbcompile.passes.errors import PartitionError
-from zbcompile.passes.graph.storage import is_view
+from zbcompile.passes.graph.fx import is_view
 from zbcompile.passes.layout_strings import MARK
 from zbcompile.passes.partition.cut_points import ForwardLine
 from zbcompile.passes.torch_private import module_paths

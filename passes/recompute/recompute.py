@@ -13,6 +13,7 @@ from torch.fx import Node
 
 from zbcompile.passes.capture.checkpoint_hints import checkpoint_region
 from zbcompile.passes.errors import CompileError
+from zbcompile.passes.graph.fx import is_random, is_view, operator_name, tensors_of
 from zbcompile.passes.node_cost import node_cost, node_flops
 from zbcompile.passes.recompute.saved_values import (
     Candidates,
@@ -20,18 +21,8 @@ from zbcompile.passes.recompute.saved_values import (
     fewest_bytes,
     least_cost_within,
 )
-from zbcompile.passes.step_graph import (
-    BACKWARD,
-    FORWARD,
-    WEIGHT,
-    Label,
-    Labels,
-    StepGraph,
-    is_random,
-    operator_name,
-    tensors_of,
-)
-from zbcompile.passes.torch_private_capture import OpOverload, is_view, schema_of, storage_key
+from zbcompile.passes.step_graph import BACKWARD, FORWARD, WEIGHT, Label, Labels, StepGraph
+from zbcompile.passes.torch_private import OpOverload, schema_of, storage_key
 
 Policy = str | int | float  # "off", "hints", "selective", "full", bytes, or a share of the bytes
 RECOMPUTED = "recomputed"  # key in node.meta of the duplicates

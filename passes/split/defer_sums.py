@@ -8,13 +8,9 @@ same, up to rounding, so the engine reduces `.grad` at the end of the step inste
 import torch
 from torch.fx import Node
 
-from zbcompile.passes.capture.mesh_groups import (
-    collective_name,
-    group_of,
-    is_wait,
-)
+from zbcompile.passes.graph.fx import is_view
+from zbcompile.passes.graph.process_groups import collective_name, group_of, is_wait
 from zbcompile.passes.step_graph import StepGraph
-from zbcompile.passes.torch_private_capture import is_view
 
 _COPIES = (torch.ops.aten.copy.default,)  # of an in-place collective: copy(summand, sum)
 

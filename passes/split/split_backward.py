@@ -13,22 +13,13 @@ import torch
 from torch.fx import GraphModule, Node
 
 from zbcompile.passes.capture.backward_marks import is_gradient_sum
-from zbcompile.passes.capture.source_lines import LINE
 from zbcompile.passes.capture.unsupported import DRAWS_IN_BACKWARD
 from zbcompile.passes.errors import CaptureError
+from zbcompile.passes.graph.fx import is_random, is_view, operator_name, tensors_of
+from zbcompile.passes.graph.source_location import line_of
 from zbcompile.passes.partition.assign_stages import Stages
-from zbcompile.passes.step_graph import (
-    BACKWARD,
-    FORWARD,
-    WEIGHT,
-    Label,
-    Labels,
-    StepGraph,
-    is_random,
-    operator_name,
-    tensors_of,
-)
-from zbcompile.passes.torch_private_capture import GROUPED_MM, annotations_of, is_view, storage_key
+from zbcompile.passes.step_graph import BACKWARD, FORWARD, WEIGHT, Label, Labels, StepGraph
+from zbcompile.passes.torch_private import GROUPED_MM, storage_key
 
 aten = torch.ops.aten
 PRODUCTS = frozenset(
@@ -189,5 +180,5 @@ def _operands(node: Node) -> Iterator[torch.Tensor]:
 def _refuse_random(backward: dict[Node, None]) -> None:
     for node in backward:
         if is_random(node):
-            line = annotations_of(node).get(LINE, "")
+            line = line_of(node)
             raise CaptureError(DRAWS_IN_BACKWARD.format(operator=node.target, line=line))

@@ -11,15 +11,8 @@ import torch
 from torch.fx import Node
 
 from zbcompile.passes.capture.backward_marks import is_gradient_sum
-from zbcompile.passes.step_graph import (
-    BACKWARD,
-    END,
-    WEIGHT,
-    Label,
-    Labels,
-    StepGraph,
-)
-from zbcompile.passes.torch_private_capture import ANNOTATIONS, TO_COPY, annotations_of
+from zbcompile.passes.step_graph import BACKWARD, END, WEIGHT, Label, Labels, StepGraph
+from zbcompile.passes.torch_private import ANNOTATIONS, TO_COPY, annotations_of
 
 
 def label_tied_gradients(step: StepGraph, labels: Labels, exact: bool) -> dict[str, frozenset[int]]:

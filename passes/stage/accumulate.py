@@ -15,14 +15,9 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from zbcompile.passes.capture.mesh_groups import copy_graph
-from zbcompile.passes.stage.pass_graph import (
-    ACCUMULATOR,
-    WEIGHT_GRADIENT,
-    PassGraph,
-    Slot,
-)
-from zbcompile.passes.torch_private_capture import (
+from zbcompile.passes.graph.fx import copy_graph
+from zbcompile.passes.stage.pass_graph import ACCUMULATOR, WEIGHT_GRADIENT, PassGraph, Slot
+from zbcompile.passes.torch_private import (
     UNSAFE_VIEW,
     FakeTensorMode,
     LazyGraphModule,

@@ -29,16 +29,8 @@ from zbcompile.passes.stage.pass_graph import (
     PassGraph,
     Slot,
 )
-from zbcompile.passes.step_graph import (
-    BACKWARD,
-    END,
-    FORWARD,
-    WEIGHT,
-    Label,
-    Labels,
-    StepGraph,
-)
-from zbcompile.passes.torch_private_capture import LazyGraphModule
+from zbcompile.passes.step_graph import BACKWARD, END, FORWARD, WEIGHT, Label, Labels, StepGraph
+from zbcompile.passes.torch_private import LazyGraphModule
 
 Edges = dict[tuple[Label, Label], dict[Node, None]]  # (from, to) -> values
 

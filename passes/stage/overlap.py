@@ -10,13 +10,13 @@ the second half's values are asked for when it begins. The values are those of t
 after the other (`one_after_the_other` in `tests/support/plain_versions.py`).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch.fx import Graph, GraphModule, Node
 
-from zbcompile.passes.graph.fx import operations_behind, output_values
+from zbcompile.passes.graph.fx import output_values
 from zbcompile.passes.graph.process_groups import is_collective, is_wait
 from zbcompile.passes.graph.storage import bytes_moved
 from zbcompile.passes.stage.piece import Piece
@@ -70,16 +70,26 @@ def merge(first: Piece, second: Piece) -> MergedPieces:
 
 
 def _products_for_weights(piece: Piece) -> list[Node]:
-    """What no input gradient and no collective of BW needs, if it waits for some; nothing of other
-    passes."""
-    calls = [node for node in piece.module.graph.nodes if node.op == "call_function"]
-    if piece.name != "BW" or not any(map(is_wait, calls)):
-        return []
+    """Returns the operations of a BW that fill its waits."""
     results = zip(piece.outputs, output_values(piece.module.graph), strict=True)
-    needed = [node for slot, node in results if slot.kind == "input_gradient"] + list(
-        filter(is_collective, calls)
-    )
-    urgent = operations_behind(needed)
+    gradients = [node for slot, node in results if slot.kind == "input_gradient"]
+    calls = [node for node in piece.module.graph.nodes if node.op == "call_function"]
+    return weight_only_nodes(calls, gradients) if piece.name == "BW" else []
+
+
+def weight_only_nodes(calls: Sequence[Node], input_gradients: Iterable[Node]) -> list[Node]:
+    """Returns the nodes of a BW that no input gradient and no collective needs; none if it does not
+    wait for a collective."""
+    if not any(map(is_wait, calls)):
+        return []
+    exchanges = [node for node in calls if is_collective(node) or is_wait(node)]
+    pending = [*input_gradients, *exchanges]
+    urgent: set[Node] = set()
+    while pending:
+        node = pending.pop()
+        if node not in urgent:
+            urgent.add(node)
+            pending.extend(node.all_input_nodes)
     return [node for node in calls if node not in urgent]
 
 
@@ -210,11 +220,9 @@ def _began(begun: Mapping[Node, tuple[float, float]], wait: Node) -> float:
 
 
 def _work(node: Node) -> int:
-    """The bytes for which a node keeps the host or the compute stream busy; a collective proceeds
-    elsewhere."""
-    return (
-        bytes_moved(node) if isinstance(node.target, OpOverload) and not is_collective(node) else 0
-    )
+    """Returns the bytes that a node moves; 0 for collectives, which run elsewhere, and waits."""
+    is_exchange = is_collective(node) or is_wait(node)
+    return bytes_moved(node) if isinstance(node.target, OpOverload) and not is_exchange else 0
 
 
 def _before_a_wait(half: Sequence[Node]) -> float:

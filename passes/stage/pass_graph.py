@@ -3,13 +3,13 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from torch.fx import Graph, GraphModule, Node
-from torch.fx.node import map_arg
+from torch.fx import GraphModule, Node
 
-from zbcompile.passes.node_cost import node_flops, storage_bytes
-from zbcompile.passes.step_graph import tensors_of
+from zbcompile.passes.graph.fx import graph_text, tensors_of
+from zbcompile.passes.graph.storage import storage_bytes
+from zbcompile.passes.node_cost import node_flops
 
 # Roles of inputs.
 PARAMETER, BUFFER, CONSTANT, BATCH, TANGENT = "parameter", "buffer", "constant", "batch", "tangent"
@@ -89,22 +89,7 @@ class PassGraph:
     @cached_property
     def fingerprint(self) -> str:
         """A text that equal graphs share."""
-        return graph_text(self.module.graph)
-
-
-def graph_text(graph: Graph) -> str:
-    """Returns operators, arguments, shapes, strides and dtypes of a graph, without its names."""
-    numbers: dict[Node, str] = {}
-    lines = []
-    for node in graph.nodes:
-        numbers[node] = f"%{len(numbers)}"
-        arguments: Any = () if node.op == "placeholder" else (node.args, node.kwargs)
-        text = map_arg(arguments, lambda source: _Number(numbers[source]))
-        values = [
-            f"{value.dtype}{tuple(value.shape)}{value.stride()}" for value in tensors_of(node)
-        ]
-        lines.append(f"{numbers[node]} {_target(node)} {text!r} {values}")
-    return "\n".join(lines)
+        return graph_text(self.module)
 
 
 def _bytes_of(role: str, nodes: list[Node]) -> int:
@@ -112,12 +97,3 @@ def _bytes_of(role: str, nodes: list[Node]) -> int:
     if role not in (ACTIVATION, GRADIENT):
         return storage_bytes(nodes)
     return sum(t.numel() * t.element_size() for node in nodes for t in tensors_of(node))
-
-
-class _Number(str):
-    def __repr__(self) -> str:
-        return str(self)
-
-
-def _target(node: Node) -> str:
-    return str(node.target) if node.op in ("call_function", "get_attr") else node.op

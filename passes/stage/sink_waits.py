@@ -5,10 +5,10 @@ from dataclasses import replace
 
 from torch.fx import Graph, Node
 
-from zbcompile.passes.capture.mesh_groups import is_collective, is_wait
-from zbcompile.passes.stage.overlap import late_waits
+from zbcompile.passes.graph.process_groups import is_wait
+from zbcompile.passes.stage.overlap import late_waits, weight_only_nodes
 from zbcompile.passes.stage.pass_graph import GRADIENT, PassGraph
-from zbcompile.passes.torch_private_capture import LazyGraphModule
+from zbcompile.passes.torch_private import LazyGraphModule
 
 
 def sink_waits(graph: PassGraph) -> PassGraph:
@@ -18,7 +18,9 @@ def sink_waits(graph: PassGraph) -> PassGraph:
     """
     if not any(map(is_wait, graph.calls)):
         return graph
-    later = set(_weight_only_nodes(graph))
+    results = zip(graph.outputs, graph.results, strict=True)
+    gradients = [node for slot, node in results if slot.role == GRADIENT]
+    later = set(weight_only_nodes(graph.calls, gradients)) if graph.kind == "BW" else set()
     urgent = [node for node in graph.calls if node not in later]
     order = _fill_waits(urgent, [node for node in graph.calls if node in later])
     reordered, copies = Graph(), dict[Node, Node]()
@@ -28,25 +30,6 @@ def sink_waits(graph: PassGraph) -> PassGraph:
     reordered.output(tuple(copies[node] for node in graph.results))
     reordered.lint()
     return replace(graph, module=LazyGraphModule(graph.module, reordered, class_name="Pass"))
-
-
-def _weight_only_nodes(graph: PassGraph) -> list[Node]:
-    """Returns the nodes of a BW that no input gradient and no collective needs.
-
-    Empty for other passes, and for a pass without collectives.
-    """
-    if graph.kind != "BW" or not any(map(is_wait, graph.calls)):
-        return []
-    results = zip(graph.outputs, graph.results, strict=True)
-    pending = [node for slot, node in results if slot.role == GRADIENT]
-    pending += filter(is_collective, graph.calls)
-    urgent: set[Node] = set()
-    while pending:
-        node = pending.pop()
-        if node not in urgent:
-            urgent.add(node)
-            pending.extend(node.all_input_nodes)
-    return [node for node in graph.calls if node not in urgent]
 
 
 def _fill_waits(urgent: Sequence[Node], others: Sequence[Node]) -> list[Node]:

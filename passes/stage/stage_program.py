@@ -30,8 +30,8 @@ import torch
 from zbcompile.passes.graph.process_groups import (
     exchanged_bytes,
     group_of,
-    is_under_way,
-    with_groups,
+    is_async_collective,
+    with_process_groups,
 )
 from zbcompile.passes.graph.roles import TensorSpec
 from zbcompile.passes.stage.piece import Piece
@@ -120,7 +120,7 @@ def bind_groups(program: StageProgram, names: Mapping[str, str]) -> StageProgram
     if not names:
         return program
     pieces = {
-        key: replace(piece, module=with_groups(piece.module, names))
+        key: replace(piece, module=with_process_groups(piece.module, names))
         for key, piece in program.pieces.items()
     }
     return replace(program, pieces=pieces)
@@ -160,6 +160,8 @@ def collectives_of(program: StageProgram) -> list[Collective]:
         if (group := group_of(node)) is not None:
             kind = node.target.overloadpacket.__name__
             found.append(
-                Collective(name, kind, group, exchanged_bytes(node), node.name, is_under_way(node))
+                Collective(
+                    name, kind, group, exchanged_bytes(node), node.name, is_async_collective(node)
+                )
             )
     return found

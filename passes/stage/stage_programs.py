@@ -8,8 +8,9 @@ from torch.fx import Graph, Node
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.compile_step import CompiledStep, Observer, no_observer
 from zbcompile.passes.errors import PartitionError
+from zbcompile.passes.graph.fx import is_random
 from zbcompile.passes.graph.roles import Kind, Slot, TensorSpec
-from zbcompile.passes.graph.strides import boundary_like
+from zbcompile.passes.graph.strides import overlaps
 from zbcompile.passes.node_cost import node_flops
 from zbcompile.passes.recompute.recompute import RECOMPUTED
 from zbcompile.passes.stage import pass_graph as roles
@@ -18,8 +19,8 @@ from zbcompile.passes.stage.pass_graph import PassGraph, Slot as PassSlot
 from zbcompile.passes.stage.piece import Piece
 from zbcompile.passes.stage.sink_waits import sink_waits
 from zbcompile.passes.stage.stage_program import Crossing, Recomputation, StageProgram, tensor_spec
-from zbcompile.passes.step_graph import END, Label, StepGraph, VocabularyValues, is_random
-from zbcompile.passes.torch_private_capture import FakeTensorMode, LazyGraphModule, storage_key
+from zbcompile.passes.step_graph import END, Label, StepGraph, VocabularyValues
+from zbcompile.passes.torch_private import FakeTensorMode, LazyGraphModule, storage_key
 
 _INPUT_KINDS: Mapping[str, Kind] = {
     roles.PARAMETER: "parameter",
@@ -194,13 +195,12 @@ def _messages(compiled: CompiledStep, sender: Label, role: str) -> dict[str, Ten
         if slot.role != role:
             continue
         value = node.meta["val"]
-        spec = tensor_spec(boundary_like(value, exact=True), role == roles.ACTIVATION)
-        if spec.stride != tuple(value.stride()):
+        if overlaps(value):
             raise PartitionError(
                 f"the cut behind stage {sender.stage} would send {node.name}, whose elements "
                 "overlap in memory. Cut elsewhere (balance=), or call .contiguous() on it."
             )
-        found[slot.name] = spec
+        found[slot.name] = tensor_spec(value, role == roles.ACTIVATION)
     return found
 
 

@@ -12,10 +12,10 @@ from typing import Any, NoReturn
 import torch
 from torch.fx import Node
 
-from zbcompile.passes.capture.source_lines import LINE
 from zbcompile.passes.errors import CompileError
-from zbcompile.passes.step_graph import StepGraph, operator_name
-from zbcompile.passes.torch_private_capture import annotations_of
+from zbcompile.passes.graph.fx import operator_name
+from zbcompile.passes.graph.source_location import line_of
+from zbcompile.passes.step_graph import StepGraph
 
 aten = torch.ops.aten
 LOG_SUM_EXP, LABEL_LOGIT, LOGIT_SUM = "log-sum-exp", "label's logit", "sum of logits"
@@ -257,7 +257,7 @@ def shape_of(node: Any) -> torch.Size:
 
 def refuse(node: Node, reason: str, remedy: str = "") -> NoReturn:
     """Raises NotShardableError with the user's line of a node."""
-    line = annotations_of(node).get(LINE, "")
+    line = line_of(node)
     raise NotShardableError(
         f"the vocabulary cannot be sharded: the step has {reason} ({line}). {remedy or _STATISTICS}"
     )

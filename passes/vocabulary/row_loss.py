@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from zbcompile.passes.step_graph import StepGraph, is_random, operator_name
+from zbcompile.passes.graph.fx import is_random, operator_name
+from zbcompile.passes.step_graph import StepGraph
 from zbcompile.passes.vocabulary.output_layer import (
     CASTS,
     COPIES,

@@ -23,12 +23,12 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from zbcompile.passes.graph.fx import operator_name
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.node_cost import node_flops
 from zbcompile.passes.stage.piece import Piece
 from zbcompile.passes.stage.stage_program import tensor_spec
-from zbcompile.passes.step_graph import operator_name
-from zbcompile.passes.torch_private_capture import FakeTensorMode, LazyGraphModule, make_fx
+from zbcompile.passes.torch_private import FakeTensorMode, LazyGraphModule, make_fx
 from zbcompile.passes.vocabulary.output_layer import shape_of
 from zbcompile.passes.vocabulary.row_loss import Evaluation, Statistics
 from zbcompile.passes.vocabulary.shard_passes import (

@@ -13,7 +13,8 @@ import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from zbcompile.passes.step_graph import StepGraph, VocabularyValues, operator_name
+from zbcompile.passes.graph.fx import operator_name
+from zbcompile.passes.step_graph import StepGraph, VocabularyValues
 from zbcompile.passes.vocabulary.output_layer import (
     CASTS,
     COPIES,

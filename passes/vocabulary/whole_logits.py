@@ -4,9 +4,10 @@ from collections.abc import Collection
 
 from torch.fx import Node
 
-from zbcompile.passes.capture.mesh_groups import is_collective
 from zbcompile.passes.errors import CaptureError
-from zbcompile.passes.step_graph import StepGraph, operator_name
+from zbcompile.passes.graph.fx import operator_name
+from zbcompile.passes.graph.process_groups import is_collective
+from zbcompile.passes.step_graph import StepGraph
 
 PART_OF_LOGITS = (
     "the logits are this rank's part of them, by its part of {parameter}; a distribution needs all "

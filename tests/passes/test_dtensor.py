@@ -32,13 +32,9 @@ from tests.support.pass_graph_runner import Batch, Runner, differences, eager_st
 from tests.support.pool import Pool
 from zbcompile import schedules
 from zbcompile.passes.capture.export import ExportOptions, export_training_step
-from zbcompile.passes.capture.mesh_groups import (
-    collective_name,
-    groups_of_meshes,
-    is_collective,
-)
 from zbcompile.passes.compile_step import CompiledStep, compile_step
 from zbcompile.passes.errors import CaptureError
+from zbcompile.passes.graph.process_groups import collective_name, groups_of_meshes, is_collective
 
 MICROBATCHES = 2
 

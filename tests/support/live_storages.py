@@ -10,7 +10,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zbcompile.passes.graph.storage import tensors_of
+from zbcompile.passes.graph.fx import tensors_of
 from zbcompile.passes.stage.peak_memory import transient_bytes
 from zbcompile.program.program import Program
 

@@ -13,8 +13,8 @@ from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
 
 from zbcompile.passes.capture.batch_inputs import leaves_with_paths
-from zbcompile.passes.capture.mesh_groups import with_process_groups
 from zbcompile.passes.compile_step import CompiledStep
+from zbcompile.passes.graph.process_groups import with_process_groups
 from zbcompile.passes.stage.pass_graph import (
     ACTIVATION,
     BATCH,

@@ -19,12 +19,7 @@ from zbcompile.passes.capture.batch_inputs import leaves_with_paths
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.compile_step import CompiledStep
 from zbcompile.passes.graph.roles import Slot
-from zbcompile.passes.stage.pass_graph import (
-    ACTIVATION,
-    GRADIENT,
-    PassGraph,
-    Slot as PassSlot,
-)
+from zbcompile.passes.stage.pass_graph import ACTIVATION, GRADIENT, PassGraph, Slot as PassSlot
 from zbcompile.passes.torch_names import dtype_named
 from zbcompile.passes.vocabulary.shard_program import VocabularyProgram
 from zbcompile.passes.vocabulary.trunk import ShardedStep

@@ -20,6 +20,7 @@ from zbcompile.errors import PipelineError
 from zbcompile.options import backend_name
 from zbcompile.passes import gpu
 from zbcompile.passes.errors import CompileError
+from zbcompile.passes.graph.fx import output_values
 from zbcompile.passes.stage.anonymous_graph import BareGraph, bare
 from zbcompile.passes.stage.piece import Piece
 from zbcompile.passes.torch_private import boxed
@@ -151,7 +152,7 @@ class ByFunction:
                 " expected a function to call in place of the graph."
             )
         run = compiled if takes_a_list(compiled) else _unpacking(compiled)
-        return _counted(run, graph.results, self.name)
+        return _counted(run, len(output_values(graph.module.graph)), self.name)
 
 
 def _unpacking(function: Callable[..., Any]) -> Run:

@@ -27,8 +27,9 @@ from zbcompile.passes.capture.export import ExportOptions
 from zbcompile.passes.capture.forward_only import export_forward
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.compile_step import compile_graph
+from zbcompile.passes.graph.fx import is_random
 from zbcompile.passes.stage.stage_programs import stage_programs
-from zbcompile.passes.step_graph import StepGraph, is_random
+from zbcompile.passes.step_graph import StepGraph
 from zbcompile.passes.vocabulary.log_probs import IGNORED
 from zbcompile.passes.vocabulary.output_layer import NotShardableError
 from zbcompile.passes.vocabulary.shard_program import VocabularyProgram, even_bounds

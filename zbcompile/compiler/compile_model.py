@@ -25,13 +25,13 @@ from zbcompile.passes.compile_step import (
     no_observer,
 )
 from zbcompile.passes.errors import PartitionError
+from zbcompile.passes.graph.fx import graph_text
 from zbcompile.passes.partition.assign_stages import cuts_of_owners
 from zbcompile.passes.partition.balance import LoadRow
 from zbcompile.passes.partition.balance_stages import balanced_cuts
 from zbcompile.passes.partition.cut_points import ForwardLine
 from zbcompile.passes.partition.cuts import Cuts
 from zbcompile.passes.partition.named_cuts import edges_named
-from zbcompile.passes.stage.pass_graph import graph_text
 from zbcompile.passes.stage.stage_program import StageProgram, collectives_of, tensor_spec
 from zbcompile.passes.stage.stage_programs import end_pieces, stage_programs
 from zbcompile.passes.step_graph import StepGraph
@@ -93,7 +93,7 @@ def export_step(
     step = export_training_step(model, args, kwargs, target, loss, options)
     with_dumps(observe)("export", step)
     sharded = choose_sharding(step, schedule, choices or Choices())
-    text = hashlib.sha256(graph_text(step.graph).encode()).hexdigest()
+    text = hashlib.sha256(graph_text(step.module).encode()).hexdigest()
     return ExportedModel(step, text, keep, sharded)
 
 

@@ -13,8 +13,7 @@ import torch
 from torch.fx import Node
 
 from zbcompile.passes import gpu
-from zbcompile.passes.graph.fx import argument_of
-from zbcompile.passes.graph.storage import is_view, tensors_of
+from zbcompile.passes.graph.fx import argument_of, is_view, tensors_of
 from zbcompile.passes.torch_private import OpOverload
 
 WARM_UP = 2

@@ -20,7 +20,7 @@ from zbcompile.engine.gradients import Gradients, GradientSum, grad_dtype
 from zbcompile.engine.slice import LATE, Slice, await_parcels, by_owner, memory_of, spread, wait
 from zbcompile.errors import PipelineError
 from zbcompile.passes.compile_options import HALF
-from zbcompile.passes.torch_private import written_so_far
+from zbcompile.passes.torch_private import version_of
 from zbcompile.program.program import Program
 
 Observe = Callable[[str, torch.Tensor], None]
@@ -124,7 +124,7 @@ class Slices:
         Raises PipelineError if somebody else has written since the update, which would be lost."""
         for at in sorted(self.arriving) if stage is None else [stage]:
             for each in self.of(at) if at in self.arriving else ():
-                if written_so_far(each.parameter) != self.writes[each]:
+                if version_of(each.parameter) != self.writes[each]:
                     raise PipelineError(
                         f"{each.name} was written between optimizer.step() and the arrival of its"
                         " updated values, which would replace what was written. Call"
@@ -202,7 +202,7 @@ class Slices:
         self.round(stage)
         for at in sorted({each.stage for each in self.of(stage) if each.divided}):
             self.arriving[at] += spread(self.of(at))
-            self.writes |= {each: written_so_far(each.parameter) for each in self.of(at)}
+            self.writes |= {each: version_of(each.parameter) for each in self.of(at)}
 
     def round(self, stage: int | None = None) -> None:
         """Let parameters be their masters, rounded."""

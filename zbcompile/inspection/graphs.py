@@ -11,10 +11,9 @@ from zbcompile.compiler.compile_example import CompiledExample
 from zbcompile.compiler.dump_passes import graphs_of
 from zbcompile.errors import PipelineError
 from zbcompile.passes.compile_step import PASSES
-from zbcompile.passes.graph.fx import copied, with_graph
+from zbcompile.passes.graph.fx import copy_graph, with_graph
 from zbcompile.passes.graph.source_location import origin_of
-from zbcompile.passes.torch_private import set_stack_trace
-from zbcompile.passes.torch_private_capture import ANNOTATIONS
+from zbcompile.passes.torch_private import ANNOTATIONS, set_stack_trace
 from zbcompile.schedules import Schedule
 from zbcompile.tables import Figure, Table
 
@@ -55,7 +54,7 @@ def graph_text(inspected: CompiledExample, stage: int, name: str) -> str:
         f"# in: {', '.join(map(str, piece.inputs))}",
         f"# out: {', '.join(map(str, piece.outputs))}",
     ]
-    module = with_graph(piece.module, copied(piece.module.graph))
+    module = with_graph(piece.module, copy_graph(piece.module.graph))
     for node in module.graph.nodes:
         if (origin := origin_of(node)) and origin.file:
             set_stack_trace(

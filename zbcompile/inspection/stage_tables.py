@@ -46,7 +46,7 @@ def place_of(stage: StageProgram) -> tuple[str, str]:
     if not made:
         return "(the loss)", ""
     last = max(made, key=order.__getitem__)
-    origin = origin_of(last) or Origin("", "", 0, "")
+    origin = origin_of(last) or Origin("", "", 0)
     file = shown_path(origin.file).rpartition("/")[2] if origin.file else ""
     place = f"{origin.module or 'model'} {file}:{origin.line}" if file else "loss"
     return place if len(place) <= _LONGEST_CUT else f"...{place[3 - _LONGEST_CUT :]}", made[last]

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zbcompile.errors import PipelineError
-from zbcompile.passes.torch_private import written_so_far
+from zbcompile.passes.torch_private import version_of
 from zbcompile.torch_private import attributes_of
 
 TWICE = (
@@ -132,7 +132,7 @@ def _common(optimizer: Optimizer) -> dict[str, Any]:
 def _mark(value: Any) -> Any:
     """A token of a value that changes when the value, or one inside of it, is written."""
     if isinstance(value, torch.Tensor):
-        return None if isinstance(value, nn.Parameter) else (id(value), written_so_far(value))
+        return None if isinstance(value, nn.Parameter) else (id(value), version_of(value))
     if isinstance(value, Mapping):
         return tuple(map(_mark, value.values()))
     if isinstance(value, list | tuple):
@@ -148,7 +148,7 @@ def _too_late(what: str) -> str:
 
 
 def _writes(tensor: torch.Tensor | None) -> int:
-    return 0 if tensor is None else written_so_far(tensor)
+    return 0 if tensor is None else version_of(tensor)
 
 
 def _written(used: Mapping[str, tuple[torch.Tensor | None, int]]) -> list[str]:

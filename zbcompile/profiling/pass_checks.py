@@ -12,7 +12,7 @@ from torch.fx.node import map_arg
 
 from zbcompile.backends.types import Run
 from zbcompile.engine.stage_plan import CompiledStage, Tensors
-from zbcompile.passes.graph.process_groups import is_under_way, is_wait
+from zbcompile.passes.graph.process_groups import is_async_collective, is_wait
 from zbcompile.passes.graph.source_location import origin_of
 from zbcompile.passes.stage.piece import Piece
 
@@ -61,7 +61,7 @@ class _Inspector(Interpreter):
 
     def run_node(self, n: Node) -> Any:
         read = _kinds(map_arg((n.args, n.kwargs), lambda node: self.env[node]))
-        if is_under_way(n):  # its result is there once somebody has waited for it
+        if is_async_collective(n):  # its result is there once somebody has waited for it
             self._sent[n] = read
             return super().run_node(n)
         read = (

@@ -39,7 +39,7 @@ from zbcompile.options import PipelineOptions
 from zbcompile.passes.capture.model_checks import check_hooks
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.stage.stage_program import bind_groups
-from zbcompile.passes.torch_private import accumulators, function_modes, global_hooks, have_hooks
+from zbcompile.passes.torch_private import accumulators, function_modes, global_hooks, hook_tables
 from zbcompile.profiling.pass_checks import inspected
 from zbcompile.program.program import OF_A_PLACE, Program
 from zbcompile.program_cache.state_dict import stream_state
@@ -188,7 +188,7 @@ class BoundPrograms:
             fingerprint(self._model),
             global_hooks(),
             function_modes(),
-            have_hooks(self._accumulators),
+            hook_tables(self._accumulators),
         )
 
     def is_own(self, name: str) -> bool:

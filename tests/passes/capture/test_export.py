@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from tests.support.pass_graph_runner import differences, eager_step, run_uncut
 from zbcompile.passes.capture.export import ExportOptions, export_training_step
-from zbcompile.passes.capture.source_lines import LINE
 from zbcompile.passes.errors import CaptureError
+from zbcompile.passes.graph.source_location import LINE
 
 WIDTH = 8
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from zbcompile.passes.graph.storage import bytes_moved, is_view
+from zbcompile.passes.graph.fx import is_view
+from zbcompile.passes.graph.storage import bytes_moved
 from zbcompile.passes.torch_private import make_fx
 
 BUFFER, LEFT, RIGHT = 4 * 8 * 6, 4 * 8 * 5, 4 * 5 * 6  # bytes

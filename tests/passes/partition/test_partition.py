@@ -18,8 +18,7 @@ from zbcompile.compiler.compile_example import one_microbatch
 from zbcompile.compiler.compile_model import choose_cuts, export_step
 from zbcompile.compiler.overweight import explain_overweight
 from zbcompile.passes.compile_options import Choices
-from zbcompile.passes.graph.fx import is_getitem
-from zbcompile.passes.graph.storage import is_view
+from zbcompile.passes.graph.fx import is_getitem, is_view
 from zbcompile.passes.partition.balance import LoadRow, heaviest_piece
 from zbcompile.passes.partition.balance_stages import THINNER, node_loads
 from zbcompile.passes.partition.cut_points import ForwardLine, forward_line

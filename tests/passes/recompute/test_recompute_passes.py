@@ -17,6 +17,7 @@ from tests.support.zoo import ZOO
 from zbcompile import schedules
 from zbcompile.passes.compile_step import CompiledStep, compile_step
 from zbcompile.passes.errors import CompileError
+from zbcompile.passes.graph.fx import is_random
 from zbcompile.passes.recompute.recompute import RECOMPUTED
 from zbcompile.passes.recompute.saved_values import (
     Candidates,
@@ -25,7 +26,6 @@ from zbcompile.passes.recompute.saved_values import (
     lowest_cost,
 )
 from zbcompile.passes.stage.pass_graph import SAVED
-from zbcompile.passes.step_graph import is_random
 
 
 def check(

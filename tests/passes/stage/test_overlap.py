@@ -98,7 +98,7 @@ def test_exchanges_on_both_sides_of_the_experts_hide_behind_the_other_half() -> 
     order = interleave(forward, backward, products)
     begun = {wait: order.index(wait.all_input_nodes[0]) for wait in order if is_wait(wait)}
     behind = [
-        sum(not is_collective(node) for node in order[at : order.index(w)])
+        sum(not (is_collective(node) or is_wait(node)) for node in order[at : order.index(w)])
         for w, at in begun.items()
     ]
     assert behind[0] == 0

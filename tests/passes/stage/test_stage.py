@@ -18,8 +18,8 @@ from tests.passes.test_bits import batches_of, text
 from tests.support.pass_graph_runner import Batch, Runner, eager_step
 from zbcompile import schedules
 from zbcompile.passes.capture.export import export_training_step
-from zbcompile.passes.capture.mesh_groups import is_collective, is_wait
 from zbcompile.passes.compile_step import CompiledStep, compile_graph, compile_step
+from zbcompile.passes.graph.process_groups import is_collective, is_wait
 from zbcompile.passes.stage.accumulate import accumulate
 from zbcompile.passes.stage.pass_graph import ACCUMULATOR, WEIGHT_GRADIENT, PassGraph, Slot
 from zbcompile.passes.stage.sink_waits import sink_waits

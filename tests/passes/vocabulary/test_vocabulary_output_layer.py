@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zbcompile.passes.capture.export import ExportOptions, export_training_step
-from zbcompile.passes.step_graph import operator_name
+from zbcompile.passes.graph.fx import operator_name
 from zbcompile.passes.vocabulary.output_layer import (
     LABEL_LOGIT,
     LOG_SUM_EXP,

@@ -34,7 +34,7 @@ from tests.support.training import (
     train,
 )
 from tests.support.vocabulary_training import VocabularyCase
-from zbcompile.passes.stage.pass_graph import graph_text
+from zbcompile.passes.graph.fx import graph_text
 from zbcompile.program.directory import digest_of
 from zbcompile.program.program import Program
 from zbcompile.schedules.generators.interlaced import interlaced
@@ -383,7 +383,7 @@ def test_a_program_is_read_as_it_was_saved(saved: Callable[[Case], Path]) -> Non
         for name, piece in our.pieces.items():
             assert piece.inputs == their.pieces[name].inputs
             assert piece.outputs == their.pieces[name].outputs
-            assert graph_text(piece.module.graph) == graph_text(their.pieces[name].module.graph)
+            assert graph_text(piece.module) == graph_text(their.pieces[name].module)
 
 
 @pytest.mark.slow

@@ -1,0 +1,293 @@
+"""Refusals: calls that a trace cannot reproduce, and what errors of torch mean for the user."""
+
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+from torch.overrides import TorchFunctionMode
+
+from zbcompile.passes.capture.expert_capacity import require_fit
+from zbcompile.passes.capture.unsupported import (
+    FAILS,
+    HAS_A_DYNAMIC_SHAPE,
+    INEXACT,
+    MIXES_DTYPES,
+    READS_A_VALUE,
+    READS_PARAMETER_STATE,
+    SETS_DATA,
+    SETS_REQUIRES_GRAD,
+    at,
+    static,
+)
+from zbcompile.passes.errors import CaptureError
+from zbcompile.passes.graph.gpu_kernels import kernel_of
+from zbcompile.passes.graph.row_exchanges import RoutedExchanges
+from zbcompile.passes.graph.source_location import is_users_frame, line_of, users_line
+from zbcompile.passes.torch_private import (
+    DATA_DEPENDENT_ERRORS,
+    READ_SCALAR,
+    READ_VERSION,
+    DynamicOutputShapeException,
+    pytree,
+    storage_key,
+)
+
+aten = torch.ops.aten
+
+# Functions of torch whose trace computes other bits than their kernel: composite recurrences, and
+# a draw in place whose numbers depend on the input.
+INEXACT_FUNCTIONS: Mapping[str, str] = {
+    "lstm": "an LSTM",
+    "lstm_cell": "an LSTM cell",
+    "gru": "a GRU",
+    "gru_cell": "a GRU cell",
+    "rrelu": "RReLU",
+    "rrelu_": "RReLU",
+}
+
+
+@dataclass
+class Questions:
+    """What a trace asked about values that it does not know.
+
+    Attributes:
+        value: The batch inputs on which the last value depends that Python read.
+        shape: Those on which the first shape depends that no trace knows.
+        shape_line: The user's line of this shape; "" if there is none.
+    """
+
+    value: frozenset[str] = frozenset()
+    shape: frozenset[str] = frozenset()
+    shape_line: str = ""
+
+
+class InexactCalls(TorchFunctionMode):
+    """A function mode that notes a sentence for every call whose bits differ from eager mode.
+
+    It refuses what a graph cannot say about the traced `parameters`, collects the values of
+    `require_fit`, reads the numbers of a list that torch.tensor takes, exchanges rows whose counts
+    a router decides, and on a device that is not there calls the device's kernels.
+    """
+
+    def __init__(
+        self,
+        routed: RoutedExchanges,
+        numbers_of: Callable[[Any], tuple[Any, torch.dtype]],
+        parameters: Iterable[torch.Tensor] = (),
+    ) -> None:
+        super().__init__()
+        self.routed = routed
+        self._numbers_of = numbers_of
+        self.calls: list[str] = []
+        self._parameters = {id(parameter) for parameter in parameters}
+        self.fits: list[Tensor] = []
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        result = self.routed.result(func, args, kwargs or {})
+        if result is not NotImplemented:
+            return result
+        if func is require_fit:
+            self.fits.append(args[0].detach())
+            return None
+        if func == _SET_DATA:
+            if _is_same_memory(*args):  # a conversion that changes nothing, as of Module.to
+                return None
+            raise CaptureError(SETS_DATA.format(line=users_line(sys._getframe(1))))
+        if func in _SETS_REQUIRES_GRAD and id(args[0]) in self._parameters:
+            raise CaptureError(SETS_REQUIRES_GRAD.format(line=users_line(sys._getframe(1))))
+        attribute = _PARAMETER_STATE.get(func)
+        if attribute and id(args[0]) in self._parameters and _is_read_by_user():
+            line = users_line(sys._getframe(1))
+            raise CaptureError(READS_PARAMETER_STATE.format(attribute=attribute, line=line))
+        if func is torch.tensor and args and _is_list_of_tensors(args[0]):
+            numbers, dtype = self._numbers_of(args[0])
+            kwargs = dict(kwargs or {})
+            args, kwargs["dtype"] = (numbers,), kwargs.get("dtype") or dtype
+        description = INEXACT_FUNCTIONS.get(getattr(func, "__name__", ""))
+        if description is not None:
+            call = f"{description} ({users_line(sys._getframe(1))})"
+            self.calls.append(INEXACT.format(call=call))
+        return kernel_of(func, tuple(args))(*args, **(kwargs or {}))
+
+
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_SETS_REQUIRES_GRAD = (
+    torch.Tensor.requires_grad_,
+    torch.Tensor.requires_grad.__set__,  # type: ignore[attr-defined]
+)
+_PARAMETER_STATE = {
+    torch.Tensor.grad.__get__: "`.grad`",  # type: ignore[attr-defined, union-attr]
+    torch.Tensor.grad.__set__: "`.grad`",  # type: ignore[attr-defined, union-attr]
+    READ_VERSION: "the version",
+}
+
+
+def refuse_assigned_data() -> None:
+    """Raises CaptureError if the caller's caller, which assigns to `.data`, is the user's code.
+
+    Function modes are off in a backward.
+    """
+    frame = sys._getframe(2)
+    if is_users_frame(frame):
+        raise CaptureError(SETS_DATA.format(line=users_line(frame)))
+
+
+def _is_list_of_tensors(value: Any) -> bool:
+    leaves = pytree.tree_leaves(value) if isinstance(value, list | tuple) else []
+    return any(isinstance(leaf, Tensor) for leaf in leaves)
+
+
+def _is_same_memory(tensor: torch.Tensor, value: torch.Tensor) -> bool:
+    same_type = (tensor.dtype, tensor.shape, tensor.stride()) == (
+        value.dtype,
+        value.shape,
+        value.stride(),
+    )
+    return same_type and storage_key(tensor) == storage_key(value)
+
+
+def _is_read_by_user() -> bool:
+    """Returns True if the user's code reads an attribute; torch reads `.grad` in Module.to."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_name == "__torch_function__":
+        frame = frame.f_back
+    return frame is not None and is_users_frame(frame)
+
+
+_OF_ONE_DTYPE = (
+    *(aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default),
+    aten.convolution.default,
+)
+
+_PLAIN_TENSOR = (
+    "A tensor that belongs to no module is changed in place: register it with register_buffer, "
+    "and change it in forward."
+)
+
+_FUNC = "Write the transform of torch.func out as ordinary operations."
+
+# Words in errors of torch, and what to do about them.
+_ADVICE = {
+    "no fake impl": "Register one with torch.library.register_fake.",
+    "does not have a registered fake impl": "Register one with torch.library.register_fake.",
+    "no autograd formula": "Register one with torch.library.register_autograd, or detach its "
+    "input if no gradient should flow.",
+    "mirrored meta": "A Function that calls autograd in its backward, for parameters that are not "
+    "its arguments, writes their `.grad` itself: pass them as arguments, and return their "
+    "gradients.",
+    "entirely functional graph": _PLAIN_TENSOR,
+    "mutating a non-functional tensor": _PLAIN_TENSOR,
+    "numpy() is not supported": "Compute with torch, or write a torch.library.custom_op.",
+    "concrete integers": "A size depends on values of the inputs. Pass it as a Python "
+    "number{static}.",
+    "aliasing": "Return new tensors from the branches of torch.cond: `.clone()`.",
+    "its data is not allocated yet": "A kernel reads values in Python, or runs outside of the "
+    "dispatcher. F.ctc_loss: pass the lengths as tensors. Kernels of your own: wrap them "
+    "with torch.library.custom_op.",
+    "functorch": _FUNC,
+    "sources must not be empty for symbol": _FUNC,  # of a forward derivative
+    "FlexAttention does not support backward on CPU": "Train on a GPU, or call "
+    "F.scaled_dot_product_attention with a mask.",
+}
+
+
+def refusal_of(error: Exception, call: str, questions: Questions) -> CaptureError:
+    """Returns the refusal for an error that torch or the model raises during a trace.
+
+    Args:
+        call: What was running, and what it received.
+        questions: The values that the trace asked for.
+    """
+    if isinstance(error, DATA_DEPENDENT_ERRORS):
+        return data_dependent_error(error, questions)
+    text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    advice = next((advice for sign, advice in _ADVICE.items() if sign in str(error)), "")
+    kind = type(error).__name__
+    return CaptureError(
+        FAILS.format(
+            call=call,
+            at=at(_line_of(error)),
+            kind=kind,
+            error=text,
+            advice=f" {advice.format(static=static(questions.value))}" * bool(advice),
+        )
+    )
+
+
+def data_dependent_error(error: Exception, questions: Questions) -> CaptureError:
+    """Returns the refusal for an error of torch about values or shapes, with the user's line."""
+    sizes = re.search(r"Size-like symbols: u\d", str(error))
+    dynamic = sizes is not None or isinstance(error, DynamicOutputShapeException)
+    if dynamic:
+        place = at(questions.shape_line or _line_of(error))
+        text = HAS_A_DYNAMIC_SHAPE.format(at=place, static=static(questions.shape))
+        return CaptureError(text)
+    place = at(_line_of(error))
+    return CaptureError(READS_A_VALUE.format(at=place, static=static(questions.value)))
+
+
+def refuse_dynamic_shapes(nodes: Iterable[Node], questions: Questions) -> None:
+    """Raises CaptureError if a tensor of the graph has a size that is not a number."""
+    for node in nodes:
+        if has_dynamic_shape(node.meta.get("val")):
+            line = line_of(node)
+            remedy = static(questions.shape)
+            raise CaptureError(HAS_A_DYNAMIC_SHAPE.format(at=at(line), static=remedy))
+
+
+def refuse_numbers(nodes: Iterable[Node], questions: Questions) -> None:
+    """Raises CaptureError if the graph computes with a number that it reads from a tensor."""
+    for node in nodes:
+        if node.target is READ_SCALAR:
+            line = line_of(node)
+            remedy = static(questions.value)
+            raise CaptureError(READS_A_VALUE.format(at=at(line), static=remedy))
+
+
+def refuse_mixed_dtypes(nodes: Iterable[Node]) -> None:
+    """Raises CaptureError for the first product of tensors of two dtypes.
+
+    Fake kernels let it pass, but no kernel computes it.
+    """
+    for node in nodes:
+        if node.target in _OF_ONE_DTYPE:
+            dtypes = dict.fromkeys(argument.meta["val"].dtype for argument in node.all_input_nodes)
+            if len(dtypes) > 1:
+                names = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+                place = at(line_of(node))
+                text = MIXES_DTYPES.format(operator=node.target, dtypes=names, at=place)
+                raise CaptureError(text)
+
+
+def has_dynamic_shape(value: Any) -> bool:
+    """Returns True if a tensor in `value` has a size that is not a number."""
+    tensors = (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))
+    return any(not isinstance(size, int) for tensor in tensors for size in tensor.shape)
+
+
+def _line_of(error: Exception) -> str:
+    """Returns `file:line` of the innermost frame of the user's code in a traceback."""
+    line, frame = "", error.__traceback__
+    while frame is not None:
+        if is_users_frame(frame.tb_frame):
+            line = f"{frame.tb_frame.f_code.co_filename}:{frame.tb_lineno}"
+        frame = frame.tb_next
+    return line
+
+
+def refuse_inexact(calls: Sequence[str]) -> None:
+    """Raises CaptureError if `exact=True` cannot hold."""
+    if calls:
+        raise CaptureError(calls[0])
