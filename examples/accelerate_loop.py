@@ -79,5 +79,5 @@ if __name__ == "__main__":
     )
     parser.add_argument("--updates", type=int, default=5)
     parser.add_argument("--precision", default="no", choices=("no", "bf16"))
-    given = parser.parse_args()
-    train(given.ranks, given.updates, precision=given.precision)
+    options = parser.parse_args()
+    train(options.ranks, options.updates, precision=options.precision)

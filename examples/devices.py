@@ -1,4 +1,4 @@
-"""Where an example runs: on the GPU of its process, if the machine has GPUs, else on the CPU."""
+"""The device of an example: on the GPU of its process, if the machine has GPUs, else on the CPU."""
 
 import argparse
 import time
@@ -20,7 +20,7 @@ def add_device(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def own_device(name: str) -> torch.device:
+def device_of_rank(name: str) -> torch.device:
     """This process's device: the CPU, or the GPU of its LOCAL_RANK."""
     if name == "cpu":
         return torch.device("cpu")

@@ -1,4 +1,4 @@
-"""What to run in the first hour with a GPU: an ordered list with a limit of time for each item, and
+"""Runs an ordered list of items in the first hour with a GPU, each with a limit of time, and writes
 one report.
 
     python examples/gpu_hour.py --list
@@ -31,7 +31,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 GRACE = 10.0  # seconds between the request to end and the end
-SHOWN = 60  # lines of an item's output in the report
+TAIL_LINES = 60  # lines of an item's output in the report
 NOT_RUN = "not run"
 
 
@@ -179,9 +179,9 @@ ITEMS = (
 def run_item(
     item: Item, output: Path, pretended: bool, seconds: float, environment: Mapping[str, str]
 ) -> Result:
-    """Run an item for at most so many seconds; what it prints is kept in its log."""
-    given = (*item.arguments, *(item.shorter if pretended else ()))
-    command = [sys.executable, *(argument.format(output=output) for argument in given)]
+    """Runs an item for at most `seconds` and writes its output into a log."""
+    arguments = (*item.arguments, *(item.shorter if pretended else ()))
+    command = [sys.executable, *(argument.format(output=output) for argument in arguments)]
     log, began = output / f"{item.name}.log", time.monotonic()
     with log.open("w") as file:
         process = subprocess.Popen(
@@ -198,7 +198,7 @@ def run_item(
             ended = "over time"
         finally:
             end_group(process)
-    lines = log.read_text(errors="replace").splitlines()[-SHOWN:]
+    lines = log.read_text(errors="replace").splitlines()[-TAIL_LINES:]
     return Result(
         item.name,
         item.shows,
@@ -312,14 +312,14 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--pretended", action="store_true", help="on a pretended GPU")
     options = parser.parse_args(arguments)
     names = [item.name for item in ITEMS]
-    wanted = options.only.split(",") if options.only else names
-    if unknown := [name for name in wanted if name not in names]:
+    selected = options.only.split(",") if options.only else names
+    if unknown := [name for name in selected if name not in names]:
         parser.error(f"--only {','.join(unknown)}: expected {', '.join(names)}")
     if not (options.list or options.pretended or torch.cuda.is_available()):
         parser.error(
             "torch finds no GPU on this machine; --pretended runs the items on a pretended one"
         )
-    options.items = [item for item in ITEMS if item.name in wanted]
+    options.items = [item for item in ITEMS if item.name in selected]
     return options
 
 

@@ -46,17 +46,17 @@ def apply_tensor_parallel_plan(
     """
     from torch.distributed.tensor.parallel import parallelize_module
 
-    wanted = dict(plan if plan is not None else getattr(model, "tp_plan", None) or {})
-    if not wanted:
+    styles_by_pattern = dict(plan if plan is not None else getattr(model, "tp_plan", None) or {})
+    if not styles_by_pattern:
         raise ValueError(
             f"{type(model).__name__} brings no tensor-parallel plan along (tp_plan is empty). Pass"
             " plan=, or parallelise it with torch.distributed.tensor.parallel.parallelize_module."
         )
     styles = _styles()
-    _require_known(wanted, styles)
-    _require_divisible(model, mesh.size() if mesh is not None else 1, wanted)
+    _check_styles(styles_by_pattern, styles)
+    _require_divisible(model, mesh.size() if mesh is not None else 1, styles_by_pattern)
     tied = _tied(model)
-    chosen = {pattern: styles[style] for pattern, style in wanted.items()}
+    chosen = {pattern: styles[style] for pattern, style in styles_by_pattern.items()}
     parallelize_module(
         model, mesh, {pattern: style for pattern, style in chosen.items() if style is not None}
     )
@@ -64,7 +64,7 @@ def apply_tensor_parallel_plan(
     return model
 
 
-def _require_known(plan: Mapping[str, str], styles: Mapping[str, Any]) -> None:
+def _check_styles(plan: Mapping[str, str], styles: Mapping[str, Any]) -> None:
     """Raise ValueError for styles that are not known; what lies below such a module belongs
     to it."""
     modules = tuple(f"{pattern}." for pattern, style in plan.items() if style not in styles)
@@ -72,9 +72,9 @@ def _require_known(plan: Mapping[str, str], styles: Mapping[str, Any]) -> None:
         p: style for p, style in plan.items() if style not in styles or p.startswith(modules)
     }
     if refused:
-        shown = ", ".join(f"{style!r} for {pattern}" for pattern, style in refused.items())
+        text = ", ".join(f"{style!r} for {pattern}" for pattern, style in refused.items())
         raise ValueError(
-            f"the plan has {shown}; expected styles among {', '.join(sorted(styles))}. Pass plan="
+            f"the plan has {text}; expected styles among {', '.join(sorted(styles))}. Pass plan="
             " without these: such modules stay whole, and every rank computes them. Or divide them"
             " by hand, with functional collectives and placements=."
         )
@@ -103,11 +103,13 @@ def _styles() -> dict[str, Any]:
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
     gathered = ColwiseParallel(output_layouts=Replicate())
-    of_whole = RowwiseParallel(input_layouts=Replicate())
+    row_of_replicated = RowwiseParallel(input_layouts=Replicate())
     return {
         **{"colwise": ColwiseParallel(), "rowwise": RowwiseParallel()},
         **dict.fromkeys(("colwise_rep", "colwise_gather_output", "embedding_colwise"), gathered),
-        **dict.fromkeys(("rowwise_rep", "rowwise_split_input", "embedding_rowwise"), of_whole),
+        **dict.fromkeys(
+            ("rowwise_rep", "rowwise_split_input", "embedding_rowwise"), row_of_replicated
+        ),
         "replicated_with_grad_allreduce": SequenceParallel(sequence_dim=0, use_local_output=True),
         "replicate": None,
     }
@@ -116,23 +118,23 @@ def _styles() -> dict[str, Any]:
 def _tied(model: nn.Module) -> dict[str, str]:
     """The first name of the same parameter, for every tied name."""
     first: dict[int, str] = {}
-    found = {}
+    modules = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if first.setdefault(id(parameter), name) != name:
-            found[name] = first[id(parameter)]
-    return found
+            modules[name] = first[id(parameter)]
+    return modules
 
 
 def _tie(model: nn.Module, tied: Mapping[str, str]) -> None:
     """Tie again the parameters that the styles have separated."""
     for name, first in tied.items():
-        own, other = model.get_parameter(name), model.get_parameter(first)
-        if getattr(own, "placements", None) != getattr(other, "placements", None):
+        weight_, first_weight = model.get_parameter(name), model.get_parameter(first)
+        if getattr(weight_, "placements", None) != getattr(first_weight, "placements", None):
             raise ValueError(
                 f"{name} and {first} are one parameter, and the plan shards them in different ways."
             )
         path, _, last = name.rpartition(".")
-        setattr(model.get_submodule(path), last, other)
+        setattr(model.get_submodule(path), last, first_weight)
 
 
 def divide_experts(model: Model, mesh: Any, factor: float = 1.25) -> tuple[Model, Placements]:
@@ -150,8 +152,10 @@ def divide_experts(model: Model, mesh: Any, factor: float = 1.25) -> tuple[Model
 
     Raises ValueError for a model without experts that transformers knows how to group.
     """
-    found = {name: module for name, module in model.named_modules() if hasattr(module, OF_EXPERTS)}
-    if not found:
+    modules = {
+        name: module for name, module in model.named_modules() if hasattr(module, OF_EXPERTS)
+    }
+    if not modules:
         raise ValueError(
             f"{type(model).__name__} has no layer of experts that transformers runs by an"
             " implementation of its choice (model.set_experts_implementation). Divide it by hand,"
@@ -162,7 +166,7 @@ def divide_experts(model: Model, mesh: Any, factor: float = 1.25) -> tuple[Model
     ALL_EXPERTS_FUNCTIONS.register(EXCHANGED, exchanged_experts)
     divided = [
         f"{path}.{name}"
-        for path, module in found.items()
+        for path, module in modules.items()
         if mesh.size() > 1
         for name in _divide(module, mesh, factor)
     ]
@@ -174,10 +178,10 @@ def _divide(module: Any, mesh: Any, factor: float) -> list[str]:
     divided."""
     count, rank, ranks = module.num_experts, mesh.get_local_rank(), mesh.size()
     divided = []
-    for name, whole in list(module.named_parameters(recurse=False)):
-        if whole.shape[0] == count:
-            own = whole.detach().chunk(ranks)[rank].clone()
-            setattr(module, name, nn.Parameter(own, whole.requires_grad))
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        if parameter.shape[0] == count:
+            weight_ = parameter.detach().chunk(ranks)[rank].clone()
+            setattr(module, name, nn.Parameter(weight_, parameter.requires_grad))
             divided.append(name)
     module.exchange = zbcompile.ExpertExchange(count, mesh.get_group(), factor)
     module.num_experts = count // ranks
@@ -195,8 +199,8 @@ def exchanged_experts(
     count, width = top_k_index.shape[-1], hidden_states.shape[-1]
     chosen, order = top_k_index.flatten().sort(stable=True)
     rows, ends, route = module.exchange.dispatch(hidden_states[order // count], chosen)
-    made = module.exchange.combine(_computed(module, rows, ends), route)
-    weighted = made * top_k_weights.flatten()[order].unsqueeze(-1)
+    results = module.exchange.combine(_computed(module, rows, ends), route)
+    weighted = results * top_k_weights.flatten()[order].unsqueeze(-1)
     back = torch.empty_like(order).index_copy(
         0, order, torch.arange(order.shape[0], device=order.device)
     )
@@ -204,8 +208,7 @@ def exchanged_experts(
 
 
 def _computed(module: Any, rows: Tensor, ends: Tensor) -> Tensor:
-    """What the experts of this rank make of their rows, and zeros of padding, so that no sum over
-    rows has it."""
+    """Returns the outputs of this rank's experts, with zeros in place of padding."""
     numbers = torch.searchsorted(
         ends.long(), torch.arange(rows.shape[0], device=rows.device), right=True
     )
@@ -218,11 +221,13 @@ def _computed(module: Any, rows: Tensor, ends: Tensor) -> Tensor:
             if module.is_transposed
             else getattr(module, name).transpose(-2, -1)
         )
-        made = F.grouped_mm(rows.to(weight.dtype), weight, offs=ends)
+        results = F.grouped_mm(rows.to(weight.dtype), weight, offs=ends)
         return (
-            made + getattr(module, f"{name}_bias")[numbers] if module.has_bias else made
+            results + getattr(module, f"{name}_bias")[numbers] if module.has_bias else results
         ).masked_fill(padding, 0.0)
 
     inner = module._apply_gate(product("gate_up_proj", rows)) if module.has_gate else None
-    made = product("down_proj", module.act_fn(product("up_proj", rows)) if inner is None else inner)
-    return module.post_expert_norm(made) if module.has_post_expert_norm else made  # type: ignore[no-any-return]
+    results = product(
+        "down_proj", module.act_fn(product("up_proj", rows)) if inner is None else inner
+    )
+    return module.post_expert_norm(results) if module.has_post_expert_norm else results  # type: ignore[no-any-return]

@@ -98,5 +98,5 @@ if __name__ == "__main__":
         "--ranks", type=int, help="ranks in this process; under torchrun there is one per process"
     )
     parser.add_argument("--epochs", type=int, default=1)
-    given = parser.parse_args()
-    train(given.ranks, given.epochs)
+    options = parser.parse_args()
+    train(options.ranks, options.epochs)

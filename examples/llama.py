@@ -25,16 +25,16 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (
-            each(x).unflatten(-1, (-1, self.size)).transpose(1, 2)
-            for each in (self.q, self.k, self.v)
+            projection(x).unflatten(-1, (-1, self.size)).transpose(1, 2)
+            for projection in (self.q, self.k, self.v)
         )
-        y = F.scaled_dot_product_attention(self.turned(q), self.turned(k), v, is_causal=True)
+        y = F.scaled_dot_product_attention(self.rotated(q), self.rotated(k), v, is_causal=True)
         return self.o(y.transpose(1, 2).flatten(2))
 
-    def turned(self, x: Tensor) -> Tensor:
-        one, other = x.chunk(2, -1)
+    def rotated(self, x: Tensor) -> Tensor:
+        one, second = x.chunk(2, -1)
         cos, sin = self.cos[: x.shape[2]], self.sin[: x.shape[2]]  # type: ignore[index]
-        return torch.cat((one * cos - other * sin, one * sin + other * cos), -1)
+        return torch.cat((one * cos - second * sin, one * sin + second * cos), -1)
 
 
 class FeedForward(nn.Module):
@@ -89,11 +89,11 @@ def parallelised(model: Llama, mesh: Any) -> Llama:
         parallelize_module,
     )
 
-    parts, whole = Shard(1), Replicate()
-    inside = PrepareModuleInput(input_layouts=(parts,), desired_input_layouts=(whole,))
+    parts, replicated = Shard(1), Replicate()
+    inside = PrepareModuleInput(input_layouts=(parts,), desired_input_layouts=(replicated,))
     columns, rows = ColwiseParallel(), RowwiseParallel(output_layouts=parts)
     plan: dict[str, Any] = {
-        "embedding": RowwiseParallel(input_layouts=whole, output_layouts=parts),
+        "embedding": RowwiseParallel(input_layouts=replicated, output_layouts=parts),
         **dict.fromkeys(
             ("blocks.*.before_attention", "blocks.*.before_feed_forward", "norm"),
             SequenceParallel(),
@@ -104,7 +104,7 @@ def parallelised(model: Llama, mesh: Any) -> Llama:
         ),
         **dict.fromkeys((f"blocks.*.feed_forward.{name}" for name in ("up", "gate")), columns),
         **dict.fromkeys(("blocks.*.attention.o", "blocks.*.feed_forward.down"), rows),
-        "head": ColwiseParallel(input_layouts=parts, output_layouts=whole),
+        "head": ColwiseParallel(input_layouts=parts, output_layouts=replicated),
     }
     parallelize_module(model, mesh, plan)
     return model

@@ -27,27 +27,26 @@ class Experts(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """`x` is [tokens, width], as is the result."""
         sent, chosen, weights = self.choose(x)
-        made = self.exchange(self.expert(self.exchange(sent)))
-        return self.combine(x, made, chosen, weights)
+        results = self.exchange(self.expert(self.exchange(sent)))
+        return self.combine(x, results, chosen, weights)
 
     def choose(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The tokens that go to each expert, [experts * capacity, width], with their indices and
-        weights."""
+        """Returns the tokens of every expert, [experts * capacity, width], indices and weights."""
         scores = self.route(x).softmax(dim=-1)
         weights, chosen = scores.t().topk(x.shape[0] // self.count)
         return x[chosen.flatten()], chosen.flatten(), weights.flatten()
 
     def exchange(self, tokens: Tensor) -> Tensor:
-        """Part i of `tokens` goes to rank i of the group; part i of the result is from there."""
+        """Sends part i of `tokens` to rank i of the group; part i of the result is from rank i."""
         return collectives.all_to_all_single(tokens, None, None, self.group)
 
     def expert(self, tokens: Tensor) -> Tensor:
-        """What this rank's own parameters compute."""
+        """Applies this rank's expert."""
         return self.down(F.gelu(self.up(tokens)))
 
-    def combine(self, x: Tensor, made: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    def combine(self, x: Tensor, results: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """`x` plus the experts' results."""
-        return x.index_add(0, chosen, made * weights.unsqueeze(1))
+        return x.index_add(0, chosen, results * weights.unsqueeze(1))
 
 
 class MoE(nn.Module):

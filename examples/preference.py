@@ -41,8 +41,8 @@ class Preference(nn.Module):
         """`tokens` and `labels` [pairs, 2, length], `reference` [pairs, 2]."""
         logits = self.policy(tokens.flatten(0, 1)).unflatten(0, tokens.shape[:2])
         inside = labels != IGNORED
-        known = torch.where(inside, labels, 0)
-        chosen = torch.log_softmax(logits, -1).gather(-1, known[..., None])[..., 0]
+        labels_inside = torch.where(inside, labels, 0)
+        chosen = torch.log_softmax(logits, -1).gather(-1, labels_inside[..., None])[..., 0]
         gain = torch.where(inside, chosen, 0.0).sum(-1) - reference
         margin = gain[:, 0] - gain[:, 1]
         return {"loss": -F.logsigmoid(self.beta * margin).mean(), "margin": margin}
@@ -72,16 +72,16 @@ def make_pairs(count: int, generator: torch.Generator) -> Pairs:
     """Prompts of random letters, each with an answer that repeats it and one of other letters."""
     letters = torch.randint(ord("a"), ord("z") + 1, (count, 2, PROMPT), generator=generator)
     prompts = letters[:, :1].expand(count, 2, PROMPT)
-    whole = torch.cat([prompts, letters[..., :ANSWER]], -1)
-    labels = whole[..., 1:].clone()
+    sequence = torch.cat([prompts, letters[..., :ANSWER]], -1)
+    labels = sequence[..., 1:].clone()
     labels[..., : PROMPT - 1] = IGNORED  # the prompt is given, not learned
-    return whole[..., :-1].contiguous(), labels
+    return sequence[..., :-1].contiguous(), labels
 
 
 def by_answer(pipe: zbcompile.Pipeline, tokens: Tensor, labels: Tensor) -> Tensor:
     """The log-probability of each answer [pairs, 2], from wherever the pipeline has its logits."""
-    found = pipe.log_probs(tokens.flatten(0, 1), labels=labels.flatten(0, 1))
-    return found.sum(-1).view(labels.shape[:2])  # type: ignore[no-any-return]
+    log_probs = pipe.log_probs(tokens.flatten(0, 1), labels=labels.flatten(0, 1))
+    return log_probs.sum(-1).view(labels.shape[:2])  # type: ignore[no-any-return]
 
 
 def build(options: argparse.Namespace) -> tuple[zbcompile.Pipeline, zbcompile.Pipeline]:
@@ -93,8 +93,8 @@ def build(options: argparse.Namespace) -> tuple[zbcompile.Pipeline, zbcompile.Pi
     ranks = None if "RANK" in os.environ else 2
     policy = Preference(model, options.beta)
     return tuple(  # type: ignore[return-value]
-        zbcompile.pipeline(each, schedule=options.schedule, microbatches=4, ranks=ranks)
-        for each in (policy, reference)
+        zbcompile.pipeline(pipeline_, schedule=options.schedule, microbatches=4, ranks=ranks)
+        for pipeline_ in (policy, reference)
     )
 
 
@@ -104,13 +104,13 @@ def run(options: argparse.Namespace) -> list[float]:
     torch.set_num_threads(1)
     policy, reference = build(options)
     generator = torch.Generator().manual_seed(options.seed)
-    held_out = make_pairs(options.pairs, generator)
-    known = by_answer(reference, *held_out)
+    validation = make_pairs(options.pairs, generator)
+    labels_inside = by_answer(reference, *validation)
     optimizer, margins = None, []
     for step in range(options.steps + 1):
         tokens, labels = make_pairs(options.pairs, generator)
         loss = policy.step(tokens, labels, by_answer(reference, tokens, labels))
-        margins.append(policy.eval(*held_out, known)["margin"].mean().item())
+        margins.append(policy.eval(*validation, labels_inside)["margin"].mean().item())
         if policy.is_first and step % 5 == 0:
             print(
                 f"step {step:3}  loss {loss.item():.4f}  margin of held-out pairs"

@@ -40,8 +40,8 @@ def repeated(value: Any, times: int) -> Any:
     if isinstance(value, torch.Tensor):
         return torch.cat([value] * times) if value.dim() else value
     if isinstance(value, Mapping):
-        return {key: repeated(each, times) for key, each in value.items()}
-    return tuple(repeated(each, times) for each in value) if isinstance(value, tuple) else value
+        return {key: repeated(item, times) for key, item in value.items()}
+    return tuple(repeated(item, times) for item in value) if isinstance(value, tuple) else value
 
 
 def record(options: argparse.Namespace) -> None:
@@ -58,10 +58,10 @@ def record(options: argparse.Namespace) -> None:
     args, kwargs, target = repeated(
         (example.args, example.kwargs, example.target), options.microbatches
     )
-    given = kwargs if example.loss is None else {**kwargs, "target": target}
+    keywords = kwargs if example.loss is None else {**kwargs, "target": target}
     for step in range(WARM_UP + 1):
         pipe.record = step == WARM_UP
-        pipe.step(*args, **given)
+        pipe.step(*args, **keywords)
     if pipe.is_first and pipe.last_step is not None:
         pipe.last_step.save(options.output)
         print(

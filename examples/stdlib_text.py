@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
-HELD_OUT = 20  # every 20th file is for validation
+EVERY_NTH = 20  # every 20th file is for validation
 
 
 @dataclass(frozen=True)
@@ -28,14 +28,14 @@ def load(device: torch.device | str = "cpu") -> Text:
         for p in root.rglob("*.py")
         if not SKIPPED & set(p.relative_to(root).parts)
     )
-    if len(names) < HELD_OUT:
+    if len(names) < EVERY_NTH:
         raise FileNotFoundError(
             f"{root} has {len(names)} source files of the standard library, too few to train on"
         )
-    held_out = [i % HELD_OUT == HELD_OUT - 1 for i in range(len(names))]
+    for_validation = [i % EVERY_NTH == EVERY_NTH - 1 for i in range(len(names))]
     return Text(
-        _read(root / n for n, out in zip(names, held_out, strict=True) if not out).to(device),
-        _read(root / n for n, out in zip(names, held_out, strict=True) if out).to(device),
+        _read(root / n for n, out in zip(names, for_validation, strict=True) if not out).to(device),
+        _read(root / n for n, out in zip(names, for_validation, strict=True) if out).to(device),
     )
 
 

@@ -33,9 +33,11 @@ def measured_costs(records: Iterable[StepRecord], stages: int) -> Costs:
     def of(op: str) -> tuple[float, ...]:
         return tuple(typical.get((op, stage), 0.0) for stage in range(stages))
 
-    whole = tuple(0.0 if ("B", stage) in typical else bw for stage, bw in enumerate(of("BW")))
+    step_times = tuple(0.0 if ("B", stage) in typical else bw for stage, bw in enumerate(of("BW")))
     return Costs(
-        forward=of("F"), backward=tuple(map(sum, zip(of("B"), whole, strict=True))), weight=of("W")
+        forward=of("F"),
+        backward=tuple(map(sum, zip(of("B"), step_times, strict=True))),
+        weight=of("W"),
     )
 
 
@@ -46,7 +48,7 @@ def simulated(schedule: Schedule, costs: Costs) -> Times:
 
 
 def observed(records: Sequence[StepRecord], ranks: int) -> Times:
-    """What the ranks' clocks measured: the median step, and the share of it without computation."""
+    """Returns the measured times of all ranks: the median step, and the share of it without computation."""
     step = median(record.step_time for record in records)
     busy = [median(_busy(record, rank) for record in records) for rank in range(ranks)]
     return Times(step, tuple(1 - seconds / step for seconds in busy))
@@ -58,9 +60,9 @@ def report(schedule: Schedule, early: Sequence[StepRecord], late: Sequence[StepR
     predicted = simulated(schedule, measured_costs(early, schedule.stages))
     if late[0].in_process:
         measured = simulated(schedule, measured_costs(late, schedule.stages))
-        whole = _milliseconds(median(record.step_time for record in late))
+        step_times = _milliseconds(median(record.step_time for record in late))
         source = (
-            f"one process ran all ranks in turn ({whole} a step); its action times, replayed"
+            f"one process ran all ranks in turn ({step_times} a step); its action times, replayed"
             " through the simulator"
         )
     else:

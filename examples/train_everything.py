@@ -1,12 +1,11 @@
-"""What a training run usually has, in one script: a model of the Hub's kind, autocast,
+"""The parts of a real training run in one script: a model of the Hub's kind, autocast,
 accumulation, clipping, a rate schedule, metrics, evaluation before the first step, checkpoints,
 export and generation.
 
-    python examples/train_everything.py                                               two ranks in this process
-    torchrun --standalone --nproc-per-node 4 examples/train_everything.py --steps 60  goes on where that one ended, each
-                                                                                      rank in a
-                                                                                      process of its
-                                                                                      own
+    python examples/train_everything.py                      two ranks in this process
+    torchrun --standalone --nproc-per-node 4 examples/train_everything.py --steps 60
+
+The second command resumes from the checkpoint of the first one, with one process per rank.
 
 Needs transformers: `pip install 'zbcompile[huggingface]'`.
 """
@@ -55,7 +54,7 @@ def train(options: argparse.Namespace) -> None:
     )
     optimizer = pipe.optimizer(torch.optim.AdamW, lr=3e-3, weight_decay=0.01, clip=1.0)
     rate = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 200)
-    say = print if os.environ.get("RANK", "0") == "0" else lambda *_: None  # one process speaks
+    log = print if os.environ.get("RANK", "0") == "0" else lambda *_: None  # one process speaks
 
     text = stdlib_text.load()
     inputs, labels = stdlib_text.random_batch(text.train, 16, 64, torch.Generator())
@@ -65,7 +64,7 @@ def train(options: argparse.Namespace) -> None:
     if at.path is not None:
         rate.load_state_dict(at.extra["rate"])
     first = at.step // CALLS  # a checkpoint counts calls of `pipe.step`
-    say(f"perplexity before update {first}: {perplexity(pipe, text.validation):.1f}")
+    log(f"perplexity before update {first}: {perplexity(pipe, text.validation):.1f}")
 
     for update in range(first, options.steps):
         generator = torch.Generator().manual_seed(update)  # every rank draws the same batches
@@ -77,7 +76,7 @@ def train(options: argparse.Namespace) -> None:
         optimizer.zero_grad()
         rate.step()
         if (update + 1) % 10 == 0:
-            say(
+            log(
                 f"update {update + 1}: loss {CALLS * loss.item():.3f}, accuracy"
                 f" {metrics['accuracy'].item():.3f}"
             )
@@ -86,13 +85,13 @@ def train(options: argparse.Namespace) -> None:
                 options.folder / "checkpoints", pipe, optimizer, extra=extra, keep=2
             )
 
-    say(f"perplexity after update {options.steps}: {perplexity(pipe, text.validation):.1f}")
+    log(f"perplexity after update {options.steps}: {perplexity(pipe, text.validation):.1f}")
     zbcompile.save_weights(options.folder / "trained", pipe)  # what from_pretrained reads
     pipe.close()
-    if say is print:
+    if log is print:
         trained: Any = AutoModelForCausalLM.from_pretrained(options.folder / "trained")
         tokens = trained.generate(torch.tensor([list(b"def ")]), max_new_tokens=40, do_sample=False)
-        say(bytes(tokens[0].tolist()))
+        log(bytes(tokens[0].tolist()))
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:

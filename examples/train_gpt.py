@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 import stdlib_text
 import zbcompile
-from devices import add_device, own_device, start_group
+from devices import add_device, device_of_rank, start_group
 from gpt import GPT, next_byte_loss
 from step_report import report
 from zbcompile.program.step_record import StepRecord
@@ -255,18 +255,18 @@ def verify(
         else f"NOT equal: {loss.item()!r}, {expected_loss.item()!r}"
     )
     wrong = [name for name, same in equal.items() if not same]
-    found = (
+    differences = (
         f"loss bitwise {verdict}; {len(equal) - len(wrong)} of {len(expected)} gradients bitwise"
         " equal"
     )
     return (
         "first step against eager gradient accumulation:"
-        f" {found}{': not ' if wrong else ''}{', '.join(wrong)}"
+        f" {differences}{': not ' if wrong else ''}{', '.join(wrong)}"
     )
 
 
-def _same(one: Tensor | None, other: Tensor | None) -> bool:
-    return one is other if one is None or other is None else torch.equal(one, other)
+def _same(one: Tensor | None, expected: Tensor | None) -> bool:
+    return one is expected if one is None or expected is None else torch.equal(one, expected)
 
 
 def _on_all_ranks(equal: Mapping[str, bool]) -> dict[str, bool]:
@@ -284,29 +284,29 @@ def run(options: argparse.Namespace) -> None:
     torch.set_num_threads(
         1
     )  # as torchrun does: every rank one thread, and equal bits however the ranks are run
-    device = own_device(options.device)
+    device = device_of_rank(options.device)
     text = stdlib_text.load(device)
     model, pipe = build(options, device)
     eager = copy.deepcopy(model) if options.verify else None
     data = batches(options, text.train)
     first = next(data)
-    say = print if os.environ.get("RANK", "0") == "0" else lambda *_: None
-    say(
+    log = print if os.environ.get("RANK", "0") == "0" else lambda *_: None
+    log(
         f"{len(text.train):,} bytes to train on, {sum(p.numel() for p in model.parameters()):,}"
         " parameters"
     )
 
     begin = time.perf_counter()
     pipe.compile(first[0], target=first[1])
-    say(f"compiled in {time.perf_counter() - begin:.1f} s")
+    log(f"compiled in {time.perf_counter() - begin:.1f} s")
     if eager is not None:
-        say(verify(pipe, eager, first, options))
+        log(verify(pipe, eager, first, options))
     before = validation_loss(pipe, text.validation, options.sequence_length)
-    records = train(pipe, options, data, show=say is print)
+    records = train(pipe, options, data, show=log is print)
     after = validation_loss(pipe, text.validation, options.sequence_length)
 
-    say(f"\n{report(pipe.program.schedule, records[:RECORDED], records[RECORDED:])}")
-    say(
+    log(f"\n{report(pipe.program.schedule, records[:RECORDED], records[RECORDED:])}")
+    log(
         f"\nvalidation loss: {before:.3f} before, {after:.3f} after {options.steps} steps (nats per"
         " byte)"
     )

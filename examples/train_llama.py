@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 import stdlib_text
 import zbcompile
-from devices import add_device, own_device, start_group
+from devices import add_device, device_of_rank, start_group
 from llama import Llama, next_byte_loss, parallelised
 
 Batch = tuple[Tensor, Tensor]
@@ -69,16 +69,16 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return options
 
 
-def whole_model(options: argparse.Namespace) -> Llama:
+def unsplit_model(options: argparse.Namespace) -> Llama:
     """The same weights on every rank."""
     torch.manual_seed(options.seed)
     return Llama(options.layers, options.width, options.heads, options.sequence_length).to(
-        own_device(options.device)
+        device_of_rank(options.device)
     )
 
 
 def pipeline_of(options: argparse.Namespace, mesh: DeviceMesh) -> zbcompile.Pipeline:
-    model = whole_model(options)
+    model = unsplit_model(options)
     if options.tp > 1:
         model = parallelised(model, mesh["tp"])
     return zbcompile.pipeline(
@@ -91,7 +91,7 @@ def pipeline_of(options: argparse.Namespace, mesh: DeviceMesh) -> zbcompile.Pipe
 
 
 class Batches:
-    """What each replica is given, step by step."""
+    """The batches of each replica, step by step."""
 
     def __init__(self, options: argparse.Namespace, text: Tensor, replica: int) -> None:
         self.options, self.text = options, text
@@ -103,20 +103,22 @@ class Batches:
         )
 
 
-def verify(pipe: zbcompile.Pipeline, options: argparse.Namespace, text: Tensor, own: Batch) -> str:
+def verify(
+    pipe: zbcompile.Pipeline, options: argparse.Namespace, text: Tensor, first_batch: Batch
+) -> str:
     """A step of the pipeline against gradient accumulation over the batches of all replicas in this
     process."""
-    model, expected = whole_model(options), torch.zeros((), device=text.device)
+    model, expected = unsplit_model(options), torch.zeros((), device=text.device)
     count = options.dp * options.microbatches
     for replica in range(options.dp):
         parts = (
-            each.chunk(options.microbatches) for each in Batches(options, text, replica).next()
+            tensor.chunk(options.microbatches) for tensor in Batches(options, text, replica).next()
         )
         for inputs, targets in zip(*parts, strict=True):
             loss = next_byte_loss(model(inputs), targets) / count
             loss.backward()
             expected = expected + loss.detach()
-    ours = pipe.step(own[0], target=own[1])
+    ours = pipe.step(first_batch[0], target=first_batch[1])
     one = dict(model.named_parameters())
     far = torch.tensor([0.0, float((ours - expected).abs() / expected)], device=text.device)
     for name, parameter in pipe.named_parameters():
@@ -129,11 +131,11 @@ def verify(pipe: zbcompile.Pipeline, options: argparse.Namespace, text: Tensor, 
     )
 
 
-def _difference(ours: Tensor | None, whole: Tensor | None) -> Tensor:
+def _difference(ours: Tensor | None, expected: Tensor | None) -> Tensor:
     assert ours is not None
-    assert whole is not None
+    assert expected is not None
     ours = ours.full_tensor() if hasattr(ours, "full_tensor") else ours
-    return (ours - whole).abs().max() / whole.abs().max()
+    return (ours - expected).abs().max() / expected.abs().max()
 
 
 def validation_loss(pipe: zbcompile.Pipeline, text: Tensor, length: int) -> float:
@@ -163,7 +165,7 @@ def train(pipe: zbcompile.Pipeline, options: argparse.Namespace, data: Batches, 
 
 def run(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
-    device = own_device(options.device)
+    device = device_of_rank(options.device)
     if not dist.is_initialized():
         start_group(device)
     sizes = {"dp": options.dp, "pp": options.pp, "tp": options.tp}
@@ -171,16 +173,16 @@ def run(options: argparse.Namespace) -> None:
     text = stdlib_text.load(device)
     data = Batches(options, text.train, mesh["dp"].get_local_rank())
     pipe = pipeline_of(options, mesh)
-    say = print if pipe.is_first else lambda *_: None
+    log = print if pipe.is_first else lambda *_: None
     begin, first = time.perf_counter(), data.next()
     pipe.compile(first[0], target=first[1])
-    say(f"{len(text.train):,} bytes to train on; compiled in {time.perf_counter() - begin:.1f} s")
+    log(f"{len(text.train):,} bytes to train on; compiled in {time.perf_counter() - begin:.1f} s")
     if options.verify:
-        say(verify(pipe, options, text.train, first))
+        log(verify(pipe, options, text.train, first))
     before = validation_loss(pipe, text.validation, options.sequence_length)
     train(pipe, options, data, show=pipe.is_first)
     after = validation_loss(pipe, text.validation, options.sequence_length)
-    say(
+    log(
         f"validation loss: {before:.3f} before, {after:.3f} after {options.steps} steps (nats per"
         " byte)"
     )

@@ -1,4 +1,4 @@
-"""Is `schedule="auto"` no slower than every name, where the vocabulary makes stages uneven?
+"""Compares steps of `schedule="auto"` with those of every name, on stages of unequal cost.
 
     torchrun --standalone --nproc-per-node 2 examples/benchmarks/auto_vs_names.py
 
@@ -42,26 +42,28 @@ def loss(logits: Tensor, target: Tensor) -> Tensor:
 def contenders(model: GPT, options: argparse.Namespace) -> dict[str, zbcompile.Pipeline]:
     """Pipelines by what was asked for, "auto" first; what a name refuses is said and left out."""
     inputs, targets = batch()
-    asked: list[tuple[str, dict[str, Any]]] = [("auto", {"microbatches": ROWS})]
-    given = options.names.split(",") if options.names else [n for n in names() if n != "auto"]
-    fitting = [name for name in given if admits(name, dist.get_world_size(), ROWS)]
-    asked += [
+    contenders_: list[tuple[str, dict[str, Any]]] = [("auto", {"microbatches": ROWS})]
+    schedule_names = (
+        options.names.split(",") if options.names else [n for n in names() if n != "auto"]
+    )
+    fitting = [name for name in schedule_names if admits(name, dist.get_world_size(), ROWS)]
+    contenders_ += [
         (name, {"microbatches": ROWS, "vocab": vocab}) for name in fitting for vocab in ("off", 1)
     ]
-    found = {}
-    for name, keywords in asked:
+    results = {}
+    for name, keywords in contenders_:
         pipe = zbcompile.pipeline(
             copy.deepcopy(model), schedule=name, loss=loss, balance=options.balance, **keywords
         )  # type: ignore[call-overload]
-        shown = name if name == "auto" else f"{name}, vocab={keywords['vocab']}"
+        title = name if name == "auto" else f"{name}, vocab={keywords['vocab']}"
         try:
             pipe.compile(inputs, target=targets)
         except (CompileError, ScheduleError) as error:
             if dist.get_rank() == 0:
-                print(f"{shown} is left out: {str(error).splitlines()[0]}")
+                print(f"{title} is left out: {str(error).splitlines()[0]}")
             continue
-        found[shown] = pipe
-    return found
+        results[title] = pipe
+    return results
 
 
 def batch() -> tuple[Tensor, Tensor]:
@@ -100,14 +102,14 @@ def main() -> None:
     torch.manual_seed(0)
     model = GPT(layers=4, width=WIDTH, heads=8, length=LENGTH)
     model.token, model.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
-    found = contenders(model, options)
+    results = contenders(model, options)
     chance = random.Random(0)  # the same on every rank
-    times: dict[str, list[float]] = {name: [] for name in found}
+    times: dict[str, list[float]] = {name: [] for name in results}
     for _ in range(options.rounds + 1):  # the first round warms up
-        for name in chance.sample(list(found), len(found)):
-            times[name].append(measured(found[name]))
+        for name in chance.sample(list(results), len(results)):
+            times[name].append(measured(results[name]))
     if dist.get_rank() == 0:
-        print(found["auto"].program.plan)
+        print(results["auto"].program.plan)
         table = sorted(rows(times), key=lambda row: float(row[2]))
         print(tabulate(table, HEAD, floatfmt=("", ".3f", ".3f", ".3f", ".3f")))
     dist.destroy_process_group()
@@ -119,7 +121,9 @@ HEAD = ("", "s/step", "ratio", "from", "to")
 def rows(times: dict[str, list[float]]) -> list[list[Any]]:
     table = []
     for name, seconds in times.items():
-        ratios = [own / auto for own, auto in zip(seconds[1:], times["auto"][1:], strict=True)]
+        ratios = [
+            contender / auto for contender, auto in zip(seconds[1:], times["auto"][1:], strict=True)
+        ]
         low, _, high = quantiles(ratios, n=4)
         table.append([name, median(seconds[1:]), median(ratios), low, high])
     return table

@@ -41,9 +41,9 @@ def main() -> int:
     torch.set_num_threads(1)
     begin = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        found = run_alone(Path(folder), options.models, options.backend)
-    worst = {key: worst_difference(ours, expected(*key), ROUNDING) for key, ours in found.items()}
-    rows = [[*key, *each] for key, each in worst.items()]
+        worst_ = run_alone(Path(folder), options.models, options.backend)
+    worst = {key: worst_difference(ours, expected(*key), ROUNDING) for key, ours in worst_.items()}
+    rows = [[*key, *values] for key, values in worst.items()]
     print(f"{options.backend}: {time.perf_counter() - begin:.0f} s")
     print(
         tabulate(

@@ -120,7 +120,7 @@ def _causal(model: Any) -> zbcompile.Example:
 
 
 class Finished(NamedTuple):
-    """What a process printed, its CPU seconds, and its peak memory in GB."""
+    """Output, CPU seconds and peak memory in GB of a process."""
 
     text: str
     seconds: float
@@ -154,29 +154,40 @@ def measure_bits(checkout: Path) -> dict[str, Any]:
     from tests.support.transformers_models import SAMPLE
 
     outcomes = json.loads(run(checkout, "-c", SAMPLE_OUTCOMES, *SAMPLE).text.splitlines()[-1])
-    other = {name: kind for name, kind in outcomes.items() if kind != "bitwise"}
-    return {"architectures": len(outcomes), "bitwise": len(outcomes) - len(other), "other": other}
+    not_bitwise = {name: kind for name, kind in outcomes.items() if kind != "bitwise"}
+    return {
+        "architectures": len(outcomes),
+        "bitwise": len(outcomes) - len(not_bitwise),
+        "other": not_bitwise,
+    }
 
 
 def measure_compile(checkout: Path) -> dict[str, Any]:
     """CPU seconds, also relative to an export by torch alone, peak memory, and bytes kept for B and
     W, by model."""
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for name in MODELS:
         alone = run(checkout, "-c", TORCH_ALONE).seconds
         done = run(checkout, "-c", COMPILE, str(Path(__file__).resolve()), name)
-        seconds, *kept = json.loads(done.text.splitlines()[-1])
-        found[name] = _costs(seconds, alone, done.gigabytes, kept)
+        seconds, *saved_bytes = json.loads(done.text.splitlines()[-1])
+        results[name] = _costs(seconds, alone, done.gigabytes, saved_bytes)
     alone = run(checkout, "-c", TORCH_ALONE).seconds
     done = run(checkout, *INSPECT, f"{checkout / 'examples' / 'targets.py'}:llama_70b")
     rows = json.loads(done.text)["bytes"]
-    kept = [sum(row[name] for row in rows) for name in BYTES]
-    return found | {"llama_70b": _costs(done.seconds, alone, done.gigabytes, kept)}
+    saved_bytes = [sum(row[name] for row in rows) for name in BYTES]
+    return results | {"llama_70b": _costs(done.seconds, alone, done.gigabytes, saved_bytes)}
 
 
-def _costs(seconds: float, alone: float, gigabytes: float, kept: list[int]) -> dict[str, Any]:
+def _costs(
+    seconds: float, alone: float, gigabytes: float, saved_bytes: list[int]
+) -> dict[str, Any]:
     ratio = {"CPU s": round(seconds, 1), "CPU s / torch's export": round(seconds / alone, 2)}
-    return {**ratio, "peak GB": round(gigabytes, 2), "bytes for B": kept[0], "bytes for W": kept[1]}
+    return {
+        **ratio,
+        "peak GB": round(gigabytes, 2),
+        "bytes for B": saved_bytes[0],
+        "bytes for W": saved_bytes[1],
+    }
 
 
 def measure_step(checkout: Path, rounds: int) -> dict[str, Any]:
@@ -196,7 +207,7 @@ def measure(checkout: Path, parts: list[str], rounds: int) -> dict[str, Any]:
     commit = subprocess.run(
         ["git", "rev-parse", "HEAD"], cwd=checkout, capture_output=True, text=True
     ).stdout.strip()
-    found: dict[str, Any] = {
+    results: dict[str, Any] = {
         "commit": commit,
         "torch": torch.__version__,
         "python": platform.python_version(),
@@ -204,12 +215,12 @@ def measure(checkout: Path, parts: list[str], rounds: int) -> dict[str, Any]:
         "load": round(os.getloadavg()[2], 1),
     }
     if "bits" in parts:
-        found["bits"] = measure_bits(checkout)
+        results["bits"] = measure_bits(checkout)
     if "compile" in parts:
-        found["compile"] = measure_compile(checkout)
+        results["compile"] = measure_compile(checkout)
     if "step" in parts:
-        found["step"] = measure_step(checkout, rounds)
-    return found
+        results["step"] = measure_step(checkout, rounds)
+    return results
 
 
 def flat(value: Any, path: str = "") -> dict[str, Any]:
@@ -217,9 +228,9 @@ def flat(value: Any, path: str = "") -> dict[str, Any]:
     if not isinstance(value, dict):
         return {path: value}
     return {
-        name: each
+        name: number
         for key, inner in value.items()
-        for name, each in flat(inner, f"{path}{key}, ").items()
+        for name, number in flat(inner, f"{path}{key}, ").items()
     }
 
 
@@ -260,9 +271,9 @@ def main() -> None:
     if options.compare:
         print(comparison(*(json.loads(file.read_text()) for file in options.compare)))
         return
-    known = json.loads(options.output.read_text()) if options.output.exists() else {}
-    found = known | measure(options.checkout.resolve(), options.parts, options.rounds)
-    options.output.write_text(json.dumps(found, indent=1) + "\n")
+    earlier = json.loads(options.output.read_text()) if options.output.exists() else {}
+    results = earlier | measure(options.checkout.resolve(), options.parts, options.rounds)
+    options.output.write_text(json.dumps(results, indent=1) + "\n")
     print(options.output.read_text())
 
 

@@ -55,7 +55,7 @@ def load_with_dcp(folder: Path, model: nn.Module, optimizer: torch.optim.Optimiz
     )
 
 
-WAYS: dict[str, tuple[Callable[..., object], Callable[..., object]]] = {
+FORMATS: dict[str, tuple[Callable[..., object], Callable[..., object]]] = {
     "zbcompile": (zbcompile.save_checkpoint, zbcompile.load_checkpoint),
     "torch.distributed.checkpoint": (save_with_dcp, load_with_dcp),
 }
@@ -69,12 +69,12 @@ def timed(call: Callable[[], object]) -> tuple[float, float]:
 
 
 def one_round(way: str, folder: Path, case: Case, empty: Case) -> tuple[tuple[float, float], ...]:
-    save, load = WAYS[way]
+    save, load = FORMATS[way]
     shutil.rmtree(folder, ignore_errors=True)
-    found = timed(lambda: save(folder, *case)), timed(lambda: load(folder, *empty))
+    seconds = timed(lambda: save(folder, *case)), timed(lambda: load(folder, *empty))
     pairs = zip(case[0].state_dict().values(), empty[0].state_dict().values(), strict=True)
-    assert all(torch.equal(one, other) for one, other in pairs)
-    return found
+    assert all(torch.equal(one, loaded) for one, loaded in pairs)
+    return seconds
 
 
 def size_of(folder: Path) -> int:
@@ -96,24 +96,24 @@ def main() -> None:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
     case, empty = trained(options.mebibytes), trained(options.mebibytes)
-    held = 3 * sum(parameter.nbytes for parameter in case[0].parameters())
+    tensor_bytes = 3 * sum(parameter.nbytes for parameter in case[0].parameters())
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         rounds = [
-            {way: one_round(way, Path(folder) / way, case, empty) for way in WAYS}
+            {way: one_round(way, Path(folder) / way, case, empty) for way in FORMATS}
             for _ in range(options.rounds)
         ]
-        sizes = {way: size_of(Path(folder) / way) for way in WAYS}
+        sizes = {way: size_of(Path(folder) / way) for way in FORMATS}
     print(
-        f"{held / 2**20:.0f} MiB of tensors, zbcompile in {Path(zbcompile.__file__).parent.parent}"
+        f"{tensor_bytes / 2**20:.0f} MiB of tensors, zbcompile in {Path(zbcompile.__file__).parent.parent}"
     )
     rows = [
         (
             way,
             f"{sizes[way]:,}",
-            sizes[way] - held,
+            sizes[way] - tensor_bytes,
             *(min(r[way][i][j] for r in rounds) for i in (0, 1) for j in (0, 1)),
         )
-        for way in WAYS
+        for way in FORMATS
     ]
     print(
         tabulate(

@@ -49,16 +49,16 @@ def example(layers: int) -> zbcompile.Example:
 
 def measure(layers: int, schedule_name: str, ranks: int) -> list[float]:
     """One line of the table."""
-    given, schedule, choices = example(layers), build(schedule_name, ranks, 2 * ranks), Choices()
-    microbatch = one_microbatch(given)
-    export, exported = timed(lambda: export_step(given.model, microbatch, given.loss))
+    example_, schedule, choices = example(layers), build(schedule_name, ranks, 2 * ranks), Choices()
+    microbatch = one_microbatch(example_)
+    export, exported = timed(lambda: export_step(example_.model, microbatch, example_.loss))
     ranks_of = [schedule.placement.rank(stage) for stage in range(schedule.stages)]
     cuts, _ = timed(lambda: balanced_cuts(exported.step, forward_line(exported.step), ranks_of))
-    whole, program = timed(
-        lambda: compile_program(given.model, microbatch, exported, schedule, choices)
+    seconds_, program = timed(
+        lambda: compile_program(example_.model, microbatch, exported, schedule, choices)
     )
-    total, distinct = export + whole, len({stage.original for stage in program.stages})
-    return [layers, total, total / layers, export, cuts, whole - cuts, distinct]
+    total, distinct = export + seconds_, len({stage.original for stage in program.stages})
+    return [layers, total, total / layers, export, cuts, seconds_ - cuts, distinct]
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""The pipeline beside other dimensions of a mesh, held against one process, in a checkout:
+"""Compares pipelines in a mesh of several dimensions with one process, in a checkout:
 
     torchrun --standalone --nproc-per-node 4 examples/benchmarks/composition_sweep.py       every schedule at dp2 x pp2
     torchrun --standalone --nproc-per-node 8 examples/benchmarks/composition_sweep.py       some at dp2 x pp2 x tp2
@@ -61,7 +61,7 @@ def batches() -> tuple[Tensor, Tensor]:
 def in_one_process() -> tuple[Tensor, nn.Module]:
     """The loss, and the model with its gradients."""
     model, total = Llama(LAYERS), torch.zeros(())
-    parts = (each.chunk(REPLICAS * MICROBATCHES) for each in batches())
+    parts = (tensor.chunk(REPLICAS * MICROBATCHES) for tensor in batches())
     for x, y in zip(*parts, strict=True):
         loss = loss_of(model(x), y) / (REPLICAS * MICROBATCHES)
         loss.backward()
@@ -70,35 +70,35 @@ def in_one_process() -> tuple[Tensor, nn.Module]:
 
 
 def difference(schedule: str, mesh: DeviceMesh, expected: Tensor, one: nn.Module) -> Tensor:
-    """Of the loss and of the gradient that is furthest away, on this rank."""
+    """Returns the relative differences of the loss and of the worst gradient on this rank."""
     parallel = "tp" in (mesh.mesh_dim_names or ())
     model = parallelised(mesh["tp"], "sequence", LAYERS) if parallel else Llama(LAYERS)
     pipe = zbcompile.pipeline(
         model, mesh=mesh, schedule=schedule, microbatches=MICROBATCHES, loss=loss_of
     )
-    x, y = (each.chunk(REPLICAS)[mesh["dp"].get_local_rank()] for each in batches())
+    x, y = (tensor.chunk(REPLICAS)[mesh["dp"].get_local_rank()] for tensor in batches())
     loss = pipe.step(x, target=y)
     ones, far = dict(one.named_parameters()), 0.0
     for name, parameter in pipe.named_parameters():
-        gradient, other = parameter.grad, ones[name].grad
-        whole = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient  # type: ignore[union-attr]
-        far = max(far, float((whole - other).abs().max() / other.abs().max()))  # type: ignore[operator, union-attr]
+        gradient, reference = parameter.grad, ones[name].grad
+        full = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient  # type: ignore[union-attr]
+        far = max(far, float((full - reference).abs().max() / reference.abs().max()))  # type: ignore[operator, union-attr]
     pipe.close()
     return torch.tensor([float((loss - expected).abs() / expected), far])
 
 
-def beside_tp(say: Callable[..., None], schedules: Sequence[str]) -> list[bool]:
-    """Whether each kind of plan is within its bound under each schedule."""
+def with_tensor_parallelism(log: Callable[..., None], schedules: Sequence[str]) -> list[bool]:
+    """Returns for each plan and schedule if the gradients are within the bound."""
     results = []
     for kind, schedule in product(KINDS, schedules):
-        found = trained(kind, schedule, kind == "plain", disturbed=False)
+        result = trained(kind, schedule, kind == "plain", disturbed=False)
         far = torch.tensor(
-            [found["loss"], found["far"], len(found["needless"]), len(found["unequal"])]
+            [result["loss"], result["far"], len(result["needless"]), len(result["unequal"])]
         )
         dist.all_reduce(far, dist.ReduceOp.MAX)
         loss, gradients, needless, unequal = far.tolist()
         bits = f"  bits of {unequal:.0f} gradients differ" if kind == "plain" else ""
-        say(
+        log(
             f"{kind:9} {schedule:15} loss {loss:.1e}  gradients {gradients:.1e}  needless"
             f" {needless:.0f}{bits}",
             flush=True,
@@ -114,29 +114,29 @@ def main() -> int:
     dist.init_process_group("gloo")
     options = arguments()
     if options.tp:
-        results = beside_tp(
+        results = with_tensor_parallelism(
             print if dist.get_rank() == 0 else lambda *_, **__: None, options.schedules or WITH_TP
         )
         dist.destroy_process_group()
         return 0 if all(results) else 1
     names = ("dp", "pp", "tp") if dist.get_world_size() == 8 else ("dp", "pp")
     mesh = init_device_mesh("cpu", (2,) * len(names), mesh_dim_names=names)
-    say = print if os.environ["RANK"] == "0" else lambda *_, **__: None
+    log = print if os.environ["RANK"] == "0" else lambda *_, **__: None
     expected, one = in_one_process()
     chosen = options.schedules or (WITH_TP if "tp" in names else zbcompile.schedules.names())
     results = []
     for schedule in chosen:
         start = time.perf_counter()
-        found = difference(schedule, mesh, expected, one)
-        dist.all_reduce(found, dist.ReduceOp.MAX)
-        results.append(bool((found <= BOUND).all()))
+        result = difference(schedule, mesh, expected, one)
+        dist.all_reduce(result, dist.ReduceOp.MAX)
+        results.append(bool((result <= BOUND).all()))
         took = time.perf_counter() - start
-        say(
-            f"{took:6.1f} s  {schedule:24} loss {found[0].item():.1e}  gradients"
-            f" {found[1].item():.1e}",
+        log(
+            f"{took:6.1f} s  {schedule:24} loss {result[0].item():.1e}  gradients"
+            f" {result[1].item():.1e}",
             flush=True,
         )
-    say(
+    log(
         f"{sum(results)} of {len(results)} schedules within {BOUND:g} of one process at"
         f" {' x '.join(names)}, 2 each"
     )

@@ -42,20 +42,20 @@ def arguments() -> argparse.Namespace:
 
 
 def difference(problem: str, schedule: str, ranks: int, microbatches: int) -> str:
-    """Whether every bit of the output is equal, and the memory."""
+    """Compares the output bit by bit, and counts the memory."""
     batch, model = ZOO[problem].batches(1, 8)[0], ZOO[problem].model().requires_grad_(False)
     kwargs: dict[str, Any] = dict(batch.kwargs)
     if hasattr(getattr(model, "config", None), "use_cache"):
         kwargs["use_cache"] = False
     pipe = zbcompile.pipeline(model, schedule=schedule, ranks=ranks)
     ours = tensors(pipe.eval(*batch.args, microbatches=microbatches, **kwargs))
-    given = [*model.parameters(), *model.buffers(), *tensors((batch.args, kwargs))]
+    existing = [*model.parameters(), *model.buffers(), *tensors((batch.args, kwargs))]
     program = pipe._compiled.cache.plans[-1].program
-    with Alive([], [*given, *program.model.constants.values()]) as alive:
+    with Alive([], [*existing, *program.model.constants.values()]) as alive:
         pipe.eval(*batch.args, microbatches=microbatches, **kwargs)
-    inside, beside = forward_bytes(program)
-    memory = f"; {alive.most:,} bytes at most, predicted {inside:,} and at most {beside:,}"
-    if alive.most > inside + beside:
+    inside, messages = forward_bytes(program)
+    memory = f"; {alive.most:,} bytes at most, predicted {inside:,} and at most {messages:,}"
+    if alive.most > inside + messages:
         raise AssertionError(f"more is alive than was predicted{memory}")
     with torch.no_grad():
         theirs = tensors(model.eval()(*batch.args, **kwargs))
@@ -80,13 +80,13 @@ def alternate(times: int) -> str:
         GPT(2, 32, length=16), schedule="zb-v", microbatches=4, ranks=2, loss=next_byte_loss
     )
     tracemalloc.start()
-    held = []
+    live_bytes = []
     for i in range(times):
         pipe.step(tokens, target=tokens)
         pipe.log_probs(tokens, labels=tokens)
         if i in (times // 10, times - 1):
-            held.append(tracemalloc.get_traced_memory()[0] >> 10)
-    return f"{held[0]:,} KiB after {times // 10} alternations, {held[-1]:,} KiB after {times}"
+            live_bytes.append(tracemalloc.get_traced_memory()[0] >> 10)
+    return f"{live_bytes[0]:,} KiB after {times // 10} alternations, {live_bytes[-1]:,} KiB after {times}"
 
 
 def main() -> int:
@@ -95,11 +95,11 @@ def main() -> int:
     for problem, *rest in product(chosen.problems, PLACEMENTS, chosen.ranks, chosen.microbatches):
         start = time.perf_counter()
         try:
-            found = difference(problem, *rest)
+            outcome = difference(problem, *rest)
         except Exception as error:
-            found, failed = f"{type(error).__name__}: {str(error)[:200]}", failed + 1
+            outcome, failed = f"{type(error).__name__}: {str(error)[:200]}", failed + 1
         print(
-            f"{time.perf_counter() - start:6.1f} s  {problem} {' '.join(map(str, rest))}: {found}",
+            f"{time.perf_counter() - start:6.1f} s  {problem} {' '.join(map(str, rest))}: {outcome}",
             flush=True,
         )
     print(alternate(chosen.alternations))

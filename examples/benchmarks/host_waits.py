@@ -50,17 +50,17 @@ def row(name: str, clip: float | None, small: bool) -> list[str]:
     pipe.compile(inputs, target=targets)
     kind = OPTIMIZERS[name]
     optimizer = pipe.optimizer(kind.func, clip=clip, **kind.keywords)  # type: ignore[attr-defined]
-    found: list[str] = []
+    waits_of: list[str] = []
     for step in range(STEPS):
         parts: tuple[Callable[[], object], ...]
         parts = (partial(pipe.step, inputs, target=targets), optimizer.step, optimizer.zero_grad)
         if step == 0:
             for part in parts:
                 part()
-        elif not any(found):
-            found = [waits(part) for part in parts]
+        elif not any(waits_of):
+            waits_of = [waits(part) for part in parts]
     pipe.close()
-    return [name, str(clip or ""), *(each or "no" for each in found[:2])]
+    return [name, str(clip or ""), *(text or "no" for text in waits_of[:2])]
 
 
 def main() -> None:

@@ -41,10 +41,10 @@ def load(folder: str) -> None:
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
     before, memory = status("VmHWM"), status("RssAnon")
     zbcompile.load_weights(folder, pipe)
-    own = sum(parameter.nbytes for parameter in pipe.parameters()) / MIB
+    parameter_mib = sum(parameter.nbytes for parameter in pipe.parameters()) / MIB
     files = sum(file.stat().st_size for file in Path(folder).glob("*.safetensors")) / MIB
     print(
-        f"rank {pipe.ranks.rank}: files {files:.0f} MiB, own parameters {own:.0f} MiB; loading adds"
+        f"rank {pipe.ranks.rank}: files {files:.0f} MiB, own parameters {parameter_mib:.0f} MiB; loading adds"
         f" {status('RssAnon') - memory:.0f} MiB of memory, at most {status('VmHWM') - before:.0f}"
         " MiB with mapped files",
         flush=True,
@@ -59,8 +59,8 @@ if __name__ == "__main__":
     parser.add_argument("folder")
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--layers", type=int, default=8)
-    given = parser.parse_args()
-    if given.write:
-        write(given.folder, given.layers)
+    options = parser.parse_args()
+    if options.write:
+        write(options.folder, options.layers)
     else:
-        load(given.folder)
+        load(options.folder)

@@ -36,7 +36,7 @@ from zbcompile.program.directory import read_manifest, read_program
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.vs_torch import LAYERS, Contender, case, ours, torchs
-from devices import add_device, own_device, start_group
+from devices import add_device, device_of_rank, start_group
 from gpt import GPT, next_byte_loss
 
 SCHEDULES = ("zb-h1", "zb-v", "dualpipe-v")
@@ -46,12 +46,12 @@ CPU = torch.device("cpu")
 
 def contenders(layers: int, device: torch.device) -> dict[str, Contender]:
     model, inputs, targets = case(layers, device)
-    found = {
+    contenders_ = {
         f"{name} {backend}": ours(name, copy.deepcopy(model), inputs, targets, backend)
         for name in SCHEDULES
         for backend in ("fx", "inductor")
     }
-    return found | {
+    return contenders_ | {
         TORCH: torchs("Schedule1F1B", copy.deepcopy(model), inputs, targets, compiled=True)
     }
 
@@ -59,36 +59,36 @@ def contenders(layers: int, device: torch.device) -> dict[str, Contender]:
 def compare(layers: int, rounds: int, device: torch.device) -> None:
     """The step times of all contenders."""
     start_group(device)
-    found = contenders(layers, device)
+    contenders_ = contenders(layers, device)
     for _ in range(rounds + 2):  # the first rounds warm up
-        for contender in found.values():
+        for contender in contenders_.values():
             contender.measure()
     if dist.get_rank() == 0:
         print(f"{dist.get_world_size()} ranks, {layers} layers, median of {rounds} rounds")
         head = ["", "s/step", "time / fx", "CPU / fx", f"time / {TORCH}"]
-        print(tabulate([row(name, found) for name in found], head, floatfmt=".3f"))
+        print(tabulate([row(name, contenders_) for name in contenders_], head, floatfmt=".3f"))
     dist.destroy_process_group()
 
 
-def row(name: str, found: dict[str, Contender]) -> list[str | float | None]:
-    one = found[name]
-    plain = found.get(name.replace("inductor", "fx"), one)
+def row(name: str, contenders_: dict[str, Contender]) -> list[str | float | None]:
+    one = contenders_[name]
+    plain = contenders_.get(name.replace("inductor", "fx"), one)
     return [
         name,
         median(one.seconds[2:]),
         ratio(one.seconds, plain.seconds),
         ratio(one.cpu, plain.cpu),
-        ratio(one.seconds, found[TORCH].seconds),
+        ratio(one.seconds, contenders_[TORCH].seconds),
     ]
 
 
-def ratio(one: list[float], other: list[float]) -> float:
+def ratio(one: list[float], second: list[float]) -> float:
     """The median over the rounds."""
-    return median(a / b for a, b in zip(one[2:], other[2:], strict=True))
+    return median(a / b for a, b in zip(one[2:], second[2:], strict=True))
 
 
 def start(layers: int, ranks: int, width: int) -> None:
-    """What compiling costs, and what a rank's second start costs."""
+    """Measures compiling, and the second start of a rank."""
     with tempfile.TemporaryDirectory() as folder:
         os.environ["ZBCOMPILE_CACHE"] = f"{folder}/cache"
         tokens = torch.randint(256, (2, 2 * ranks, 33)).unbind()[0]
@@ -134,8 +134,11 @@ def start_rank(folder: Path, rank: int) -> None:
     begin, cpu = time.perf_counter(), time.process_time()
     program = read_program(folder, read_manifest(folder), (rank,), CPU)
     done = compile_passes(program, (rank,), make_backend("inductor", CPU)).compilation
-    seconds, own = time.perf_counter() - begin, time.process_time() - cpu
-    print(f"rank {rank}: second start {seconds:.2f} s ({own:.2f} s of CPU); {done}", flush=True)
+    seconds, cpu_seconds = time.perf_counter() - begin, time.process_time() - cpu
+    print(
+        f"rank {rank}: second start {seconds:.2f} s ({cpu_seconds:.2f} s of CPU); {done}",
+        flush=True,
+    )
 
 
 def main() -> None:
@@ -159,7 +162,7 @@ def main() -> None:
     elif options.start:
         start(options.layers or 24, options.ranks, options.width)
     else:
-        compare(options.layers or LAYERS, options.rounds, own_device(options.device))
+        compare(options.layers or LAYERS, options.rounds, device_of_rank(options.device))
 
 
 if __name__ == "__main__":

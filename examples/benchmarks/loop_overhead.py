@@ -1,5 +1,4 @@
-"""What an action costs besides its graph: CPU microseconds of the host, without the operations that
-it runs.
+"""Measures the CPU microseconds of the host per action, without the operations of its graph.
 
     python examples/benchmarks/loop_overhead.py                                              # in one process
     torchrun --standalone --nproc-per-node 2 examples/benchmarks/loop_overhead.py            # over messages
@@ -34,7 +33,7 @@ from zbcompile.engine.stage_plan import CompiledStage
 from zbcompile.schedules.ir.actions import MESSAGES, flatten
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from devices import add_device, own_device, start_group
+from devices import add_device, device_of_rank, start_group
 
 WIDTH = 4
 
@@ -136,7 +135,7 @@ class Contender:
 
 
 class Bare:
-    """What one end of a message costs between two neighbours that use torch.distributed alone."""
+    """Measures one end of a message between two neighbours that use torch.distributed alone."""
 
     COUNT = 32
 
@@ -182,18 +181,24 @@ def row(
         if bare:
             bare.step()
     actions, messages = many.actions - few.actions, many.messages - few.messages
-    each = (many.microseconds - few.microseconds) / actions
-    guards, whole = 1e6 * min(few.guarded[3:]), 1e6 * min(few.whole[3:])
-    found = [schedule, each, few.microseconds - each * few.actions, guards, 100 * guards / whole]
+    per_action = (many.microseconds - few.microseconds) / actions
+    guards, step_time = 1e6 * min(few.guarded[3:]), 1e6 * min(few.whole[3:])
+    row = [
+        schedule,
+        per_action,
+        few.microseconds - per_action * few.actions,
+        guards,
+        100 * guards / step_time,
+    ]
     if bare:
-        found += [
+        row += [
             100 * messages / actions,
             bare.microseconds,
-            each - bare.microseconds * messages / actions,
+            per_action - bare.microseconds * messages / actions,
         ]
     few.pipe.close()
     many.pipe.close()
-    return found
+    return row
 
 
 HEAD = [
@@ -226,7 +231,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    device, spread = own_device(options.device), "RANK" in os.environ
+    device, spread = device_of_rank(options.device), "RANK" in os.environ
     if spread:
         start_group(device)
     ranks = None if spread else 2

@@ -13,15 +13,15 @@ def main() -> None:
     torch.cuda.set_device(0)
     device, began = torch.device("cuda", 0), time.perf_counter()
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
-    given = torch.arange(1 << 20, device=device, dtype=torch.float32)
-    summed, gathered = given.clone(), torch.empty_like(given)
+    values = torch.arange(1 << 20, device=device, dtype=torch.float32)
+    summed, gathered = values.clone(), torch.empty_like(values)
     dist.all_reduce(summed)
     dist.broadcast(summed, 0)
-    dist.all_gather_into_tensor(gathered, given)
+    dist.all_gather_into_tensor(gathered, values)
     torch.cuda.synchronize()
     print(f"first collectives after {time.perf_counter() - began:.2f} s")
-    for name, found in (("all_reduce", summed), ("all_gather", gathered)):
-        print(f"{name}: {'right' if torch.equal(found, given) else 'WRONG'}")
+    for name, result in (("all_reduce", summed), ("all_gather", gathered)):
+        print(f"{name}: {'right' if torch.equal(result, values) else 'WRONG'}")
     times = []
     for _ in range(20):
         begin = time.perf_counter()
@@ -30,7 +30,7 @@ def main() -> None:
         times.append(time.perf_counter() - begin)
     print(f"all_reduce of 4 MiB: {1e6 * sorted(times)[10]:.0f} us")
     dist.destroy_process_group()
-    if not torch.equal(gathered, given):
+    if not torch.equal(gathered, values):
         raise SystemExit(1)
 
 

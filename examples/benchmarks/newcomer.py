@@ -44,8 +44,8 @@ def timed(command: str, folder: Path, environment: dict[str, str]) -> None:
 
 
 def main(constraint: str | None) -> None:
-    with tempfile.TemporaryDirectory() as made:
-        folder = Path(made)
+    with tempfile.TemporaryDirectory() as root:
+        folder = Path(root)
         wheel = [
             sys.executable,
             "-m",
@@ -54,7 +54,7 @@ def main(constraint: str | None) -> None:
             "--quiet",
             "--no-deps",
             "--wheel-dir",
-            made,
+            root,
             str(ROOT),
         ]
         subprocess.run(wheel, check=True)

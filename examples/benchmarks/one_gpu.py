@@ -32,13 +32,13 @@ class Staged:
 
     work: dist.Work | None
     host: Tensor
-    given: Tensor | None = None
+    device_tensor: Tensor | None = None
 
     def wait(self) -> bool:
         if self.work is not None:
             self.work.wait()
-        if self.given is not None:
-            self.given.copy_(self.host)
+        if self.device_tensor is not None:
+            self.device_tensor.copy_(self.host)
         return True
 
 
@@ -48,8 +48,8 @@ def staged(call: Callable[..., Any]) -> Callable[..., Any]:
     def run(tensor: Tensor, *args: Any, **options: Any) -> Any:
         host = tensor.cpu()
         return_work = options.get("async_op", False)
-        found = call(host, *args, **options)
-        work = Staged(found if return_work else None, host, tensor)
+        result = call(host, *args, **options)
+        work = Staged(result if return_work else None, host, tensor)
         return work if return_work else work.wait()
 
     return run

@@ -65,8 +65,8 @@ class Sweep:
     """Runs operators together and, where that is not bitwise, in halves, down to each
     sample alone."""
 
-    def __init__(self, given: argparse.Namespace, dtype: str) -> None:
-        self.given = given
+    def __init__(self, options: argparse.Namespace, dtype: str) -> None:
+        self.given = options
         self.dtype = dtype
         self.found: dict[str, list[Outcome]] = {}
 
@@ -98,7 +98,7 @@ class Sweep:
             self._divide(cases[len(cases) // 2 :])
 
     def _limited(self, cases: list[Case]) -> Outcome:
-        """In a process of its own, which may hang or crash."""
+        """Runs in a separate process, because an operator may hang or crash."""
         ours, theirs = _FORK.Pipe(duplex=False)
         process = _FORK.Process(target=lambda: theirs.send(outcome_of(cases)))
         process.start()
@@ -117,8 +117,8 @@ class Sweep:
             key=lambda outcome: KINDS.index(outcome.kind),
             default=Outcome("eager fails", "no sample"),
         )
-        alike = sum(outcome.kind == worst.kind for outcome in outcomes)
-        why = f"{alike} of {len(outcomes)}: {worst.why}" if worst.why else ""
+        count = sum(outcome.kind == worst.kind for outcome in outcomes)
+        why = f"{count} of {len(outcomes)}: {worst.why}" if worst.why else ""
         return {"operator": name, "dtype": self.dtype, "kind": worst.kind, "why": why}
 
 
@@ -137,22 +137,22 @@ def read(path: Path) -> list[Row]:
 
 
 def main() -> None:
-    given = arguments()
+    options = arguments()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    rows = read(given.output)
+    rows = read(options.output)
     done = {(row["operator"], row["dtype"]) for row in rows}
-    with given.output.open("a") as file:
-        for name in given.dtypes:
-            infos = operators(getattr(torch, name), given.only)
+    with options.output.open("a") as file:
+        for name in options.dtypes:
+            infos = operators(getattr(torch, name), options.only)
             missing = [info for info in infos if (Case(info, None).name, name) not in done]
-            for begin in range(0, len(missing), given.together):
-                for row in Sweep(given, name).run(missing[begin : begin + given.together]):
+            for begin in range(0, len(missing), options.together):
+                for row in Sweep(options, name).run(missing[begin : begin + options.together]):
                     rows.append(row)
                     print(json.dumps(row), file=file, flush=True)
                     if row["kind"] not in ("bitwise", "eager fails"):
                         print(f"{name} {row['operator']}: {row['kind']}: {row['why']}", flush=True)
-    print(summary(rows, given.dtypes))
+    print(summary(rows, options.dtypes))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""What an optimizer of a pipeline promises, held against one that is neither divided nor early, in
-a checkout:
+"""Compares optimizers of a pipeline (zero=1, updates inside of the step) with a plain one, in a
+checkout:
 
     torchrun --standalone --nproc-per-node 4 examples/benchmarks/optimizer_sweep.py
     torchrun --standalone --nproc-per-node 4 examples/benchmarks/optimizer_sweep.py --part kinds
@@ -66,15 +66,17 @@ def levels() -> Iterator[Row]:
                 usual, early=clip is None, validate="before" if clip is None else "after"
             )
             with compiled_once("small-tied float32", exact=True):
-                whole = trained(usual, 0, mesh)
-                asked = [(usual, 1), (inside, 0), (inside, 1)]
-                others = [trained(each, zero, mesh) for each, zero in asked]
-            equal = all(same(found, whole) for found in others)
-            held = {zero: found.held for (_, zero), found in zip(asked, others, strict=True)}
-            fair = held[1] <= whole.held / 2 + 512
+                expected = trained(usual, 0, mesh)
+                cases = [(usual, 1), (inside, 0), (inside, 1)]
+                results = [trained(entry, zero, mesh) for entry, zero in cases]
+            equal = all(same(result, expected) for result in results)
+            state_bytes = {
+                zero: result.held for (_, zero), result in zip(cases, results, strict=True)
+            }
+            fair = state_bytes[1] <= expected.held / 2 + 512
             text = (
-                f"{schedule:10} clip={clip}: {len(others)} runs bitwise {equal}; bytes of state by"
-                f" zero: {held}"
+                f"{schedule:10} clip={clip}: {len(results)} runs bitwise {equal}; bytes of state by"
+                f" zero: {state_bytes}"
             )
             yield text, equal and fair
 
@@ -83,26 +85,26 @@ def kinds() -> Iterator[Row]:
     """Bit by bit at dp2 x pp2, with each optimizer."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
     for dtype, kind in product(("float32", "bfloat16"), OPTIMIZERS):
-        found = []
+        result = []
         with compiled_once(f"short-mlp {dtype}", exact=True):
             for clip in (None, 0.05):
                 usual = Training("short-mlp", "zb-v", kind=kind, dtype=dtype, clip=clip, updates=5)
                 inside = replace(
                     usual, early=clip is None, validate="before" if clip is None else "after"
                 )
-                whole = trained(usual, 0, mesh)
-                found += [
-                    same(trained(each, zero, mesh), whole)
-                    for each in (usual, inside)
+                expected = trained(usual, 0, mesh)
+                result += [
+                    same(trained(entry, zero, mesh), expected)
+                    for entry in (usual, inside)
                     for zero in range(2)
                 ]
-        yield f"{kind:12} {dtype:8}: {len(found)} runs bitwise {all(found)}", all(found)
+        yield f"{kind:12} {dtype:8}: {len(result)} runs bitwise {all(result)}", all(result)
 
 
-def same(found: Result, whole: Result) -> bool:
+def same(result: Result, expected: Result) -> bool:
     try:
-        for each in ("losses", "norms", "state"):
-            assert_same_tensors(getattr(found, each), getattr(whole, each), each)
+        for entry in ("losses", "norms", "state"):
+            assert_same_tensors(getattr(result, entry), getattr(expected, entry), entry)
     except AssertionError as error:
         print(error)
         return False
@@ -114,7 +116,7 @@ def validation() -> Iterator[Row]:
     problem = PROBLEMS["mlp"]
     for schedule in ("zb-h2", "zb-2p", "zb-v"):
         batches = [disturbed(b, step) for step, b in enumerate(problem.batches(STEPS, 8 * ROWS))]
-        found = []
+        result = []
         with compiled_once("mlp", exact=True):
             for when in ("before", "after"):
                 pipe = zbcompile.pipeline(
@@ -124,15 +126,15 @@ def validation() -> Iterator[Row]:
                     loss=problem.loss,
                     exact=True,
                 )
-                found.append(disturbed_training.trained(pipe, batches, validate=when))
+                result.append(disturbed_training.trained(pipe, batches, validate=when))
                 pipe.close()
         try:
-            assert_bitwise(found[1], found[0])
+            assert_bitwise(result[1], result[0])
             equal = True
         except AssertionError:
             equal = False
         yield (
-            f"{schedule:10}: bitwise {equal} over {STEPS} updates; corrected here: {found[1][3]}",
+            f"{schedule:10}: bitwise {equal} over {STEPS} updates; corrected here: {result[1][3]}",
             equal,
         )
 
@@ -141,9 +143,9 @@ def bounds() -> Iterator[Row]:
     """Four replicas of one rank, with eight processes of two, each of which has a part of what it
     is compared with."""
     mesh = init_device_mesh("cpu", (4, dist.get_world_size() // 4), mesh_dim_names=("dp", "pp"))
-    whole_gradients, whole = by_sgd(0, mesh)
+    expected_gradients, expected = by_sgd(0, mesh)
     gradients, state = by_sgd(1, mesh)
-    far = torch.tensor([furthest(gradients, whole_gradients), furthest(state, whole)])
+    far = torch.tensor([furthest(gradients, expected_gradients), furthest(state, expected)])
     dist.all_reduce(far, dist.ReduceOp.MAX)
     yield (
         f"zero=1: gradients {far[0].item():.1e}, parameters {far[1].item():.1e}",
@@ -164,8 +166,8 @@ def by_sgd(zero: int, mesh: DeviceMesh) -> tuple[Parts, Parts]:
     )
     optimizer = pipe.optimizer(torch.optim.SGD, lr=0.1, zero=zero)
     for batch in problem.batches(UPDATES, 4 * MICROBATCHES * ROWS):
-        own = list(batch.parts(4))[mesh["dp"].get_local_rank()]
-        pipe.step(*own.args, target=own.target)
+        part = list(batch.parts(4))[mesh["dp"].get_local_rank()]
+        pipe.step(*part.args, target=part.target)
         gradients = gradients or gradients_here(pipe, optimizer)
         optimizer.step()
         optimizer.zero_grad()
@@ -178,15 +180,15 @@ def by_sgd(zero: int, mesh: DeviceMesh) -> tuple[Parts, Parts]:
 
 def gradients_here(pipe: zbcompile.Pipeline, optimizer: PipelineOptimizer) -> Parts:
     if not optimizer.slices.divided:
-        found = ((name, parameter.grad) for name, parameter in pipe.named_parameters())
-        return {(name, 0): each.flatten().clone() for name, each in found if each is not None}
-    parts = ((each, each.tensor.grad) for each in optimizer.slices.mine())
-    return {(each.name, each.begin): grad.clone() for each, grad in parts if grad is not None}
+        result = ((name, parameter.grad) for name, parameter in pipe.named_parameters())
+        return {(name, 0): entry.flatten().clone() for name, entry in result if entry is not None}
+    parts = ((entry, entry.tensor.grad) for entry in optimizer.slices.mine())
+    return {(entry.name, entry.begin): grad.clone() for entry, grad in parts if grad is not None}
 
 
-def furthest(parts: Parts, whole: Parts) -> float:
+def furthest(parts: Parts, expected: Parts) -> float:
     """The largest difference, relative to the largest entry of what it is a part of."""
-    pairs = ((part, whole[name, 0], begin) for (name, begin), part in parts.items())
+    pairs = ((part, expected[name, 0], begin) for (name, begin), part in parts.items())
     return max(
         float((part - all_[at : at + len(part)]).abs().max() / all_.abs().max())
         for part, all_, at in pairs
@@ -212,12 +214,14 @@ def tensors() -> Iterator[Row]:
     }
     for kind, schedule in product((torch.optim.AdamW, torch.optim.SGD), ("zb-h1", "zb-v")):
         levels = list(product(range(4), (False, True)))
-        found = [with_tensors(mesh, batches, schedule, kind, *level) for level in levels]
-        equal = all(torch.equal(each[name], found[0][name]) for each in found for name in found[0])
-        text = f"{kind.__name__:5} {schedule:6}: {len(found)} runs bitwise {equal}"
+        result = [with_tensors(mesh, batches, schedule, kind, *level) for level in levels]
+        equal = all(
+            torch.equal(entry[name], result[0][name]) for entry in result for name in result[0]
+        )
+        text = f"{kind.__name__:5} {schedule:6}: {len(result)} runs bitwise {equal}"
         if kind is torch.optim.SGD:
             far = furthest(
-                {(name, 0): value.flatten() for name, value in found[0].items()}, expected
+                {(name, 0): value.flatten() for name, value in result[0].items()}, expected
             )
             text, equal = f"{text}, from the unsplit model {far:.1e}", equal and far < BOUND
         yield text, equal
@@ -250,12 +254,12 @@ def with_tensors(
         optimizer.step()
         optimizer.zero_grad()
     state = pipe.state_dict(full=True)
-    found = {
+    result = {
         name: (value.full_tensor() if is_distributed(value) else value).clone()
         for name, value in state.items()
     }
     pipe.close()
-    return found
+    return result
 
 
 PARTS: dict[str, Callable[[], Iterator[Row]]] = {
@@ -274,10 +278,10 @@ def main() -> int:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     promised, began = [], time.perf_counter()
-    for text, kept in part():
-        everywhere = torch.tensor(float(kept))
-        dist.all_reduce(everywhere, dist.ReduceOp.MIN)
-        promised.append(bool(everywhere))
+    for text, passed in part():
+        on_all_ranks = torch.tensor(float(passed))
+        dist.all_reduce(on_all_ranks, dist.ReduceOp.MIN)
+        promised.append(bool(on_all_ranks))
         if os.environ["RANK"] == "0":
             print(
                 f"{time.perf_counter() - began:6.1f} s  {text}; on all ranks: {promised[-1]}",

@@ -68,11 +68,11 @@ def main() -> int:
     with open_pool() as pool:
         for case, processes in combinations(arguments()):
             start = time.perf_counter()
-            found = difference(case, processes, pool)
-            results.append(not found)
+            result = difference(case, processes, pool)
+            results.append(not result)
             place = "gloo" if processes else "in process"
             print(
-                f"{time.perf_counter() - start:6.1f} s  {case} {place}: {found or 'bitwise equal'}",
+                f"{time.perf_counter() - start:6.1f} s  {case} {place}: {result or 'bitwise equal'}",
                 flush=True,
             )
     print(f"{sum(results)} of {len(results)} combinations are bitwise equal to eager")

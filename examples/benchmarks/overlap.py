@@ -1,5 +1,5 @@
-"""Do pairs hide communication? A step whose pairs are one graph each, beside the same order with
-its pairs opened.
+"""Measures how much communication pairs hide: a step whose pairs are one graph each, and the same
+order with its pairs opened.
 
     python examples/benchmarks/overlap.py                      # two pipelines of two ranks, side by side
     torchrun --standalone --nproc-per-node 8 examples/benchmarks/overlap.py
@@ -45,8 +45,8 @@ SHARE = 0.125  # of promise.py's times, for one layer
 
 
 class Until(dist.Work):
-    """A collective that completes no earlier than a given moment; `waited` is told how long its
-    rank stood there."""
+    """A collective that completes no earlier than a given moment. `waited` receives the seconds that
+    its rank waited."""
 
     def __init__(
         self, work: dist.Work, moment: float, waited: Callable[[float], object] = bool
@@ -62,7 +62,7 @@ class Until(dist.Work):
         return True
 
 
-class KnownLength(dist.ProcessGroup):
+class FixedLength(dist.ProcessGroup):
     """A group whose all-to-all takes `seconds` from its start."""
 
     # torch's stubs know neither this constructor nor that a group's name is a property.
@@ -81,9 +81,9 @@ class KnownLength(dist.ProcessGroup):
         return Until(self.inner.alltoall_base(*args), time.monotonic() + self.seconds)
 
 
-def with_known_length(inner: dist.ProcessGroup) -> KnownLength:
+def with_fixed_length(inner: dist.ProcessGroup) -> FixedLength:
     """`inner` as a group that functional collectives find by its name."""
-    dist.Backend.register_backend("known-length", lambda *_: KnownLength(inner), devices=["cpu"])
+    dist.Backend.register_backend("known-length", lambda *_: FixedLength(inner), devices=["cpu"])
     members = dist.get_process_group_ranks(inner)
     return dist.new_group(members, backend="known-length", use_local_synchronization=True)  # type: ignore[return-value]
 
@@ -128,7 +128,7 @@ def stepper(schedule: Schedule, group: dist.ProcessGroup, mesh: Any) -> Callable
 
 
 def row(
-    name: str, group: KnownLength, mesh: Any, microbatches: int, seconds: float, steps: int
+    name: str, group: FixedLength, mesh: Any, microbatches: int, seconds: float, steps: int
 ) -> list[Any]:
     """The three steps of a schedule, run in turn."""
     merged = build(name, mesh["pp"].size(), microbatches)
@@ -138,15 +138,22 @@ def row(
     kinds = ((run_opened, seconds), (run_merged, seconds), (run_opened, 0.0))
     times: list[list[float]] = [[], [], []]
     for _ in range(steps + 1):  # the first one warms up
-        for found, (run, length) in zip(times, kinds, strict=True):
+        for runs, (run, length) in zip(times, kinds, strict=True):
             group.seconds = length
-            found.append(run())
-    apart, together, free = (1e3 * median(found[1:]) for found in times)
-    return [name, microbatches, apart, together, free, 100 * (apart - together) / (apart - free)]
+            runs.append(run())
+    separate, together, free = (1e3 * median(runs[1:]) for runs in times)
+    return [
+        name,
+        microbatches,
+        separate,
+        together,
+        free,
+        100 * (separate - together) / (separate - free),
+    ]
 
 
 def gated_mesh(
-    gate_of: Callable[[dist.ProcessGroup], KnownLength], dimension: str, pipeline: int, ranks: int
+    gate_of: Callable[[dist.ProcessGroup], FixedLength], dimension: str, pipeline: int, ranks: int
 ) -> tuple[DeviceMesh, Any]:
     """A mesh of `pipeline` x `ranks` processes, and the gate through which collectives along
     `dimension` go."""
@@ -179,7 +186,7 @@ def pipeline_step(
     return partial(pipe.step, x, target=x)
 
 
-def medians_in_turn(
+def alternating_medians(
     kinds: list[tuple[Callable[[], object], float]],
     gate: Any,
     steps: int,
@@ -187,16 +194,16 @@ def medians_in_turn(
 ) -> list[list[float]]:
     """Of each step, with exchanges of so many seconds, the medians of what `measure(step, gate)`
     finds in `steps` runs; the steps take turns, and a first run of each warms up."""
-    found: list[list[list[float]]] = [[] for _ in kinds]
+    times: list[list[list[float]]] = [[] for _ in kinds]
     for _ in range(steps + 1):
-        for each, (step, seconds) in zip(found, kinds, strict=True):
+        for runs, (step, seconds) in zip(times, kinds, strict=True):
             gate.seconds = seconds
-            each.append(measure(step, gate))
-    return [[median(of) for of in zip(*each[1:], strict=True)] for each in found]
+            runs.append(measure(step, gate))
+    return [[median(of) for of in zip(*runs[1:], strict=True)] for runs in times]
 
 
 def arguments(doc: str | None, schedules: str) -> argparse.ArgumentParser:
-    """What the benchmarks of overlap take."""
+    """Adds the arguments of all benchmarks of overlap."""
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -229,13 +236,13 @@ def main() -> None:
     options = parser.parse_args()
     shape = (SIDE_BY_SIDE, dist.get_world_size() // SIDE_BY_SIDE)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("ep", "pp"))
-    group = with_known_length(mesh["ep"].get_group())
-    given = (options.microbatches, options.exchange / 1e3, options.steps)
-    rows = [row(name, group, mesh, *given) for name in options.schedules.split(",")]
+    group = with_fixed_length(mesh["ep"].get_group())
+    sizes = (options.microbatches, options.exchange / 1e3, options.steps)
+    rows = [row(name, group, mesh, *sizes) for name in options.schedules.split(",")]
     if dist.get_rank() == 0:
-        part, other = (1e3 * SHARE * length for length in (FORWARD, BACKWARD + WEIGHT))
+        part, rest = (1e3 * SHARE * length for length in (FORWARD, BACKWARD + WEIGHT))
         print(
-            f"{shape[1]} ranks; a layer computes {part:.1f} ms forward and {other:.1f} ms backward,"
+            f"{shape[1]} ranks; a layer computes {part:.1f} ms forward and {rest:.1f} ms backward,"
             " and exchanges"
         )
         print(f"for {options.exchange:g} ms in each direction; {LAYERS} layers per stage")

@@ -1,4 +1,4 @@
-"""How much of the exchanges between experts do pairs hide? Four pipeline ranks beside two ranks of
+"""Measures how much of the exchanges between experts pairs hide: four pipeline ranks, two ranks of
 experts.
 
     python examples/benchmarks/overlap_experts.py            # eight processes, on clocks that no load disturbs
@@ -33,7 +33,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from overlap import Until, arguments, gated_mesh, medians_in_turn, on_processes, pipeline_step  # type: ignore[import-not-found]
+from overlap import Until, alternating_medians, arguments, gated_mesh, on_processes, pipeline_step  # type: ignore[import-not-found]
 from overlap_tp import SHARE, Gate, opened_order, simulated  # type: ignore[import-not-found]
 from promise import BACKWARD, FORWARD, WEIGHT, WIDTH, pause  # type: ignore[import-not-found]
 from tabulate import tabulate
@@ -53,18 +53,18 @@ MANY = 1 << 18
 
 
 class Clock:
-    """Of this rank; None as `moment`: that of the machine."""
+    """The clock of this rank. With `moment=None` it is the clock of the machine."""
 
     moment: float | None = 0.0
 
-    def work(self, seconds: float, given: Tensor, made: Tensor) -> Tensor:
+    def work(self, seconds: float, given: Tensor, result: Tensor) -> Tensor:
         """`made` of `given` within some time."""
         if self.moment is None:
             pause(seconds)
         else:
             self.moment = max(self.moment, float(given[:, -1].max()) * UNIT) + seconds
-            made[:, -1] = self.moment / UNIT
-        return made
+            result[:, -1] = self.moment / UNIT
+        return result
 
     def wait(self, until: float) -> float:
         """Stand until a moment; how long that took."""
@@ -179,8 +179,8 @@ class Model(nn.Module):
         self.layers = nn.Sequential(*(Layer(attention, group) for _ in range(layers)))
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.layers(x * self.entry[0] + self.entry[1])
-        return found
+        measured: Tensor = self.layers(x * self.entry[0] + self.entry[1])
+        return measured
 
 
 def loss_of(y: Tensor, target: Tensor) -> Tensor:
@@ -223,10 +223,10 @@ def length_and_hidden(step: Callable[[], object], gate: TokenGate) -> list[float
         [-begin, time.monotonic() if CLOCK.moment is None else CLOCK.moment], dtype=torch.float64
     )
     dist.all_reduce(span, dist.ReduceOp.MAX)
-    found = torch.tensor(gate.taken(), dtype=torch.float64)
-    dist.all_reduce(found)
-    whole, waited = found[:2] * gate.seconds, found[2:]
-    return [1e3 * float(span.sum()), *(100 * (1 - waited / whole)).tolist()]
+    measured = torch.tensor(gate.taken(), dtype=torch.float64)
+    dist.all_reduce(measured)
+    step_time, waited = measured[:2] * gate.seconds, measured[2:]
+    return [1e3 * float(span.sum()), *(100 * (1 - waited / step_time)).tolist()]
 
 
 def row(
@@ -240,15 +240,15 @@ def row(
     """The steps of a schedule: without pairs, with pairs, and without pairs with exchanges of no
     length."""
     seconds, count = share * WEIGHT * SHARE / 2, options.microbatches
-    apart = stepper(
+    separate = stepper(
         mesh, opened_order(name, count, mesh["pp"].size()), count, "given", attention, seconds
     )
     kinds = [
-        (apart, seconds),
+        (separate, seconds),
         (stepper(mesh, name, count, "auto", attention, seconds), seconds),
-        (apart, 0.0),
+        (separate, 0.0),
     ]
-    alone, paired, free = medians_in_turn(kinds, gate, options.steps, length_and_hidden)
+    alone, paired, free = alternating_medians(kinds, gate, options.steps, length_and_hidden)
     order = build(name, mesh["pp"].size(), count)
     # exchanges of a backward, which begins with one
     of_a_stage = 2 * PER_RANK * order.ranks / order.stages

@@ -1,4 +1,4 @@
-"""How much of tensor parallelism's exchanges do pairs hide? pp2 x tp2, DTensor, Colwise and
+"""Measures how much of tensor parallelism's exchanges pairs hide. pp2 x tp2, DTensor, Colwise and
 Rowwise.
 
     python examples/benchmarks/overlap_tp.py                 # four processes
@@ -28,11 +28,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from overlap import (  # type: ignore[import-not-found]
-    KnownLength,
+    FixedLength,
     Until,
+    alternating_medians,
     arguments,
     gated_mesh,
-    medians_in_turn,
     on_processes,
     opened,
     pipeline_step,
@@ -63,7 +63,7 @@ SIZES = (
 )
 
 
-class Gate(KnownLength):  # type: ignore[misc]
+class Gate(FixedLength):  # type: ignore[misc]
     """A group whose all-reduces of a sublayer take `seconds` from their start. `count` and `waited`
     are of those of the forward and of the backward: how many, and how long this rank stood in waits
     for them."""
@@ -83,9 +83,9 @@ class Gate(KnownLength):  # type: ignore[misc]
     def _note(self, op: int, seconds: float) -> None:
         self.waited[op] += seconds
 
-    def taken(self) -> list[float]:
-        found, self.count, self.waited = [*self.count, *self.waited], [0, 0], [0.0, 0.0]
-        return found
+    def read_counters(self) -> list[float]:
+        measured, self.count, self.waited = [*self.count, *self.waited], [0, 0], [0.0, 0.0]
+        return measured
 
 
 def _delegated(name: str) -> Callable[..., Any]:
@@ -155,16 +155,16 @@ def torchs(mesh: DeviceMesh, microbatches: int) -> Callable[[], object]:
 def time_and_hidden(step: Callable[[], object], gate: Gate) -> list[float]:
     """Milliseconds of a step, and the percentages of its exchanges hidden: of the forward, and of
     the backward."""
-    gate.taken()
+    gate.read_counters()
     seconds = measured(step)
-    found = torch.tensor(gate.taken(), dtype=torch.float64)
-    dist.all_reduce(found)
-    whole, waited = (found[:2] * gate.seconds).tolist(), found[2:].tolist()
+    counters = torch.tensor(gate.read_counters(), dtype=torch.float64)
+    dist.all_reduce(counters)
+    total, waited = (counters[:2] * gate.seconds).tolist(), counters[2:].tolist()
     return [
         1e3 * seconds,
         *(
             100 * (1 - w / all_) if all_ else float("nan")
-            for w, all_ in zip(waited, whole, strict=True)
+            for w, all_ in zip(waited, total, strict=True)
         ),
     ]
 
@@ -183,15 +183,15 @@ def row(
     if name == "torch":
         kinds = [(torchs(mesh, count), seconds)]
     else:
-        apart = ours(mesh, opened_order(name, count), count, "given", seconds)
+        separate = ours(mesh, opened_order(name, count), count, "given", seconds)
         kinds = [
-            (apart, seconds),
+            (separate, seconds),
             (ours(mesh, name, count, "auto", seconds), seconds),
-            (apart, 0.0),
+            (separate, 0.0),
         ]
-    found = medians_in_turn(kinds, gate, options.steps, time_and_hidden)
-    apart_, paired, free = (*found, NONE, NONE)[:3]
-    return [name, share, apart_[0], paired[0], free[0], *apart_[1:], *paired[1:]]
+    measured = alternating_medians(kinds, gate, options.steps, time_and_hidden)
+    separate_, paired, free = (*measured, NONE, NONE)[:3]
+    return [name, share, separate_[0], paired[0], free[0], *separate_[1:], *paired[1:]]
 
 
 def simulated(
@@ -203,12 +203,14 @@ def simulated(
     schedule = build(name, ranks, microbatches)
     size, stages = 2 * ranks // schedule.stages, schedule.stages
     forward, backward, weight = (1e3 * SHARE * size * part for part in (FORWARD, BACKWARD, WEIGHT))
-    each = (share * weight,) * stages
+    per_stage = (share * weight,) * stages
     free = Costs((forward,) * stages, (backward,) * stages, (weight,) * stages)
-    slower, later = ((part + each[0],) * stages for part in (forward, backward))
-    costs = Costs(slower, later, free.weight, forward_exchange=each, backward_exchange=each)
-    whole = sum(each) * microbatches
-    found: list[Any] = []
+    slower, later = ((part + per_stage[0],) * stages for part in (forward, backward))
+    costs = Costs(
+        slower, later, free.weight, forward_exchange=per_stage, backward_exchange=per_stage
+    )
+    total = sum(per_stage) * microbatches
+    measured: list[Any] = []
     for order in (opened(schedule), with_pairs(schedule, costs)):
         steps = [step for rank in order.orders for step in rank]
         lone = [
@@ -218,14 +220,22 @@ def simulated(
                 if flatten((s,))[0].op == "F" and isinstance(s, Action)
             )
         ]
-        begun = first * each[0] * sum(isinstance(s, Action) and s.op == BW for s in steps)
+        begun = first * per_stage[0] * sum(isinstance(s, Action) and s.op == BW for s in steps)
         hidden = [
-            100 * (1 - part / whole)
+            100 * (1 - part / total)
             for part in (*lone, sum(map(costs.waits, steps)) - lone[0] + begun)
         ]
-        found.append((simulate(order, costs).makespan, hidden))
-    (apart, before), (paired, after) = found
-    return [name, share, apart, paired, simulate(opened(schedule), free).makespan, *before, *after]
+        measured.append((simulate(order, costs).makespan, hidden))
+    (separate, before), (paired, after) = measured
+    return [
+        name,
+        share,
+        separate,
+        paired,
+        simulate(opened(schedule), free).makespan,
+        *before,
+        *after,
+    ]
 
 
 NONE = [float("nan")] * 3
@@ -267,13 +277,13 @@ if __name__ == "__main__":
         metavar="RANKS",
         help="no processes: what the lowering foresees for ours",
     )
-    given = parser.parse_args()
-    if given.simulate:
+    options_ = parser.parse_args()
+    if options_.simulate:
         show(
             [
-                simulated(name, given.simulate, given.microbatches, share)
-                for name, share in cases(given)
+                simulated(name, options_.simulate, options_.microbatches, share)
+                for name, share in cases(options_)
             ]
         )
     else:
-        on_processes(partial(main, given), 4)
+        on_processes(partial(main, options_), 4)

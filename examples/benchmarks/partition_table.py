@@ -1,4 +1,4 @@
-"""How evenly different models are cut: the table of docs/partitioning.md.
+"""Prints how evenly different models are cut.
 
     OMP_NUM_THREADS=1 python examples/benchmarks/partition_table.py
 

@@ -30,14 +30,14 @@ def gpt() -> zbcompile.Example:
     )
 
 
-def own_bytes(folder: Path, rank: int) -> int:
-    """What a rank reads."""
+def bytes_of_rank(folder: Path, rank: int) -> int:
+    """Returns the bytes of the files of a rank."""
     shared = sum((folder / name).stat().st_size for name in ("manifest.json", "schedule.json"))
     return shared + sum(path.stat().st_size for path in folder.glob(f"rank-{rank:04d}.*"))
 
 
 def _nothing(name: str, tensor: torch.Tensor) -> None:
-    """Leave the memory as it is: what fills it is no part of loading."""
+    """Leaves the memory unfilled, because filling it is no part of loading."""
 
 
 def main() -> None:
@@ -48,13 +48,13 @@ def main() -> None:
     dist.barrier()
     began, clock = time.process_time(), time.monotonic()
     zbcompile.load(sys.argv[1], init=_nothing)
-    own = (
+    rank_bytes = (
         time.process_time() - began,
         time.monotonic() - clock,
-        own_bytes(Path(sys.argv[1]), dist.get_rank()),
+        bytes_of_rank(Path(sys.argv[1]), dist.get_rank()),
     )
-    every = [own] * dist.get_world_size()
-    dist.all_gather_object(every, own)
+    every = [rank_bytes] * dist.get_world_size()
+    dist.all_gather_object(every, rank_bytes)
     if dist.get_rank() == 0:
         seconds, clocks, sizes = zip(*every, strict=True)
         print(f"CPU seconds per rank: {min(seconds):.2f} to {max(seconds):.2f}")

@@ -1,4 +1,4 @@
-"""Is the step as short as its schedule promises? Measured step / simulated step, for five
+"""Compares the measured step with the simulated one, for five
 schedules.
 
     python examples/benchmarks/promise.py                      # 2, 4 and 8 processes
@@ -194,40 +194,39 @@ def measured(step: Step) -> float:
 
 
 def repeat(step: Step, read: Callable[[Tensor], Tensor | float]) -> None:
-    """STEPS steps, whose losses are read at once if `read` does so, and at the end."""
+    """Runs STEPS steps and applies `read` to each loss."""
     losses = [read(step()) for _ in range(STEPS)]
     assert all(map(float, losses))
 
 
 def lateness(calls: int = 40) -> float:
-    """By how many seconds operations of this model exceed their sleeps; the median over all
-    ranks."""
-    x, found = torch.ones(1, WIDTH), []
+    """Returns the seconds by which operations exceed their sleeps, the median over all ranks."""
+    x, delays = torch.ones(1, WIDTH), []
     for _ in range(calls):
         begin = time.perf_counter()
         forward(x, x[0], 0.25)
-        found.append(time.perf_counter() - begin - FORWARD / 4)
+        delays.append(time.perf_counter() - begin - FORWARD / 4)
     everyone: list[float] = [0.0] * dist.get_world_size()
-    dist.all_gather_object(everyone, median(found))
+    dist.all_gather_object(everyone, median(delays))
     return median(everyone)
 
 
-def hop(trips: int = 50) -> float:
+def message_seconds(trips: int = 50) -> float:
     """Seconds that a bare message takes from one process to another: half of a round trip between
     the first two."""
-    rank, token, found = dist.get_rank(), torch.zeros(WIDTH), []
+    rank, token, delays = dist.get_rank(), torch.zeros(WIDTH), []
     for _ in range(trips if rank < 2 else 0):
         begin = time.perf_counter()
         first, then = (dist.send, dist.recv) if rank == 0 else (dist.recv, dist.send)
         first(token, 1 - rank)
         then(token, 1 - rank)
-        found.append(time.perf_counter() - begin)
-    return median(found) / 2 if found else 0.0
+        delays.append(time.perf_counter() - begin)
+    return median(delays) / 2 if delays else 0.0
 
 
 def promised(schedule: str, microbatches: int, comm: float, updates: bool, zero: int) -> Timeline:
-    """What the simulator predicts, in seconds, if a message takes `comm`; `makespan` has an
-    optimizer barrier."""
+    """Returns the simulated step, in seconds, in which a message takes `comm`. `makespan` includes
+    an optimizer barrier."""
     ranks = dist.get_world_size() // (2 if zero else 1)
     order = build(schedule, ranks, microbatches)
     share = ranks / order.stages
@@ -243,8 +242,8 @@ def promised(schedule: str, microbatches: int, comm: float, updates: bool, zero:
 
 def launch(script: str, ranks: str) -> None:
     """Run a benchmark with each number of processes in turn."""
-    for each in ranks.split(","):
-        start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", each]
+    for case in ranks.split(","):
+        start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", case]
         subprocess.run([sys.executable, *start, script, *sys.argv[1:]], check=True)
 
 
@@ -288,33 +287,35 @@ def main() -> None:
     dist.init_process_group("gloo")
     global late
     late = lateness()
-    ranks, comm = dist.get_world_size() // (2 if options.zero else 1), hop()
+    ranks, comm = dist.get_world_size() // (2 if options.zero else 1), message_seconds()
     pick = min if options.best else median
     usual = WITH_UPDATES if options.optimizer else SCHEDULES
     names = options.schedules.split(",") if options.schedules else usual
     chosen = [(name, ranks * int(n)) for n in options.per_rank.split(",") for name in names]
-    steps = {each: prepared(*each, options.optimizer, options.zero) for each in chosen}
+    steps = {case: prepared(*case, options.optimizer, options.zero) for case in chosen}
     rounds = [
-        {each: measured(step) for each, step in steps.items()} for _ in range(options.rounds + 1)
+        {case: measured(step) for case, step in steps.items()} for _ in range(options.rounds + 1)
     ]
     rows = []
     for schedule, microbatches in chosen:
-        each_round = [each[schedule, microbatches] for each in rounds[1:]]  # the first one warms up
-        seconds = pick(each_round)
+        per_round = [case[schedule, microbatches] for case in rounds[1:]]  # the first one warms up
+        seconds = pick(per_round)
         said = options.optimizer, options.zero
-        alone, with_hops = (promised(schedule, microbatches, each, *said) for each in (0.0, comm))
+        alone, with_messages = (
+            promised(schedule, microbatches, case, *said) for case in (0.0, comm)
+        )
         times = [
             1e3 * alone.makespan,
             1e3 * seconds,
             seconds / alone.makespan,
-            seconds / with_hops.makespan,
+            seconds / with_messages.makespan,
         ]
         if options.optimizer:
             for read in (Tensor.detach, float):
                 repeated = partial(repeat, steps[schedule, microbatches], read)
                 runs = [measured(repeated) / STEPS for _ in range(options.repeats)]
-                times += [1e3 * pick(runs), pick(runs) / with_hops.cost]
-            times.append(max(each_round) / min(each_round) - 1)
+                times += [1e3 * pick(runs), pick(runs) / with_messages.cost]
+            times.append(max(per_round) / min(per_round) - 1)
         rows.append([schedule, ranks, microbatches, *times])
     if dist.get_rank() == 0:
         head = [

@@ -1,5 +1,5 @@
-"""The GPTs of the zero bubble paper (arXiv 2401.10241), predicted on the A100s that they ran on,
-beside what was published: the times of the passes, the bubbles of the schedules, the speed-ups.
+"""Predicts the GPTs of the zero bubble paper (arXiv 2401.10241) on A100s and prints the published
+values: the times of the passes, the bubbles of the schedules, the speed-ups.
 
     python examples/benchmarks/published_gpts.py [NAME ...] [--hardware a100-80g]
     python -m zbcompile.inspect examples/benchmarks/published_gpts.py:gpt_1_5b --fake --hardware a100-80g --ranks 8 \\
@@ -220,8 +220,10 @@ def _predicted(p: Published, hardware: str) -> Costs:
     """The costs of every stage."""
     with fake_models():
         example = example_of(p.layers, p.heads, p.width, 1024, p.rows)
-    each = (p.layers + 2) // p.ranks
-    cuts = tuple(f"layers.{n}" for n in accumulate([each - 1, *[each] * (p.ranks - 2)]))
+    stage_costs = (p.layers + 2) // p.ranks
+    cuts = tuple(
+        f"layers.{n}" for n in accumulate([stage_costs - 1, *[stage_costs] * (p.ranks - 2)])
+    )
     choices = Choices(
         balance=cuts, accumulate_dtype=torch.float16, hardware=zbcompile.Hardware.find(hardware)
     )
@@ -230,15 +232,15 @@ def _predicted(p: Published, hardware: str) -> Costs:
 
 
 def _times(p: Published, costs: Costs) -> Iterator[tuple[str, ...]]:
-    """Of a stage in the middle: in ms, and relative to T_F."""
+    """The figures of a middle stage: in ms, and relative to T_F."""
     middle = p.ranks // 2
-    found = [1e3 * costs.time(op, middle) for op in "FBW"] + [1e3 * costs.hop(0, 0, 1)]
+    milliseconds = [1e3 * costs.time(op, middle) for op in "FBW"] + [1e3 * costs.hop(0, 0, 1)]
     for name, now, then in zip(
-        ("T_F ms", "T_B ms", "T_W ms", "T_comm ms"), found, p.times, strict=True
+        ("T_F ms", "T_B ms", "T_W ms", "T_comm ms"), milliseconds, p.times, strict=True
     ):
         yield name, f"{now:.2f}", f"{then:.2f}", f"{now / then - 1:+.1%}"
     for name, at in (("T_B : T_F", 1), ("T_W : T_F", 2)):
-        now, then = found[at] / found[0], p.times[at] / p.times[0]
+        now, then = milliseconds[at] / milliseconds[0], p.times[at] / p.times[0]
         yield name, f"{now:.3f}", f"{then:.3f}", f"{now / then - 1:+.1%}"
 
 
@@ -251,9 +253,9 @@ def _equal(p: Published, costs: Costs) -> Costs:
 
 
 def _bubbles(p: Published, costs: Costs) -> Iterator[tuple[str, ...]]:
-    for how, each in (("equal stages", _equal(p, costs)), ("its own stages", costs)):
+    for how, stage_costs in (("equal stages", _equal(p, costs)), ("its own stages", costs)):
         for name, then in zip(SCHEDULES, p.bubbles, strict=True):
-            now = simulate(build(name, p.ranks, p.microbatches), each).cost_bubble
+            now = simulate(build(name, p.ranks, p.microbatches), stage_costs).cost_bubble
             points = round(100 * (now - then), 1) + 0.0  # no "-0.0"
             yield f"bubble of {name}, {how}", f"{now:.4f}", f"{then:.4f}", f"{points:+.1f} points"
 
@@ -261,11 +263,11 @@ def _bubbles(p: Published, costs: Costs) -> Iterator[tuple[str, ...]]:
 def _speedups(p: Published, costs: Costs) -> Iterator[tuple[str, ...]]:
     """Relative to 1F1B; without a barrier at the optimizer, as they ran."""
     limits = {name: most * p.ranks * max(costs.activation) for name, most in LIMITS.items()}
-    for how, each in (("equal stages", _equal(p, costs)), ("its own stages", costs)):
-        base = simulate(build("1f1b", p.ranks, p.microbatches), each).cost
+    for how, stage_costs in (("equal stages", _equal(p, costs)), ("its own stages", costs)):
+        base = simulate(build("1f1b", p.ranks, p.microbatches), stage_costs).cost
         for (name, limit), rate in zip(limits.items(), p.rates[1:], strict=True):
-            order = build(name, p.ranks, p.microbatches, costs=each, memory_limit=limit)
-            now, then = base / simulate(order, each).cost, rate / p.rates[0]
+            order = build(name, p.ranks, p.microbatches, costs=stage_costs, memory_limit=limit)
+            now, then = base / simulate(order, stage_costs).cost, rate / p.rates[0]
             yield f"speed of {name}, {how}", f"{now:.3f}", f"{then:.3f}", f"{now / then - 1:+.1%}"
 
 

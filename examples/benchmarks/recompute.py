@@ -42,32 +42,32 @@ class Run:
 
     @property
     def flops(self) -> int:
-        """Of one microbatch on all stages."""
+        """FLOPs of one microbatch on all stages."""
         return sum(stage.flops[name] for stage in self.pipe.program.stages for name in "FBW")
 
     @property
-    def kept(self) -> int:
+    def saved_bytes(self) -> int:
         return max(stage.crossing.kept for stage in self.pipe.program.stages)
 
 
 def main() -> None:
     """Print one line per budget."""
-    given = _arguments()
+    options = _arguments()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    tokens = torch.randint(VOCABULARY, (given.microbatches * given.rows, given.length + 1))
+    tokens = torch.randint(VOCABULARY, (options.microbatches * options.rows, options.length + 1))
     inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-    make = partial(_pipeline, given, inputs, targets)
+    make = partial(_pipeline, options, inputs, targets)
     base = make("off", "off")
     smallest = max(stage.crossing.kept for stage in make("full", "full").pipe.program.stages)
-    budgets = [max(smallest, int(base.kept * share)) for share in SHARES]
+    budgets = [max(smallest, int(base.saved_bytes * share)) for share in SHARES]
     runs = [
         base,
         *(make(f"{budget:,}", budget) for budget in budgets),
         make("selective", "selective"),
         make("full", "full"),
     ]
-    for _ in range(given.rounds):
+    for _ in range(options.rounds):
         for run in runs:
             start = time.process_time()
             run.pipe.step(inputs, target=targets)
@@ -90,11 +90,12 @@ def _line(run: Run, base: Run) -> Sequence[str]:
     )
     measured = max(record.peak_activation_bytes.values())
     ratio = statistics.median(
-        own / other for own, other in zip(run.seconds[1:], base.seconds[1:], strict=True)
+        seconds_ / base_seconds
+        for seconds_, base_seconds in zip(run.seconds[1:], base.seconds[1:], strict=True)
     )
     return (
         run.name,
-        f"{run.kept:,}",
+        f"{run.saved_bytes:,}",
         f"{int(predicted):,}",
         f"{measured:,}",
         f"{run.flops / base.flops:.3f}",
@@ -103,7 +104,7 @@ def _line(run: Run, base: Run) -> Sequence[str]:
 
 
 def _pipeline(
-    given: argparse.Namespace,
+    options: argparse.Namespace,
     inputs: torch.Tensor,
     targets: torch.Tensor,
     name: str,
@@ -111,13 +112,17 @@ def _pipeline(
 ) -> Run:
     torch.manual_seed(0)
     model = GPT(
-        layers=given.layers, width=given.width, heads=4, length=given.length, dropout=given.dropout
+        layers=options.layers,
+        width=options.width,
+        heads=4,
+        length=options.length,
+        dropout=options.dropout,
     )
     pipe = zbcompile.pipeline(
         model,
-        schedule=given.schedule,
+        schedule=options.schedule,
         ranks=2,
-        microbatches=given.microbatches,
+        microbatches=options.microbatches,
         loss=next_byte_loss,
         recompute=policy,
     )

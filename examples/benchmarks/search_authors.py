@@ -29,25 +29,25 @@ SCHEDULERS = ("zb-h1", "zb-h2", "zb-1p", "zb-2p", "zb-v", "v-half", "v-min")
 def run(
     profile: str, name: str, barrier: bool, ranks: int, microbatches: int, passes: int
 ) -> dict[str, Any]:
-    *times, hop, residue = PROFILES[profile]
+    *times, comm, residue = PROFILES[profile]
     forward, backward, weight = (time / 2 for time in times)
     costs = Costs.uniform(
-        2 * ranks, forward, backward, weight, activation=0.5, residue=residue / 2, comm=hop
+        2 * ranks, forward, backward, weight, activation=0.5, residue=residue / 2, comm=comm
     )
     chunks = 2 if name in ("zb-v", "v-half", "v-min") else 1
     cut = costs.resized(chunks * ranks)
     schedule = build(name, ranks, microbatches, cut)
     limit = max(peak_memory(schedule, cut))
     step = simulate(schedule, cut)
-    found = search(costs, ranks, microbatches, limit, barrier=barrier, passes=passes)
-    check(found.schedule, found.simulation.costs, limit)
+    result = search(costs, ranks, microbatches, limit, barrier=barrier, passes=passes)
+    check(result.schedule, result.simulation.costs, limit)
     return {
         "case": f"{profile} {name} {'makespan' if barrier else 'cost'}",
         "memory": limit,
         "name_takes": step.makespan if barrier else step.cost,
-        "found": found.objective,
-        "bound": found.bound,
-        "placement": str(found.schedule.placement),
+        "found": result.objective,
+        "bound": result.bound,
+        "placement": str(result.schedule.placement),
     }
 
 

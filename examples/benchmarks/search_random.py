@@ -42,64 +42,64 @@ def setting(number: int) -> dict[str, Any]:
     }
 
 
-def costs_of(given: dict[str, Any]) -> Costs:
+def costs_of(setting_: dict[str, Any]) -> Costs:
     """A rank's forward takes about 1, and holds about 1."""
-    rng, stages = random.Random(f"costs {given['number']}"), CUT * given["ranks"]
+    rng, stages = random.Random(f"costs {setting_['number']}"), CUT * setting_["ranks"]
 
     def drawn() -> tuple[float, ...]:
         return tuple(
-            rng.uniform(1 - given["spread"], 1 + given["spread"]) / CUT for _ in range(stages)
+            rng.uniform(1 - setting_["spread"], 1 + setting_["spread"]) / CUT for _ in range(stages)
         )
 
     forward, backward, weight = (
-        (*each[:-1], each[-1] * given["head"]) for each in (drawn(), drawn(), drawn())
+        (*times[:-1], times[-1] * setting_["head"]) for times in (drawn(), drawn(), drawn())
     )
-    return Costs(forward, backward, weight, activation=drawn(), comm=given["hop"])
+    return Costs(forward, backward, weight, activation=drawn(), comm=setting_["hop"])
 
 
-def named(given: dict[str, Any], costs: Costs) -> Iterator[tuple[int, float]]:
+def named(setting_: dict[str, Any], costs: Costs) -> Iterator[tuple[int, float]]:
     """The objective of every name that fits, on every number of chunks that it admits."""
-    ranks, limit = given["ranks"], given["memory"] * given["ranks"]
+    ranks, limit = setting_["ranks"], setting_["memory"] * setting_["ranks"]
     for name in sorted({*names()} - {"auto"}):
         for chunks in (1, 2, CUT):
             try:
                 cut = costs.resized(chunks * ranks)
-                schedule = build(name, ranks, given["microbatches"], cut, limit, chunks)
+                schedule = build(name, ranks, setting_["microbatches"], cut, limit, chunks)
                 check(schedule, cut, limit)
             except ScheduleError:
                 continue
             if schedule.placement.kind != "dual":  # two copies of the model are another promise
                 step = simulate(schedule, cut)
-                yield chunks, step.makespan if given["barrier"] else step.cost
+                yield chunks, step.makespan if setting_["barrier"] else step.cost
 
 
 def run(number: int, passes: int) -> dict[str, Any]:
     """One setting: what was found, the bound, and the best name."""
-    given = setting(number)
-    costs = costs_of(given)
-    limit = given["memory"] * given["ranks"]
-    values = list(named(given, costs))
-    given["best_name"] = min((value for _, value in values), default=None)
-    given["best_usual"] = min((value for chunks, value in values if chunks <= 2), default=None)
+    setting_ = setting(number)
+    costs = costs_of(setting_)
+    limit = setting_["memory"] * setting_["ranks"]
+    values = list(named(setting_, costs))
+    setting_["best_name"] = min((value for _, value in values), default=None)
+    setting_["best_usual"] = min((value for chunks, value in values if chunks <= 2), default=None)
     begun = time.process_time()
     try:
-        found = search(
+        result = search(
             costs,
-            given["ranks"],
-            given["microbatches"],
+            setting_["ranks"],
+            setting_["microbatches"],
             limit,
-            barrier=given["barrier"],
+            barrier=setting_["barrier"],
             passes=passes,
         )
     except ScheduleError as error:
-        return {**given, "none": str(error)}
-    check(found.schedule, found.simulation.costs, limit)
+        return {**setting_, "none": str(error)}
+    check(result.schedule, result.simulation.costs, limit)
     return {
-        **given,
-        "found": found.objective,
-        "bound": found.bound,
-        "placement": str(found.schedule.placement),
-        "origin": found.origin,
+        **setting_,
+        "found": result.objective,
+        "bound": result.bound,
+        "placement": str(result.schedule.placement),
+        "origin": result.origin,
         "cpu": round(time.process_time() - begun, 2),
     }
 

@@ -1,4 +1,4 @@
-"""What waits for W: the table of docs/architecture.md, for stages of two layers, in MB per microbatch.
+"""Prints the bytes that wait from B to W, for stages of two layers, in MB per microbatch.
 
     python examples/benchmarks/split_bytes.py
 
@@ -35,7 +35,7 @@ SHAPES = ((128, 64, 4), (256, 128, 4), (256, 512, 2), (512, 128, 1))
 CUTS = tuple(f"blocks.{i}" for i in (LAYERS, 2 * LAYERS))
 
 
-class Held:
+class LiveStorage:
     """A tensor that autograd holds; freed when autograd releases it."""
 
     def __init__(self, tensor: Tensor) -> None:
@@ -45,25 +45,25 @@ class Held:
 def torch_keeps(stage: Stage) -> int | None:
     """Bytes that torch's split holds between its two halves; None for a first stage, which it does
     not split."""
-    if stage.arrives is None:
+    if stage.input is None:
         return None
-    held: WeakSet[Held] = WeakSet()
+    storages: WeakSet[LiveStorage] = WeakSet()
 
-    def pack(tensor: Tensor) -> Held:
-        value = Held(tensor)
-        held.add(value)
+    def pack(tensor: Tensor) -> LiveStorage:
+        value = LiveStorage(tensor)
+        storages.add(value)
         return value
 
-    arrived = stage.arrives.detach().requires_grad_()
+    arrived = stage.input.detach().requires_grad_()
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda value: value.tensor):
         output = stage.eager(arrived)
-        given = None if stage.comes_back is None else [stage.comes_back]
+        gradients = None if stage.gradient is None else [stage.gradient]
         _, groups = stage_backward_input(
-            [output], given, [arrived], iter(stage.parameters.values())
+            [output], gradients, [arrived], iter(stage.parameters.values())
         )
     gradients = [g for group in groups for grads in group["grads"] for g in grads if g is not None]
     free = {storage_key(t) for t in (*stage.parameters.values(), *stage.inputs.values())}
-    return storage_bytes([*(value.tensor for value in held), *gradients], free)
+    return storage_bytes([*(value.tensor for value in storages), *gradients], free)
 
 
 def operands(piece: Piece) -> int:

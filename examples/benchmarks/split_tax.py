@@ -1,4 +1,4 @@
-"""What splitting a backward costs: one step of one stage, relative to eager's forward and full
+"""Measures the cost of splitting a backward: one step of one stage, relative to eager's forward and
 backward.
 
     python examples/benchmarks/split_tax.py
@@ -38,7 +38,7 @@ from zbcompile.passes.graph.roles import Slot
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.stages import Stage, compile_stages
-from devices import add_device, own_device, seconds_of
+from devices import add_device, device_of_rank, seconds_of
 
 Step = Callable[[], None]
 DTYPES = "float32", "bfloat16", "float16"
@@ -52,20 +52,22 @@ INDUCTOR, COMPILED, GRAPHS = (
 
 def eager_step(stage: Stage) -> None:
     """Forward and full backward."""
-    arrived = [] if stage.arrives is None else [stage.arrives.detach().requires_grad_()]
-    stage.eager(*arrived).backward(stage.comes_back)
+    arrived = [] if stage.input is None else [stage.input.detach().requires_grad_()]
+    stage.eager(*arrived).backward(stage.gradient)
 
 
 def torch_step(stage: Stage) -> None:
     """Forward, backward of the input, backward of the weights, as torch's split schedules call
     them."""
-    if stage.arrives is None:
+    if stage.input is None:
         eager_step(stage)
         return
-    arrived = stage.arrives.detach().requires_grad_()
+    arrived = stage.input.detach().requires_grad_()
     output = stage.eager(arrived)
-    given = None if stage.comes_back is None else [stage.comes_back]
-    _, groups = stage_backward_input([output], given, [arrived], iter(stage.parameters.values()))
+    gradients = None if stage.gradient is None else [stage.gradient]
+    _, groups = stage_backward_input(
+        [output], gradients, [arrived], iter(stage.parameters.values())
+    )
     stage_backward_weight(iter(stage.parameters.values()), groups)
 
 
@@ -79,12 +81,12 @@ def compiled_step(stage: Stage, prepared: CompiledStage, split: bool) -> Step:
         loss_factor=torch.ones((), device=prepared.device, dtype=weight.dtype),
         seeds=[0],
     )
-    arrives, comes_back = stage.arrives, stage.comes_back
+    input_, gradient = stage.input, stage.gradient
 
     @torch.no_grad()
     def step() -> None:
-        run.run("F", 0, [] if arrives is None else [arrives])
-        back = [] if comes_back is None else [comes_back]
+        run.run("F", 0, [] if input_ is None else [input_])
+        back = [] if gradient is None else [gradient]
         if split:
             run.run("B", 0, back)
             run.run("W", 0, [])
@@ -135,20 +137,20 @@ def measure(
     ratios: dict[str, list[float]] = {name: [] for name in steps}
     for parameter in stage.parameters.values():
         parameter.grad = torch.zeros_like(parameter)
-    for turn in range(rounds + 2):
+    for round_ in range(rounds + 2):
         eager = seconds_of(partial(eager_step, stage), device)
-        for name, step in _rotated(steps, turn):
-            taken = seconds_of(step, device)
-            if turn > 1:  # the first rounds warm up
-                ratios[name].append(taken / eager)
-    return {name: median(found) for name, found in ratios.items()}
+        for name, step in _rotated(steps, round_):
+            seconds = seconds_of(step, device)
+            if round_ > 1:  # the first rounds warm up
+                ratios[name].append(seconds / eager)
+    return {name: median(values) for name, values in ratios.items()}
 
 
-def _rotated(steps: dict[str, Step], turn: int) -> Iterator[tuple[str, Step]]:
+def _rotated(steps: dict[str, Step], round_: int) -> Iterator[tuple[str, Step]]:
     """Every contestant follows eager equally often."""
     names = list(steps)
     for i in range(len(names)):
-        name = names[(i + turn) % len(names)]
+        name = names[(i + round_) % len(names)]
         yield name, steps[name]
 
 
@@ -189,7 +191,7 @@ def main() -> None:
     add_device(parser)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    device, dtype = own_device(options.device), getattr(torch, options.dtype)
+    device, dtype = device_of_rank(options.device), getattr(torch, options.dtype)
     inductor = make_backend("inductor", device) if options.inductor else None
     rows, memory = [], []
     for kind in options.models.split(","):

@@ -94,7 +94,7 @@ class Llama(nn.Module):
 class Stage:
     """One stage: its program, and equivalent eager code.
 
-    `arrives` is its input (None: the tokens), `comes_back` the gradient of its output (None: the
+    `input` is its input (None: the tokens), `gradient` the gradient of its output (None: the
     loss's factor).
     """
 
@@ -103,8 +103,8 @@ class Stage:
     eager: Callable[..., Tensor]
     parameters: Mapping[str, nn.Parameter]
     inputs: Mapping[str, Tensor]
-    arrives: Tensor | None
-    comes_back: Tensor | None
+    input: Tensor | None
+    gradient: Tensor | None
 
 
 def make_model(kind: str, width: int, length: int) -> nn.Module:
@@ -140,15 +140,15 @@ def compile_stages(
             eager=_eager(model, i, tokens, targets),
             parameters={n: p for n, p in model.named_parameters() if n in programs[i].parameters},
             inputs=inputs,
-            arrives=value if i else None,
-            comes_back=None if name == "last" else torch.randn_like(value),
+            input=value if i else None,
+            gradient=None if name == "last" else torch.randn_like(value),
         )
         for i, name in enumerate(NAMES)
     ]
 
 
 def _eager(model: nn.Module, index: int, tokens: Tensor, targets: Tensor) -> Callable[..., Tensor]:
-    """What a stage computes, as eager code over the model's own modules."""
+    """A stage as eager code over the modules of the model."""
     blocks = nn.Sequential(*list(model.blocks)[index * LAYERS : (index + 1) * LAYERS])  # type: ignore[arg-type]
     if index == 0:
         return lambda: blocks(_embedded(model, tokens))
@@ -158,7 +158,7 @@ def _eager(model: nn.Module, index: int, tokens: Tensor, targets: Tensor) -> Cal
 
 
 def _embedded(model: nn.Module, tokens: Tensor) -> Tensor:
-    found: Tensor = model.token(tokens)  # type: ignore[operator]
+    embedded: Tensor = model.token(tokens)  # type: ignore[operator]
     if not isinstance(model, GPT):
-        return found
-    return found + model.position(torch.arange(tokens.shape[1], device=tokens.device))
+        return embedded
+    return embedded + model.position(torch.arange(tokens.shape[1], device=tokens.device))

@@ -6,7 +6,7 @@ checkout:
 Each class is trained for a step under zb-h1 and zb-v, with `exact=True`, and its loss, gradients
 and buffers are compared with eager accumulation bit by bit. A class with experts gets a second row,
 with their default implementation. The output gets a line per row, and what it has already is not
-run again; `--again KIND` runs an outcome's rows anew. `--table` prints what docs/models.md shows.
+run again; `--again KIND` runs an outcome's rows anew. `--table` prints the table of docs/models.md.
 `pip install -e .[dev]` has what this needs. `--family timm` does the same with architectures of
 timm, if it is installed.
 """
@@ -66,7 +66,7 @@ def arguments() -> argparse.Namespace:
 
 
 def import_everything() -> None:
-    """What every row imports, before the processes of the rows are forked: half of their time. No
+    """Imports the modules of all rows before their processes are forked: half of their time. No
     backward runs here: autograd does not survive a fork."""
     importlib.import_module("transformers.models.llama.modeling_llama")
     torch.export.export(torch.nn.Linear(2, 2), (torch.ones(2, 2),)).run_decompositions({})
@@ -79,7 +79,7 @@ def entries_of(family: str) -> list[Entry]:
 
 
 def run(entry: Entry, seconds: int, send: Any) -> None:
-    """In a process of its own, which may hang or crash."""
+    """Runs in a separate process, because a model may hang or crash."""
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -108,28 +108,28 @@ def row_of(entry: Entry, seconds: int) -> Row:
         )
     process.kill()
     process.join()
-    seconds_taken = round(time.perf_counter() - began, 1)
-    return {**asdict(entry), **asdict(outcome), "has_experts": experts, "seconds": seconds_taken}
+    elapsed = round(time.perf_counter() - began, 1)
+    return {**asdict(entry), **asdict(outcome), "has_experts": experts, "seconds": elapsed}
 
 
-def wanted(given: argparse.Namespace) -> list[Entry]:
+def selected_entries(options: argparse.Namespace) -> list[Entry]:
     chosen = [
         e
-        for e in entries_of(given.family)
-        if not given.only or {e.name, e.architecture, e.task} & set(given.only)
+        for e in entries_of(options.family)
+        if not options.only or {e.name, e.architecture, e.task} & set(options.only)
     ]
-    return chosen[:: given.sample or 1]
+    return chosen[:: options.sample or 1]
 
 
-def run_all(given: argparse.Namespace, rows: dict[tuple[str, str], Row]) -> Iterator[Row]:
+def run_all(options: argparse.Namespace, rows: dict[tuple[str, str], Row]) -> Iterator[Row]:
     """The rows that are missing; of a class with experts two."""
-    for entry in wanted(given):
-        for each in (entry, replace(entry, experts="")):
-            known = rows.get((each.name, each.experts))
-            if known is None or known["kind"] in given.again:
-                known = row_of(each, given.seconds)
-                yield known
-            if not known["has_experts"]:
+    for entry in selected_entries(options):
+        for variant in (entry, replace(entry, experts="")):
+            finished = rows.get((variant.name, variant.experts))
+            if finished is None or finished["kind"] in options.again:
+                finished = row_of(variant, options.seconds)
+                yield finished
+            if not finished["has_experts"]:
                 break
 
 
@@ -147,16 +147,16 @@ def table(rows: list[Row]) -> str:
 def reasons(rows: list[Row]) -> Iterator[str]:
     """Classes with the same reason stand together; what stands in brackets or quotes may differ
     between them."""
-    found: dict[tuple[str, str], list[Row]] = {}
+    groups: dict[tuple[str, str], list[Row]] = {}
     for row in sorted(rows, key=lambda row: KINDS.index(row["kind"])):
         if row["kind"] != "bitwise":
-            alike = re.sub(r"\(.*?\)|'.*?'|\S*\.\S+|[\d.]+(e-\d+)?", "…", row["why"])[:80]
-            found.setdefault((row["kind"], alike), []).append(row)
-    for (kind, _), alike_rows in found.items():
+            reason = re.sub(r"\(.*?\)|'.*?'|\S*\.\S+|[\d.]+(e-\d+)?", "…", row["why"])[:80]
+            groups.setdefault((row["kind"], reason), []).append(row)
+    for (kind, _), group in groups.items():
         names = ", ".join(
-            row["name"] + ("" if row["experts"] else " (default experts)") for row in alike_rows
+            row["name"] + ("" if row["experts"] else " (default experts)") for row in group
         )
-        yield f"| {kind} | {alike_rows[0]['why'][:240].replace('|', '/')} | {names} |"
+        yield f"| {kind} | {group[0]['why'][:240].replace('|', '/')} | {names} |"
 
 
 def read(path: Path) -> dict[tuple[str, str], Row]:
@@ -166,17 +166,17 @@ def read(path: Path) -> dict[tuple[str, str], Row]:
 
 
 def main() -> None:
-    given = arguments()
-    rows = read(given.output)
-    if given.table:
+    options = arguments()
+    rows = read(options.output)
+    if options.table:
         print(table(list(rows.values())))
         return
-    if importlib.util.find_spec(given.family) is None:
-        print(f"{given.family} is not installed: nothing was run.")
+    if importlib.util.find_spec(options.family) is None:
+        print(f"{options.family} is not installed: nothing was run.")
         return
     import_everything()
-    with given.output.open("a") as file:
-        for row in run_all(given, rows):
+    with options.output.open("a") as file:
+        for row in run_all(options, rows):
             rows[row["name"], row["experts"]] = row
             print(json.dumps(row), file=file, flush=True)
             print(

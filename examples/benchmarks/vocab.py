@@ -105,10 +105,10 @@ def measure_bytes(measured: Measured, inputs: Tensor, targets: Tensor) -> None:
     Path("/proc/self/clear_refs").write_text("5")  # forgets the peak so far
     before = resident_bytes("VmRSS")
     step(measured, inputs, targets)
-    own = sum(
+    rank_bytes = sum(
         parameter.numel() * parameter.element_size() for parameter in measured.pipe.parameters()
     )
-    measured.bytes = STATES * own + resident_bytes("VmHWM") - before
+    measured.bytes = STATES * rank_bytes + resident_bytes("VmHWM") - before
 
 
 def keep_freed_memory() -> None:
@@ -155,18 +155,18 @@ def main() -> None:
     torch.manual_seed(0)
     model = model_with_words()
     inputs, targets = torch.randint(WORDS, (2, ROWS * MICROBATCHES, LENGTH)).unbind()
-    found = {
+    results = {
         name: prepare(copy.deepcopy(model), options, inputs, targets)
         for name, options in VARIANTS.items()
     }
     for _ in tqdm(range(rounds), disable=dist.get_rank() != 0, unit="round"):
-        for measured in found.values():
+        for measured in results.values():
             round_of(measured, inputs, targets)
     give_back_freed_memory()
-    for measured in found.values():
+    for measured in results.values():
         measure_bytes(measured, inputs, targets)
     if dist.get_rank() == dist.get_world_size() - 1:
-        rows = [row(name, measured, found["equal layers"]) for name, measured in found.items()]
+        rows = [row(name, measured, results["equal layers"]) for name, measured in results.items()]
         print(
             f"{dist.get_world_size()} ranks, {WORDS} words, {rounds} rounds; ratios to equal"
             " layers, output layer last"

@@ -49,7 +49,7 @@ def arguments() -> argparse.Namespace:
 
 
 def step(case: ModelCase) -> Step:
-    """What one of the processes does."""
+    """Runs one of the processes."""
     return quick_step(case, EXPORTED, COMPILED)
 
 
@@ -69,11 +69,11 @@ def main() -> int:
     torch.set_num_threads(1)
     chosen, results = arguments(), []
     with open_pool() as pool:
-        for each in product(chosen.models, chosen.schedules, chosen.ranks, chosen.barriers):
-            case, start = ModelCase(*each), time.perf_counter()
-            found = difference(case, pool)
-            results.append(not found)
-            verdict = found or "the gradients of the unsplit model"
+        for case_ in product(chosen.models, chosen.schedules, chosen.ranks, chosen.barriers):
+            case, start = ModelCase(*case_), time.perf_counter()
+            result = difference(case, pool)
+            results.append(not result)
+            verdict = result or "the gradients of the unsplit model"
             print(f"{time.perf_counter() - start:6.1f} s  {case}: {verdict}", flush=True)
     print(f"{sum(results)} of {len(results)} combinations have the gradients of the unsplit model")
     return 0 if all(results) else 1

@@ -1,4 +1,4 @@
-"""Our step beside that of torch's own pipeline schedules and that of one eager process.
+"""Compares our step with torch's pipeline schedules and with one eager process.
 
     torchrun --standalone --nproc-per-node 2 examples/benchmarks/vs_torch.py
 
@@ -35,7 +35,7 @@ import zbcompile
 from zbcompile.schedules import build
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from devices import add_device, own_device, start_group
+from devices import add_device, device_of_rank, start_group
 from gpt import GPT, next_byte_loss
 
 OURS = ("1f1b", "zb-h1", "zb-v", "dualpipe-v")
@@ -85,10 +85,10 @@ class Contender:
         self,
         step: Callable[[], Any],
         parameters: Iterator[nn.Parameter],
-        held: Callable[[], int],
+        saved_bytes: Callable[[], int],
         copies: int = 1,
     ) -> None:
-        self.step, self.held, self.copies = step, held, copies
+        self.step, self.saved_bytes, self.copies = step, saved_bytes, copies
         self.optimizer = torch.optim.AdamW(parameters)
         self.device = self.optimizer.param_groups[0]["params"][0].device
         self.seconds: list[float] = []
@@ -116,13 +116,13 @@ def ours(
     )
     pipe.compile(inputs, target=targets)
 
-    def held() -> int:
+    def saved_bytes() -> int:
         pipe.record = True
         pipe.step(inputs, target=targets)
         pipe.record = False
         return max(pipe.last_step.peak_activation_bytes.values())  # type: ignore[union-attr]
 
-    return Contender(lambda: pipe.step(inputs, target=targets), pipe.parameters(), held)
+    return Contender(lambda: pipe.step(inputs, target=targets), pipe.parameters(), saved_bytes)
 
 
 def torchs(
@@ -237,7 +237,7 @@ def main() -> None:
     add_device(parser)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    device = own_device(options.device)
+    device = device_of_rank(options.device)
     start_group(device)
     model, inputs, targets = case(LAYERS, device)
     contenders = {ALONE: eager(copy.deepcopy(model), inputs, targets, 1)}
@@ -253,17 +253,19 @@ def main() -> None:
     for _ in range(options.rounds + 1):  # the first round warms up
         for contender in chance.sample(list(contenders.values()), len(contenders)):
             contender.measure()
-    held = {name: contender.held() for name, contender in contenders.items()}
+    saved_bytes = {name: contender.saved_bytes() for name, contender in contenders.items()}
     if dist.get_rank() == 0:
         print(f"{dist.get_world_size()} ranks, median of {options.rounds} rounds")
-        print(tabulate(rows(contenders, held), HEAD, floatfmt=("", ".3f", ".3f", ".3f", ".2f")))
+        print(
+            tabulate(rows(contenders, saved_bytes), HEAD, floatfmt=("", ".3f", ".3f", ".3f", ".2f"))
+        )
     dist.destroy_process_group()
 
 
 HEAD = ["", "s/step", "CPU s / eager's", "time / torch's fastest", "peak MB held"]
 
 
-def rows(contenders: dict[str, Contender], held: dict[str, int]) -> list[list[Any]]:
+def rows(contenders: dict[str, Contender], saved_bytes: dict[str, int]) -> list[list[Any]]:
     base = contenders[ALONE].cpu[1:]
     theirs = [c.seconds[1:] for name, c in contenders.items() if name.startswith("torch ")]
     fastest = [min(times) for times in zip(*theirs, strict=True)]
@@ -271,9 +273,9 @@ def rows(contenders: dict[str, Contender], held: dict[str, int]) -> list[list[An
         [
             name,
             median(c.seconds[1:]),
-            median(own / eager for own, eager in zip(c.cpu[1:], base, strict=True)),
-            median(own / best for own, best in zip(c.seconds[1:], fastest, strict=True)),
-            held[name] / 1e6,
+            median(value / eager for value, eager in zip(c.cpu[1:], base, strict=True)),
+            median(value / best for value, best in zip(c.seconds[1:], fastest, strict=True)),
+            saved_bytes[name] / 1e6,
         ]
         for name, c in contenders.items()
     ]

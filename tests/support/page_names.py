@@ -91,6 +91,11 @@ def for_experts(names: dict[str, Any]) -> None:
     names["MoE"] = importlib.import_module("moe").MoE
 
 
+def fresh(names: dict[str, Any]) -> None:
+    """A model that no pipeline has trained."""
+    names["model"] = common()["model"]
+
+
 def trained(names: dict[str, Any]) -> None:
     names["model"] = common()["model"]
     pipe = names["zbcompile"].pipeline(
@@ -102,6 +107,8 @@ def trained(names: dict[str, Any]) -> None:
 
 BEFORE: dict[str, Callable[[dict[str, Any]], None]] = {  # by a part of the snippet
     ".optimizer(": close_optimizers,
+    "import PipelineStage": fresh,
+    "import ScheduleZBVZeroBubble": fresh,
     "PipelineAccelerator(": forget_accelerator,
     "LightningModule": for_lightning,
     "def pad_to_few_lengths(": for_lengths,

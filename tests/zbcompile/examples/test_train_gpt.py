@@ -9,7 +9,7 @@ import torch
 
 import stdlib_text
 import train_gpt
-from devices import own_device
+from devices import device_of_rank
 from step_report import measured_costs, observed, report
 from tests.support.pool import Pool
 from zbcompile.program.step_record import RecordedSpan, StepRecord
@@ -85,9 +85,9 @@ def test_wrong_arguments(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_no_gpu() -> None:
-    assert own_device(train_gpt.parse([]).device) == torch.device("cpu")
+    assert device_of_rank(train_gpt.parse([]).device) == torch.device("cpu")
     with pytest.raises(SystemExit, match="torch finds no GPU on this machine; use --device cpu"):
-        own_device("cuda")
+        device_of_rank("cuda")
 
 
 @pytest.mark.slow
