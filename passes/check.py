@@ -10,7 +10,7 @@ from torch.fx import Node
 
 from zbcompile.passes.errors import VerificationError
 from zbcompile.passes.graph.fx import is_random, tensors_of
-from zbcompile.passes.stage.pass_graph import (
+from zbcompile.passes.graph.roles import (
     ACTIVATION,
     BATCH,
     BUFFER,
@@ -25,9 +25,9 @@ from zbcompile.passes.stage.pass_graph import (
     SAVED,
     TANGENT,
     WEIGHT_GRADIENT,
-    PassGraph,
     Slot,
 )
+from zbcompile.passes.stage.pass_graph import PassGraph
 from zbcompile.passes.step_graph import BACKWARD, END, FORWARD, WEIGHT, Label, StepGraph
 from zbcompile.passes.torch_private import OpOverload, schema_of
 

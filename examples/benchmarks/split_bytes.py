@@ -25,7 +25,7 @@ from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.graph.fx import tensors_of
 from zbcompile.passes.graph.storage import storage_bytes
 from zbcompile.passes.machine.flops import count_flops
-from zbcompile.passes.stage.piece import Piece
+from zbcompile.passes.stage.pass_graph import PassGraph
 from zbcompile.passes.torch_private import FakeTensorMode, storage_key
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -66,7 +66,7 @@ def torch_keeps(stage: Stage) -> int | None:
     return storage_bytes([*(value.tensor for value in storages), *gradients], free)
 
 
-def operands(piece: Piece) -> int:
+def operands(piece: PassGraph) -> int:
     """Bytes of the storages that W's products (and the gradients of embeddings) read."""
     flops = count_flops(piece.module, FakeTensorMode(allow_non_fake_inputs=True))
     products = [
@@ -74,11 +74,10 @@ def operands(piece: Piece) -> int:
         for node in piece.module.graph.nodes
         if flops.get(node) or "embedding" in str(node.target)
     ]
-    holders = piece.module.graph.find_nodes(op="placeholder")
     there = [
         node.meta["val"]
-        for node in holders
-        if node.meta["slot"].kind in ("parameter", "input", "constant")
+        for slot, node in zip(piece.inputs, piece.placeholders, strict=True)
+        if slot.role in ("parameter", "batch", "constant")
     ]
     read = [
         t

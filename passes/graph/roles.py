@@ -1,53 +1,57 @@
-"""What a graph's inputs and outputs mean. Passes and runtime find values by slot, never by
-position."""
+"""The meaning of a graph's inputs and outputs. Passes and engine find values by their slots, never
+by position."""
 
 import math
-from typing import Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 from zbcompile.passes.torch_names import dtype_named
 
-Kind = Literal[
-    "parameter",  # name: the model's FQN (the first one if parameters are tied)
-    "buffer",  # name: the model's FQN
-    "constant",  # name: torch.export's name of a lifted tensor
-    "input",  # name: the user's input path, such as args[0] or kwargs['mask']
-    "activation",  # name: the node that makes a value which crosses a stage boundary
-    "tangent",  # name: the activation (or "loss") whose gradient arrives
-    "input_gradient",  # name: the activation whose gradient leaves towards the previous stage
-    # name: the first activation that a stage computes from parameters alone; no piece returns it
-    "virtual_gradient",
-    "gradient",  # name: the FQN of the parameter
-    "accumulator",  # name: the FQN of the parameter whose gradient buffer is added into
-    "part",  # name: the node whose value is a part of a gradient that several stages compute
-    "saved",  # name: the node whose value F keeps for B or W, or B for W
-    "mutation",  # name: the FQN of the buffer that takes this value
+Role = Literal[
+    "parameter",
+    "buffer",
+    "constant",
+    "batch",
+    "tangent",
+    "activation",
+    "gradient",
+    "saved",
+    "part",
+    "accumulator",
+    "weight_gradient",
+    "buffer_update",
     "loss",
-    "output",  # name: the index of the leaf in the model's output
-    # name: the number of an `assert` of forward, in their order; the value is whether it holds
-    "check",
-    # name: as of a check; the value is whether the tokens of an exchange between experts fit into
-    # it
+    "output",
     "fits",
 ]
+# Roles of inputs. Parameters and buffers have the names that the user gave them, inputs of the
+# batch their path, constants the name that torch.export gave them.
+PARAMETER: Final = "parameter"
+BUFFER: Final = "buffer"
+CONSTANT: Final = "constant"
+BATCH: Final = "batch"
+TANGENT: Final = "tangent"  # the gradient of the loss
+ACCUMULATOR: Final = "accumulator"  # the gradient buffer of a parameter, which the pass adds to
+# Roles of outputs that are inputs of other passes. They have a name that is unique in the step.
+ACTIVATION: Final = "activation"  # from F of the stage before
+GRADIENT: Final = "gradient"  # from B of the stage behind
+SAVED: Final = "saved"  # from an earlier pass of the stage
+PART: Final = "part"  # from any stage: part of a gradient that is added at the end of the step
+# Roles of results.
+WEIGHT_GRADIENT: Final = "weight_gradient"
+BUFFER_UPDATE: Final = "buffer_update"
+LOSS: Final = "loss"
+OUTPUT: Final = "output"  # the index of the leaf in the model's output
+FITS: Final = "fits"  # whether tokens have room in an exchange between experts
 
 
 class Slot(NamedTuple):
-    """One input or output of a graph, identified by its meaning."""
+    """An input or output of a graph: its role and its name."""
 
-    kind: Kind
-    name: str = ""
+    role: Role
+    name: str
 
     def __str__(self) -> str:
-        return f"{self.kind} {self.name}".rstrip()
-
-    def called(self, name: str) -> "Slot":
-        """The same slot under another name."""
-        return self._replace(name=name)
-
-    @property
-    def identifier(self) -> str:
-        """The name of its placeholder in a graph."""
-        return "".join(c if c.isalnum() else "_" for c in str(self))
+        return f"{self.role} {self.name}"
 
 
 class TensorSpec(NamedTuple):

@@ -193,7 +193,7 @@ def _duplicate(step: StepGraph, labels: Labels, forward: StageForward, saved: Sa
         for source in sorted(missing, key=position.__getitem__):
             with step.graph.inserting_before(place):
                 copy = step.graph.node_copy(source, lambda value: copies.get(value, value))
-            copy.meta = {**source.meta, RECOMPUTED: True}
+            copy.meta = {**source.meta, RECOMPUTED: True, "pass": "recompute"}
             labels[copy] = forward.backward
             copies[source] = copy
         return copies[node]

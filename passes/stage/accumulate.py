@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from zbcompile.passes.graph.fx import copy_graph
-from zbcompile.passes.stage.pass_graph import ACCUMULATOR, WEIGHT_GRADIENT, PassGraph, Slot
+from zbcompile.passes.graph.roles import ACCUMULATOR, WEIGHT_GRADIENT, Slot
+from zbcompile.passes.stage.pass_graph import PassGraph
 from zbcompile.passes.torch_private import (
     UNSAFE_VIEW,
     FakeTensorMode,
@@ -60,7 +61,7 @@ def accumulate(
     copied.lint()
     return replace(
         graph,
-        module=LazyGraphModule(graph.module, copied, class_name="Pass"),
+        module=LazyGraphModule(graph.module, copied, class_name=graph.title),
         inputs=tuple(inputs),
         outputs=tuple(slot for slot, _ in others),
     )
@@ -81,7 +82,7 @@ def gradients_of_their_own(graph: PassGraph) -> PassGraph:
                 results[index] = _call(copied, node, aten.clone.default, node)
         shared.add(key)
     copied.output_node().args = (tuple(results),)
-    module = LazyGraphModule(graph.module, copied, class_name="Pass")
+    module = LazyGraphModule(graph.module, copied, class_name=graph.title)
     return replace(graph, module=module)
 
 

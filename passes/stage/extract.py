@@ -10,8 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from torch.fx import Graph, Node
 
-from zbcompile.passes.split.split_backward import merge_convolutions
-from zbcompile.passes.stage.pass_graph import (
+from zbcompile.passes.graph.roles import (
     ACTIVATION,
     BATCH,
     BUFFER,
@@ -26,9 +25,11 @@ from zbcompile.passes.stage.pass_graph import (
     SAVED,
     TANGENT,
     WEIGHT_GRADIENT,
-    PassGraph,
+    Role,
     Slot,
 )
+from zbcompile.passes.split.split_backward import merge_convolutions
+from zbcompile.passes.stage.pass_graph import PassGraph
 from zbcompile.passes.step_graph import BACKWARD, END, FORWARD, WEIGHT, Label, Labels, StepGraph
 from zbcompile.passes.torch_private import LazyGraphModule
 
@@ -94,10 +95,11 @@ class Extraction:
         outputs += [(slot, node) for slot, node in self.results if node in nodes]
         graph.output(tuple(copies[node] for _, node in outputs))
         graph.lint()
+        stage, kind = group[0].stage, "".join(label.kind for label in group)
         return PassGraph(
-            stage=group[0].stage,
-            kind="".join(label.kind for label in group),
-            module=LazyGraphModule(self.step.module, graph, class_name="Pass"),
+            stage=stage,
+            kind=kind,
+            module=LazyGraphModule(self.step.module, graph, class_name=f"{kind}{stage}"),
             inputs=tuple(inputs),
             outputs=tuple(slot for slot, _ in outputs),
             readers=self._readers(group),
@@ -177,21 +179,23 @@ class Extraction:
     def _residents(self) -> Mapping[Node, Slot]:
         if not hasattr(self, "_resident_slots"):
             step = self.step
+            tables: dict[Role, Mapping[str, Node]] = {
+                PARAMETER: step.parameters,
+                BUFFER: step.buffers,
+                CONSTANT: step.constants,
+                BATCH: step.batch_inputs,
+                TANGENT: {"loss": step.tangent} if step.tangent is not None else {},
+            }
             self._resident_slots = {
                 node: Slot(role, name)
-                for role, table in (
-                    (PARAMETER, step.parameters),
-                    (BUFFER, step.buffers),
-                    (CONSTANT, step.constants),
-                    (BATCH, step.batch_inputs),
-                    (TANGENT, {"loss": step.tangent} if step.tangent is not None else {}),
-                )
+                for role, table in tables.items()
                 for name, node in table.items()
             }
             if (values := step.vocabulary_values) is not None:
-                for role, node in ((GRADIENT, values.hidden_gradient), (ACTIVATION, values.lookup)):
-                    if node is not None:
-                        self._resident_slots[node] = Slot(role, node.name)
+                if (node := values.hidden_gradient) is not None:
+                    self._resident_slots[node] = Slot(GRADIENT, node.name)
+                if (node := values.lookup) is not None:
+                    self._resident_slots[node] = Slot(ACTIVATION, node.name)
         return self._resident_slots
 
 
@@ -211,7 +215,7 @@ def _next_hop(current: Label, end: Label) -> Label:
     return end if stage == end.stage else Label(stage - 1, BACKWARD)
 
 
-def _role(start: Label, end: Label) -> str:
+def _role(start: Label, end: Label) -> Role:
     if end.kind == END:
         return PART
     if start.stage == end.stage:

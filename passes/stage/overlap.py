@@ -19,7 +19,7 @@ from torch.fx import Graph, GraphModule, Node
 from zbcompile.passes.graph.fx import output_values
 from zbcompile.passes.graph.process_groups import is_collective, is_wait
 from zbcompile.passes.graph.storage import bytes_moved
-from zbcompile.passes.stage.piece import Piece
+from zbcompile.passes.stage.pass_graph import PassGraph
 from zbcompile.passes.torch_private import LazyGraphModule, OpOverload
 
 
@@ -30,8 +30,8 @@ class MergedPieces:
     results."""
 
     module: GraphModule
-    first: Piece
-    second: Piece
+    first: PassGraph
+    second: PassGraph
 
 
 def hand_over(take: Callable[..., None], values: Sequence[Any]) -> None:
@@ -50,7 +50,7 @@ def pick(values: list[Any], index: int) -> Any:
     return value
 
 
-def merge(first: Piece, second: Piece) -> MergedPieces:
+def merge(first: PassGraph, second: PassGraph) -> MergedPieces:
     """Merge F or B of one stage with B, BW or W of one (the same or another) into one graph."""
     graph = Graph()
     copies: dict[Node, Node] = {}
@@ -64,17 +64,17 @@ def merge(first: Piece, second: Piece) -> MergedPieces:
     ]:
         done.prepend(node)
     module = LazyGraphModule(
-        _Attributes(first.module, second.module), graph, class_name=first.name + second.name
+        _Attributes(first.module, second.module), graph, class_name=first.title + second.title
     )
     return MergedPieces(module, first, second)
 
 
-def _products_for_weights(piece: Piece) -> list[Node]:
+def _products_for_weights(piece: PassGraph) -> list[Node]:
     """Returns the operations of a BW that fill its waits."""
     results = zip(piece.outputs, output_values(piece.module.graph), strict=True)
-    gradients = [node for slot, node in results if slot.kind == "input_gradient"]
+    gradients = [node for slot, node in results if slot.role == "gradient"]
     calls = [node for node in piece.module.graph.nodes if node.op == "call_function"]
-    return weight_only_nodes(calls, gradients) if piece.name == "BW" else []
+    return weight_only_nodes(calls, gradients) if piece.kind == "BW" else []
 
 
 def weight_only_nodes(calls: Sequence[Node], input_gradients: Iterable[Node]) -> list[Node]:
@@ -110,7 +110,7 @@ class _Attributes(dict):  # type: ignore[type-arg]
 
 
 def _first_half(
-    piece: Piece, graph: Graph, copies: dict[Node, Node]
+    piece: PassGraph, graph: Graph, copies: dict[Node, Node]
 ) -> tuple[list[Node], list[Node]]:
     """The operations of the first half with the hand-over at their end, and all placeholders of the
     merged graph."""
@@ -122,7 +122,7 @@ def _first_half(
 
 
 def _second_half(
-    piece: Piece, graph: Graph, copies: dict[Node, Node]
+    piece: PassGraph, graph: Graph, copies: dict[Node, Node]
 ) -> tuple[list[Node], list[Node]]:
     """The operations of the second half after the request for its inputs, and its results."""
     give = next(node for node in graph.find_nodes(op="placeholder") if node.target == "give")
@@ -135,7 +135,7 @@ def _second_half(
     return [asked, *(copies[node] for node in inputs), *nodes], output_values(piece.module.graph)
 
 
-def _copy(piece: Piece, graph: Graph, copies: dict[Node, Node], prefix: str) -> list[Node]:
+def _copy(piece: PassGraph, graph: Graph, copies: dict[Node, Node], prefix: str) -> list[Node]:
     made = []
     for node in piece.module.graph.nodes:
         if node.op == "output" or node in copies:

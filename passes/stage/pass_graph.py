@@ -3,41 +3,15 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
 
 from torch.fx import GraphModule, Node
 
 from zbcompile.passes.graph.fx import graph_text, tensors_of
+from zbcompile.passes.graph.roles import ACTIVATION, GRADIENT, Slot
 from zbcompile.passes.graph.storage import storage_bytes
 from zbcompile.passes.node_cost import node_flops
 
-# Roles of inputs.
-PARAMETER, BUFFER, CONSTANT, BATCH, TANGENT = "parameter", "buffer", "constant", "batch", "tangent"
-# Roles of inputs that are outputs of other passes.
-ACTIVATION = "activation"  # from F of the stage before
-GRADIENT = "gradient"  # from B of the stage behind
-SAVED = "saved"  # from an earlier pass of this stage
-PART = "part"  # from any stage: part of a gradient that is added at the end of the step
-ACCUMULATOR = "accumulator"  # a gradient buffer, which the pass adds to
-# Roles of results.
-WEIGHT_GRADIENT, BUFFER_UPDATE = "weight_gradient", "buffer_update"
-LOSS, OUTPUT = "loss", "output"
-FITS = "fits"  # whether tokens have room in an exchange between experts
 KINDS = ("F", "B", "W", "BW", "E")
-
-
-class Slot(NamedTuple):
-    """An input or output of a pass graph: its role and its name.
-
-    Parameters and buffers have the user's names, batch inputs their path. Other values have a name
-    that is unique in the step.
-    """
-
-    role: str
-    name: str
-
-    def __str__(self) -> str:
-        return f"{self.role} {self.name}"
 
 
 @dataclass(frozen=True)
@@ -48,8 +22,8 @@ class PassGraph:
     graphs.
 
     Attributes:
-        stage: Number of the stage.
-        kind: "F", "B", "W", "BW" or "E".
+        stage: Number of the stage; of a vocabulary shard, of its rank.
+        kind: "F", "B", "W", "BW" or "E"; of a shard "S", "STATS", "T", "LOOKUP" or "SPREAD".
         module: Takes the values of `inputs` and returns those of `outputs`.
         readers: For each saved or part output, the kinds of the passes that read it.
     """
@@ -64,6 +38,16 @@ class PassGraph:
     @property
     def name(self) -> str:
         return f"{self.stage}.{self.kind}"
+
+    @property
+    def title(self) -> str:
+        """The class name of the module, such as F2."""
+        return f"{self.kind}{self.stage}"
+
+    @property
+    def empty(self) -> bool:
+        """Whether the graph computes nothing."""
+        return not self.calls
 
     @property
     def placeholders(self) -> list[Node]:

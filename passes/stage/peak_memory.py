@@ -7,12 +7,13 @@ from torch.fx import Node
 from zbcompile.passes.graph.fx import output_values
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.graph.storage import alive_bytes, storages_behind
-from zbcompile.passes.stage.piece import LATER, Piece
+from zbcompile.passes.stage.pass_graph import PassGraph
 from zbcompile.passes.stage.stage_program import StageProgram
 
-RESIDENT = ("parameter", "buffer", "constant", "input")
+RESIDENT = ("parameter", "buffer", "constant", "batch")
 LOSS = Slot("tangent", "loss")  # the same factor for every microbatch
-ARRIVING = ("activation", "tangent")  # from other stages
+ARRIVING = ("activation", "gradient")  # from other stages
+LATER = {"F": ("B", "W"), "B": ("W",), "W": (), "BW": ()}
 ALIVE = (*RESIDENT, "accumulator")  # before and after, whatever runs
 
 
@@ -43,13 +44,13 @@ def transient_bytes(
     ]
     kept = {slot for slot, _ in later}
     if buffered:
-        kept |= {slot for slot in piece.inputs if slot.kind in ARRIVING} - local
+        kept |= {slot for slot in piece.inputs if slot.role in ARRIVING} - local
     read_later = storages_behind(node for _, node in later)
     return peak_bytes(piece, kept, frozenset() if views else _resident(stage), read_later)
 
 
 def peak_bytes(
-    piece: Piece,
+    piece: PassGraph,
     kept: Set[Slot] = frozenset(),
     resident: Set[int] = frozenset(),
     read_later: Set[int] = frozenset(),
@@ -58,7 +59,7 @@ def peak_bytes(
     that do not count, and `read_later` those that stay if they arrive."""
     graph = piece.module.graph
     holders = [*_holders(piece)]
-    fixed = [node for slot, node in holders if slot.kind in ALIVE or slot == LOSS]
+    fixed = [node for slot, node in holders if slot.role in ALIVE or slot == LOSS]
     uncounted = resident | storages_behind([*fixed, *graph.find_nodes(op="get_attr")])
     staying = storages_behind(
         [*(node for slot, node in holders if slot in kept), *output_values(graph)]
@@ -68,7 +69,7 @@ def peak_bytes(
     return max(sizes, default=0)
 
 
-def _holders(piece: Piece) -> Iterator[tuple[Slot, Node]]:
+def _holders(piece: PassGraph) -> Iterator[tuple[Slot, Node]]:
     return zip(piece.inputs, piece.module.graph.find_nodes(op="placeholder"), strict=True)
 
 
@@ -76,13 +77,14 @@ def _resident(stage: StageProgram) -> set[int]:
     """What a pass saves may be a view of a parameter, which is no input of the pass that
     reads it."""
     pieces = stage.pieces.values()
-    changed = {slot.name for piece in pieces for slot in piece.outputs if slot.kind == "mutation"}
+    outputs = [slot for piece in pieces for slot in piece.outputs]
+    changed = {slot.name for slot in outputs if slot.role == "buffer_update"}
     holders = (holder for piece in pieces for holder in _holders(piece))
     return storages_behind(node for slot, node in holders if is_resident(slot, changed))
 
 
 def is_resident(slot: Slot, changed: Set[str]) -> bool:
     """Returns True for an input that outlives a step; `changed` are the buffers that F changes."""
-    if slot.kind == "buffer":
+    if slot.role == "buffer":
         return slot.name not in changed
-    return slot.kind in RESIDENT or slot == LOSS
+    return slot.role in RESIDENT or slot == LOSS

@@ -6,8 +6,9 @@ from dataclasses import replace
 from torch.fx import Graph, Node
 
 from zbcompile.passes.graph.process_groups import is_wait
+from zbcompile.passes.graph.roles import GRADIENT
 from zbcompile.passes.stage.overlap import late_waits, weight_only_nodes
-from zbcompile.passes.stage.pass_graph import GRADIENT, PassGraph
+from zbcompile.passes.stage.pass_graph import PassGraph
 from zbcompile.passes.torch_private import LazyGraphModule
 
 
@@ -29,7 +30,7 @@ def sink_waits(graph: PassGraph) -> PassGraph:
         copies[node] = reordered.node_copy(node, copies.__getitem__)
     reordered.output(tuple(copies[node] for node in graph.results))
     reordered.lint()
-    return replace(graph, module=LazyGraphModule(graph.module, reordered, class_name="Pass"))
+    return replace(graph, module=LazyGraphModule(graph.module, reordered, class_name=graph.title))
 
 
 def _fill_waits(urgent: Sequence[Node], others: Sequence[Node]) -> list[Node]:

@@ -34,7 +34,7 @@ from zbcompile.passes.graph.process_groups import (
     with_process_groups,
 )
 from zbcompile.passes.graph.roles import TensorSpec
-from zbcompile.passes.stage.piece import Piece
+from zbcompile.passes.stage.pass_graph import PassGraph
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class StageProgram:
 
     stage: int
     original: int
-    pieces: Mapping[str, Piece]
+    pieces: Mapping[str, PassGraph]
     receives: Mapping[str, TensorSpec]
     sends: Mapping[str, TensorSpec]
     parameters: tuple[str, ...]
@@ -96,7 +96,7 @@ class StageProgram:
     @property
     def changed(self) -> tuple[str, ...]:
         """The buffers that forward changes."""
-        return tuple(slot.name for slot in self.pieces["F"].outputs if slot.kind == "mutation")
+        return tuple(slot.name for slot in self.pieces["F"].outputs if slot.role == "buffer_update")
 
     @property
     def receive_bytes(self) -> int:

@@ -8,43 +8,18 @@ from torch.fx import Graph, Node
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.compile_step import CompiledStep, Observer, no_observer
 from zbcompile.passes.errors import PartitionError
+from zbcompile.passes.graph import roles
 from zbcompile.passes.graph.fx import is_random
-from zbcompile.passes.graph.roles import Kind, Slot, TensorSpec
+from zbcompile.passes.graph.roles import Role, Slot, TensorSpec
 from zbcompile.passes.graph.strides import overlaps
 from zbcompile.passes.node_cost import node_flops
 from zbcompile.passes.recompute.recompute import RECOMPUTED
-from zbcompile.passes.stage import pass_graph as roles
 from zbcompile.passes.stage.accumulate import accumulate, gradients_of_their_own
-from zbcompile.passes.stage.pass_graph import PassGraph, Slot as PassSlot
-from zbcompile.passes.stage.piece import Piece
+from zbcompile.passes.stage.pass_graph import PassGraph
 from zbcompile.passes.stage.sink_waits import sink_waits
 from zbcompile.passes.stage.stage_program import Crossing, Recomputation, StageProgram, tensor_spec
 from zbcompile.passes.step_graph import END, Label, StepGraph, VocabularyValues
 from zbcompile.passes.torch_private import FakeTensorMode, LazyGraphModule, storage_key
-
-_INPUT_KINDS: Mapping[str, Kind] = {
-    roles.PARAMETER: "parameter",
-    roles.BUFFER: "buffer",
-    roles.CONSTANT: "constant",
-    roles.BATCH: "input",
-    roles.TANGENT: "tangent",
-    roles.ACTIVATION: "activation",
-    roles.GRADIENT: "tangent",
-    roles.SAVED: "saved",
-    roles.PART: "part",
-    roles.ACCUMULATOR: "accumulator",
-}
-_OUTPUT_KINDS: Mapping[str, Kind] = {
-    roles.ACTIVATION: "activation",
-    roles.GRADIENT: "input_gradient",
-    roles.SAVED: "saved",
-    roles.PART: "part",
-    roles.WEIGHT_GRADIENT: "gradient",
-    roles.BUFFER_UPDATE: "mutation",
-    roles.LOSS: "loss",
-    roles.OUTPUT: "output",
-    roles.FITS: "fits",
-}
 
 
 def stage_programs(
@@ -72,11 +47,11 @@ def stage_programs(
     return tuple(programs)
 
 
-def end_pieces(compiled: CompiledStep) -> dict[int, Piece]:
+def end_graphs(compiled: CompiledStep) -> dict[int, PassGraph]:
     """Returns the graph that adds the gradients of several stages for one microbatch, by the stage
     that runs it at the end of a step with `exact=True`."""
     return {
-        label.stage: _piece(gradients_of_their_own(graph))
+        label.stage: gradients_of_their_own(graph)
         for label, graph in compiled.passes.items()
         if label.kind == END
     }
@@ -95,7 +70,7 @@ def _graphs_of(compiled: CompiledStep, stage: int) -> dict[str, PassGraph]:
 def _empty_graph(step: StepGraph, stage: int, kind: str) -> PassGraph:
     graph = Graph()
     graph.output(())
-    module = LazyGraphModule(step.module, graph, class_name="Pass")
+    module = LazyGraphModule(step.module, graph, class_name=f"{kind}{stage}")
     return PassGraph(stage, kind, module, (), ())
 
 
@@ -146,7 +121,7 @@ def _stage_program(
     return StageProgram(
         stage=stage,
         original=original,
-        pieces={kind: _piece(graph) for kind, graph in finished.items()},
+        pieces=finished,
         receives=_messages(compiled, Label(stage - 1, "F"), roles.ACTIVATION)
         | (_from_shards(values.lookup) if stage == 0 else {}),
         sends=_messages(compiled, Label(stage, "F"), roles.ACTIVATION),
@@ -177,7 +152,7 @@ def _summed_over(step: StepGraph) -> dict[str, tuple[str, ...]]:
     return {name: tuple(sorted(dimensions)) for name, dimensions in found.items()}
 
 
-def _names(slots: Iterable[PassSlot], role: str) -> tuple[str, ...]:
+def _names(slots: Iterable[Slot], role: Role) -> tuple[str, ...]:
     return tuple(dict.fromkeys(slot.name for slot in slots if slot.role == role))
 
 
@@ -186,7 +161,7 @@ def _from_shards(node: Node | None) -> dict[str, TensorSpec]:
     return {} if node is None else {node.name: tensor_spec(node.meta["val"], needs_gradient=True)}
 
 
-def _messages(compiled: CompiledStep, sender: Label, role: str) -> dict[str, TensorSpec]:
+def _messages(compiled: CompiledStep, sender: Label, role: Role) -> dict[str, TensorSpec]:
     """Returns what a pass sends, in order. Values keep their strides, also those with gaps."""
     graph = compiled.passes.get(sender)
     found: dict[str, TensorSpec] = {}
@@ -202,21 +177,6 @@ def _messages(compiled: CompiledStep, sender: Label, role: str) -> dict[str, Ten
             )
         found[slot.name] = tensor_spec(value, role == roles.ACTIVATION)
     return found
-
-
-def _piece(graph: PassGraph) -> Piece:
-    """Returns a pass graph with the slots of the runtime, also on its placeholders."""
-    inputs = tuple(Slot(_INPUT_KINDS[slot.role], slot.name) for slot in graph.inputs)
-    outputs = tuple(Slot(_OUTPUT_KINDS[slot.role], slot.name) for slot in graph.outputs)
-    for node, slot in zip(graph.placeholders, inputs, strict=True):
-        node.meta["slot"] = slot
-    for node in graph.calls:
-        if node.meta.get(RECOMPUTED):
-            node.meta["pass"] = "recompute"
-    module = LazyGraphModule(
-        graph.module, graph.module.graph, class_name=f"{graph.kind}{graph.stage}"
-    )
-    return Piece(graph.kind, module, inputs, outputs)
 
 
 def _crossing(graphs: Mapping[str, PassGraph]) -> Crossing:

@@ -25,8 +25,7 @@ from torch.fx import Node
 
 from zbcompile.passes.graph.fx import operator_name
 from zbcompile.passes.graph.roles import Slot
-from zbcompile.passes.node_cost import node_flops
-from zbcompile.passes.stage.piece import Piece
+from zbcompile.passes.stage.pass_graph import PassGraph
 from zbcompile.passes.stage.stage_program import tensor_spec
 from zbcompile.passes.torch_private import FakeTensorMode, LazyGraphModule, make_fx
 from zbcompile.passes.vocabulary.output_layer import shape_of
@@ -94,7 +93,7 @@ def shard_passes(
         gradient=tensor_spec(fakes[HIDDEN].to(fakes[GATHERED].dtype)),
         loss_dtype="float32" if loss is None else tensor_spec(loss.meta["val"]).dtype,
         pieces=pieces,
-        flops=tuple({name: _flops(piece) for name, piece in each.items()} for each in pieces),
+        flops=tuple({name: piece.flops for name, piece in each.items()} for each in pieces),
         lookup=lookup,
     )
 
@@ -126,7 +125,7 @@ class _RankPasses:
             Slot("parameter", sharded.bias or ""),
         )
         tables: tuple[tuple[Any, dict[str, Node]], ...] = (
-            ("input", step.batch_inputs),
+            ("batch", step.batch_inputs),
             ("buffer", step.buffers),
             ("constant", step.constants),
         )
@@ -160,7 +159,7 @@ class _RankPasses:
                 found = self.lookups.forward[0].meta["val"]
                 self.fakes[OF_LOOKUP] = fake(self.lookups.rows, found.shape[-1], dtype=found.dtype)
 
-    def pieces(self) -> dict[str, Piece]:
+    def pieces(self) -> dict[str, PassGraph]:
         """Returns the passes by name."""
         pieces = {"S": self._trace("S", self._scan)}
         saved: Any = pieces["S"].module.graph.output_node().args[0]
@@ -188,10 +187,10 @@ class _RankPasses:
         results = {Slot("output", str(index)): value for index, value in outputs.items()}
         if loss is None or gradient is None:
             return results
-        results[Slot("loss")] = loss
+        results[Slot("loss", "loss")] = loss
         results[COEFFICIENTS] = coefficients = coefficients_of(statistics, gradient, share)
         if self.shard.barriers == 1:
-            saved = {slot.name: value for slot, value in values.items() if slot.kind == "saved"}
+            saved = {slot.name: value for slot, value in values.items() if slot.role == "saved"}
             results[GRADIENT] = input_gradient(self.shard, coefficients, saved)
         return results
 
@@ -246,7 +245,7 @@ class _RankPasses:
         nodes = {node: values[slot] for slot, node in self.nodes.items()}
         return self.loss.at(nodes, statistics)
 
-    def _trace(self, name: str, function: Callable[[SlotValues], Results]) -> Piece:
+    def _trace(self, name: str, function: Callable[[SlotValues], Results]) -> PassGraph:
         outputs: list[Slot] = []
 
         def run(*values: Tensor) -> list[Tensor]:
@@ -258,18 +257,14 @@ class _RankPasses:
             module = make_fx(run)(*self.fakes.values())
         inputs = dict(zip(module.graph.find_nodes(op="placeholder"), self.fakes, strict=True))
         module.graph.eliminate_dead_code()
-        for node, slot in list(inputs.items()):
-            node.meta |= {"slot": slot, "pass": "vocabulary"}
+        for node in list(inputs):
+            node.meta["pass"] = "vocabulary"
             if not node.users:
                 module.graph.erase_node(node)
                 del inputs[node]
         graph = LazyGraphModule(module, module.graph, class_name=f"{name}{self.shard.rank}")
-        return Piece(name, graph, tuple(inputs.values()), tuple(outputs))
+        return PassGraph(self.shard.rank, name, graph, tuple(inputs.values()), tuple(outputs))
 
 
 def _sum_of(parameter: Slot) -> Slot:
     return Slot("accumulator", parameter.name)
-
-
-def _flops(piece: Piece) -> int:
-    return sum(node_flops(node) for node in piece.module.graph.nodes if node.op == "call_function")

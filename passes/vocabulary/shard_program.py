@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from zbcompile.passes.graph.roles import Slot, TensorSpec
-from zbcompile.passes.stage.piece import Piece
+from zbcompile.passes.stage.pass_graph import PassGraph
 from zbcompile.passes.stage.stage_program import StageProgram
 from zbcompile.passes.torch_names import dtype_named
 
-HIDDEN, GRADIENT = Slot("activation", "hidden"), Slot("input_gradient", "hidden")
-STATISTICS, GATHERED = Slot("activation", "statistics"), Slot("tangent", "gathered")
+HIDDEN, GRADIENT = Slot("activation", "hidden"), Slot("gradient", "hidden")
+STATISTICS, GATHERED = Slot("activation", "statistics"), Slot("gradient", "gathered")
 COEFFICIENTS, TANGENT = Slot("saved", "coefficients"), Slot("tangent", "loss")
-LOOKED_UP, OF_LOOKUP = Slot("activation", "lookup"), Slot("tangent", "lookup")
+LOOKED_UP, OF_LOOKUP = Slot("activation", "lookup"), Slot("gradient", "lookup")
 
 Bounds = tuple[tuple[int, int], ...]
 
@@ -57,7 +57,7 @@ class VocabularyProgram:
     statistics: TensorSpec
     gradient: TensorSpec
     loss_dtype: str
-    pieces: tuple[Mapping[str, Piece], ...]
+    pieces: tuple[Mapping[str, PassGraph], ...]
     flops: tuple[Mapping[str, int], ...]
     lookup: InputLayer | None = None
 
@@ -77,7 +77,7 @@ class VocabularyProgram:
         ]
         return (
             *self.parameters,
-            *dict.fromkeys(slot.name for slot in slots if slot.kind == "buffer"),
+            *dict.fromkeys(slot.name for slot in slots if slot.role == "buffer"),
         )
 
     def stages_of(self, rank: int) -> list[StageProgram]:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from torch.fx import Node
 
 from zbcompile.passes.graph.process_groups import is_wait
-from zbcompile.passes.stage.piece import Piece
+from zbcompile.passes.stage.pass_graph import PassGraph
 from zbcompile.passes.stage.stage_program import collectives_of
 from zbcompile.program.program import Program
 
@@ -40,14 +40,16 @@ def needless(program: Program) -> list[str]:
     ]
 
 
-def _sums(piece: Piece) -> Iterator[str]:
+def _sums(piece: PassGraph) -> Iterator[str]:
     output = piece.module.graph.output_node().args[0]
     results = [
-        node for slot, node in zip(piece.outputs, output, strict=True) if slot.kind == "gradient"
+        node
+        for slot, node in zip(piece.outputs, output, strict=True)
+        if slot.role == "weight_gradient"
     ]  # type: ignore
     for node in filter(is_wait, piece.module.graph.nodes):
         if "all_reduce" in str(node.args[0]) and _is_addend(node, results):
-            yield f"{node.name} in {piece.name}"
+            yield f"{node.name} in {piece.kind}"
 
 
 def _is_addend(node: Node, results: list[Node]) -> bool:

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from zbcompile.passes.capture.batch_inputs import leaves_with_paths
 from zbcompile.passes.compile_step import CompiledStep
 from zbcompile.passes.graph.process_groups import with_process_groups
-from zbcompile.passes.stage.pass_graph import (
+from zbcompile.passes.graph.roles import (
     ACTIVATION,
     BATCH,
     BUFFER,
@@ -29,9 +29,9 @@ from zbcompile.passes.stage.pass_graph import (
     SAVED,
     TANGENT,
     WEIGHT_GRADIENT,
-    PassGraph,
     Slot,
 )
+from zbcompile.passes.stage.pass_graph import PassGraph
 from zbcompile.passes.step_graph import END, Label, StepGraph
 from zbcompile.schedules.ir.actions import Action, flatten
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from zbcompile.passes.recompute.saved_values import Candidates
-from zbcompile.passes.stage.piece import Piece
+from zbcompile.passes.stage.pass_graph import PassGraph
 
 
 def every_choice(candidates: Candidates) -> Iterator[tuple[int, int]]:
@@ -32,7 +32,10 @@ def every_choice(candidates: Candidates) -> Iterator[tuple[int, int]]:
 
 
 def one_after_the_other(
-    first: Piece, given: Sequence[torch.Tensor], second: Piece, asked: Sequence[torch.Tensor]
+    first: PassGraph,
+    given: Sequence[torch.Tensor],
+    second: PassGraph,
+    asked: Sequence[torch.Tensor],
 ) -> tuple[Any, Any]:
     """`zbcompile.passes.stage.overlap`: what both halves of a pair return, in whatever order they
     run."""

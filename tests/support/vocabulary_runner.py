@@ -18,8 +18,8 @@ from zbcompile.engine.stage_plan import SHARD, prepare_stage
 from zbcompile.passes.capture.batch_inputs import leaves_with_paths
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.compile_step import CompiledStep
-from zbcompile.passes.graph.roles import Slot
-from zbcompile.passes.stage.pass_graph import ACTIVATION, GRADIENT, PassGraph, Slot as PassSlot
+from zbcompile.passes.graph.roles import ACTIVATION, GRADIENT, Slot
+from zbcompile.passes.stage.pass_graph import PassGraph
 from zbcompile.passes.torch_names import dtype_named
 from zbcompile.passes.vocabulary.shard_program import VocabularyProgram
 from zbcompile.passes.vocabulary.trunk import ShardedStep
@@ -113,10 +113,10 @@ class ShardedRunner:
         last = self.compiled.stages - 1
         arriving = self.values.hidden_gradient
         assert arriving is not None
-        self.trunk.values[microbatch, last, PassSlot(GRADIENT, arriving.name)] = total
+        self.trunk.values[microbatch, last, Slot(GRADIENT, arriving.name)] = total
         self._run_trunk(microbatch, backward=True)
         if self.values.lookup_gradient is not None:
-            slot = PassSlot(GRADIENT, self.values.lookup_gradient.name)
+            slot = Slot(GRADIENT, self.values.lookup_gradient.name)
             rows = self.trunk.values.pop((microbatch, -1, slot))
             for runs in self.shards:
                 runs[1].run("SPREAD", microbatch, [rows])
@@ -127,10 +127,10 @@ class ShardedRunner:
             rows = torch.stack(
                 [runs[1].run("LOOKUP", microbatch, [])[0] for runs in self.shards]
             ).sum(0)
-            self.trunk.values[microbatch, 0, PassSlot(ACTIVATION, self.values.lookup.name)] = rows
+            self.trunk.values[microbatch, 0, Slot(ACTIVATION, self.values.lookup.name)] = rows
         self._run_trunk(microbatch, backward=False)
         assert self.values.hidden is not None
-        slot = PassSlot(ACTIVATION, self.values.hidden.name)
+        slot = Slot(ACTIVATION, self.values.hidden.name)
         return self.trunk.values.pop((microbatch, self.compiled.stages, slot)).contiguous()
 
     def _scan(self, microbatch: int, hidden: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from zbcompile.passes import gpu
 from zbcompile.passes.errors import CompileError
 from zbcompile.passes.graph.fx import output_values
 from zbcompile.passes.stage.anonymous_graph import BareGraph, bare
-from zbcompile.passes.stage.piece import Piece
+from zbcompile.passes.stage.pass_graph import PassGraph
 from zbcompile.passes.torch_private import boxed
 from zbcompile.program.program import Program
 from zbcompile.schedules.ir.actions import flatten
@@ -74,7 +74,7 @@ class Backend:
     made: dict[str, Run] = field(default_factory=dict)
 
     def compile(
-        self, pieces: Mapping[Key, Piece], first: int = 0
+        self, pieces: Mapping[Key, PassGraph], first: int = 0
     ) -> tuple[dict[Key, Run], Compilation]:
         """A call for each piece. `first`: see `Compiler`."""
         if self.compiler is None:
@@ -99,7 +99,7 @@ class Backend:
             self.name, *counts
         )
 
-    def later(self, piece: Piece) -> Run:
+    def later(self, piece: PassGraph) -> Run:
         """A call that is compiled when it is first needed."""
 
         def run(values: list[Any]) -> Sequence[torch.Tensor]:
@@ -108,7 +108,7 @@ class Backend:
         return run
 
 
-def _fx(piece: Piece) -> Run:
+def _fx(piece: PassGraph) -> Run:
     return boxed(piece.module).forward  # type: ignore[no-any-return]
 
 
@@ -251,7 +251,7 @@ def compile_passes(
     return CompiledPasses(calls, compilation)
 
 
-def _passes_of(program: Program, ranks: Sequence[int]) -> dict[PassPlace, Piece]:
+def _passes_of(program: Program, ranks: Sequence[int]) -> dict[PassPlace, PassGraph]:
     owners = [
         ("stage", stage, program.stages[stage].pieces)
         for rank in ranks

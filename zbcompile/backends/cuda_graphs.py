@@ -17,7 +17,7 @@ from zbcompile.backends.types import Run
 from zbcompile.errors import PipelineError
 from zbcompile.passes import gpu
 from zbcompile.passes.graph.strides import copy_with_strides
-from zbcompile.passes.stage.piece import Piece
+from zbcompile.passes.stage.pass_graph import PassGraph
 
 STAYING = ("parameter", "buffer", "constant", "accumulator")
 # runs before a recording, which make what a recording cannot make: handles, work space, tuned
@@ -134,14 +134,14 @@ class RecordedPass:
             )
 
 
-def record(title: str, run: Run, piece: Piece, pool: Any) -> Run:
+def record(title: str, run: Run, piece: PassGraph, pool: Any) -> Run:
     """`run`, which is what a backend made of `piece`, as a recording; `pool` is a
     `gpu.graph_pool()`. A pass that reads nothing stays as it is, such as the B of a first stage
     whose only layer has its gradient in W.
     """
     if not piece.inputs:
         return run
-    kinds = [slot.kind for slot in piece.inputs]
+    kinds = [slot.role for slot in piece.inputs]
     staying = tuple(i for i, kind in enumerate(kinds) if kind in STAYING)
     return RecordedPass(
         title, run, staying, frozenset(i for i in staying if kinds[i] == "accumulator"), pool

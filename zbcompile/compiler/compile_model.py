@@ -33,7 +33,7 @@ from zbcompile.passes.partition.cut_points import ForwardLine
 from zbcompile.passes.partition.cuts import Cuts
 from zbcompile.passes.partition.named_cuts import edges_named
 from zbcompile.passes.stage.stage_program import StageProgram, collectives_of, tensor_spec
-from zbcompile.passes.stage.stage_programs import end_pieces, stage_programs
+from zbcompile.passes.stage.stage_programs import end_graphs, stage_programs
 from zbcompile.passes.step_graph import StepGraph
 from zbcompile.passes.vocabulary.shard_program import VocabularyProgram
 from zbcompile.passes.vocabulary.trunk import ShardedStep
@@ -153,7 +153,7 @@ def compile_program(
         groups=groups_of(compiled.step, programs),
         output=output_of("outputs", exported.step, programs) if exported.keep else None,
         changed_state=frozenset(compiled.step.changed_state),
-        ends=end_pieces(compiled),
+        ends=end_graphs(compiled),
         writer=save_here,
     )
 
@@ -281,7 +281,7 @@ def output_of(computes: str, step: StepGraph, programs: Sequence[StageProgram]) 
         slot.name: program.stage
         for program in programs
         for slot in program.pieces["F"].outputs
-        if slot.kind == "output"
+        if slot.role == "output"
     }
     made = {
         str(index): (makers.get(str(index), len(programs) - 1), tensor_spec(node.meta["val"]))

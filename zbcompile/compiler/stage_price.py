@@ -7,8 +7,8 @@ from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.machine.hardware import Hardware, hardware_for
 from zbcompile.passes.machine.roofline import kernel_seconds, seconds_of
+from zbcompile.passes.stage.pass_graph import PassGraph
 from zbcompile.passes.stage.peak_memory import transient_bytes
-from zbcompile.passes.stage.piece import Piece
 from zbcompile.passes.stage.stage_program import Collective, StageProgram, collectives_of
 from zbcompile.schedules import Costs
 
@@ -61,7 +61,7 @@ def running_bytes(stage: StageProgram, local: Set[Slot] = frozenset()) -> dict[s
     }
 
 
-def pass_seconds(piece: Piece, hardware: Hardware) -> float:
+def pass_seconds(piece: PassGraph, hardware: Hardware) -> float:
     """Seconds of a pass without its exchanges."""
     return 0.0 if piece.empty else hardware.start + seconds_of(piece.module, hardware)
 

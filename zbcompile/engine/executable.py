@@ -94,7 +94,7 @@ class Executable:
         of any rank."""
         stages = (stage for each in self.everywhere for stage in each.program.stages)
         return any(
-            slot.kind == "fits"
+            slot.role == "fits"
             for stage in stages
             for piece in stage.pieces.values()
             for slot in piece.outputs

@@ -11,9 +11,7 @@ from zbcompile.engine.gradients import Gradients
 from zbcompile.engine.stage_plan import Call, CompiledStage, Tensors
 from zbcompile.errors import PipelineError
 from zbcompile.model.seeds import seed_generators
-from zbcompile.passes.graph.fx import output_values
 from zbcompile.passes.graph.roles import Slot
-from zbcompile.passes.graph.source_location import source_line
 from zbcompile.passes.graph.storage import storage_bytes
 from zbcompile.passes.torch_private import storage_key
 
@@ -101,9 +99,6 @@ class StageRun:
 
     def _report(self, call: Call, microbatch: int, results: Sequence[torch.Tensor]) -> None:
         """Store what the step returns, and what forward writes into buffers."""
-        for at, _ in call.checks:
-            if not results[at]:
-                raise AssertionError(self._violation(at, microbatch))
         for at, _ in call.fits:
             self.fits.append(results[at])
         for at, buffer in call.mutations:
@@ -112,13 +107,6 @@ class StageRun:
             self.losses[microbatch] = results[call.loss]
         for at, leaf in call.outputs:
             self.outputs.setdefault(leaf, {})[microbatch] = results[at]
-
-    def _violation(self, at: int, microbatch: int) -> str:
-        check = output_values(self.stages[microbatch].program.pieces["F"].module.graph)[at]
-        return (
-            f"microbatch {microbatch} violates what forward requires on stage {self.index}:"
-            f" {source_line(check)}"
-        )
 
     def _take(self, call: Call, frame: Frame) -> Tensors:
         """The inputs of a piece. What no later pass reads leaves the frame: the graph frees it at

@@ -16,7 +16,7 @@ from zbcompile.backends.types import Run
 from zbcompile.model.seeds import Relay
 from zbcompile.passes import gpu
 from zbcompile.passes.graph.roles import Slot, TensorSpec
-from zbcompile.passes.stage.piece import Piece
+from zbcompile.passes.stage.pass_graph import PassGraph
 from zbcompile.passes.stage.stage_program import StageProgram
 from zbcompile.passes.torch_private import boxed
 
@@ -35,7 +35,7 @@ _FOLLOWS = {
 }
 _OPEN = ("F", "S", "LOOKUP")  # passes that begin with a microbatch, and receive activations
 _RETURN = ("B", "BW", "STATS", "SPREAD")  # passes that receive gradients
-_REPORTS = ("mutation", "output", "check", "fits", "loss")
+_REPORTS = ("buffer_update", "output", "fits", "loss")
 # in place of a stage: a rank's shard of the output layer, and of the embedding
 SHARD, LOOKUPS = (
     -1,
@@ -53,9 +53,9 @@ class Call:
     in the order in which boundary tensors travel, `saves` (result, register), `gradients`
     (parameter, results: one per use, see `zbcompile.passes.partition.shared_parameters`), `parts`
     (result, part of a gradient that several stages compute), `mutations` (result, buffer),
-    `outputs` (result, leaf of the model's output), `checks` (result, assertion of forward), `fits`
+    `outputs` (result, leaf of the model's output), `fits`
     (result, exchange of tokens); `loss` is a result or None. `opens` says that a microbatch begins
-    with this pass, `closes` that none follows, `reports` that it has any of the last five.
+    with this pass, `closes` that none follows, `reports` that it has any of the last four.
     """
 
     run: Run
@@ -72,7 +72,6 @@ class Call:
     parts: tuple[tuple[int, str], ...]
     mutations: tuple[tuple[int, str], ...]
     outputs: tuple[tuple[int, str], ...]
-    checks: tuple[tuple[int, str], ...]
     fits: tuple[tuple[int, str], ...]
     loss: int | None
 
@@ -147,7 +146,7 @@ def prepare_stage(
         template=_template(registers, resident),
         calls={name: _call(program, name, code[name], registers) for name in program.pieces},
         inputs=tuple(
-            (place, slot.name) for slot, place in registers.items() if slot.kind == "input"
+            (place, slot.name) for slot, place in registers.items() if slot.role == "batch"
         ),
         loss_factor=registers.get(LOSS_FACTOR),
         passing=tuple(place for slot, place in registers.items() if _passes(slot)),
@@ -181,19 +180,19 @@ def rebind(stage: CompiledStage, resident: Mapping[Slot, torch.Tensor]) -> Compi
 def _template(
     registers: Mapping[Slot, int], resident: Mapping[Slot, torch.Tensor]
 ) -> tuple[torch.Tensor | None, ...]:
-    return tuple(resident[slot] if slot.kind in RESIDENT else None for slot in registers)
+    return tuple(resident[slot] if slot.role in RESIDENT else None for slot in registers)
 
 
 def _registers(program: StageProgram) -> dict[Slot, int]:
     """A register for everything that a piece reads or that arrives."""
     slots = [slot for piece in program.pieces.values() for slot in piece.inputs]
     slots += [Slot("activation", name) for name in program.receives]
-    slots += [Slot("tangent", name) for name in program.gradients_in]
+    slots += [Slot("gradient", name) for name in program.gradients_in]
     return {slot: place for place, slot in enumerate(dict.fromkeys(slots))}
 
 
 def _passes(slot: Slot) -> bool:
-    return slot.kind not in RESIDENT and slot != LOSS_FACTOR
+    return slot.role not in RESIDENT and slot != LOSS_FACTOR
 
 
 def _call(program: StageProgram, name: str, run: Run, registers: Mapping[Slot, int]) -> Call:
@@ -202,35 +201,34 @@ def _call(program: StageProgram, name: str, run: Run, registers: Mapping[Slot, i
     kept = {slot for later in follow for slot in later.inputs}
     places = {slot: place for place, slot in enumerate(piece.outputs)}
     by_name: dict[str, list[int]] = {}
-    for at, parameter in _named(piece, "gradient"):
+    for at, parameter in _named(piece, "weight_gradient"):
         by_name.setdefault(parameter, []).append(at)
-    kinds = {slot.kind for slot in piece.outputs}
+    roles = {slot.role for slot in piece.outputs}
     return Call(
         run=run,
         opens=name in _OPEN,
         closes=not follow,
-        reports=not kinds.isdisjoint(_REPORTS),
+        reports=not roles.isdisjoint(_REPORTS),
         arrives=tuple((registers[slot], spec) for slot, spec in arriving(program, name).items()),
         takes=tuple(registers[slot] for slot in piece.inputs),
         frees=tuple(
             place for slot, place in registers.items() if _passes(slot) and slot not in kept
         ),
         accumulators=tuple(
-            (registers[slot], slot.name) for slot in piece.inputs if slot.kind == "accumulator"
+            (registers[slot], slot.name) for slot in piece.inputs if slot.role == "accumulator"
         ),
         saves=tuple(
             (at, registers[slot])
             for slot, at in places.items()
-            if slot.kind == "saved" and slot in kept
+            if slot.role == "saved" and slot in kept
         ),
         sends=tuple((places[slot], spec) for slot, spec in leaving(program, name).items()),
         gradients=tuple((name, tuple(places)) for name, places in by_name.items()),
         parts=_named(piece, "part"),
-        mutations=_named(piece, "mutation"),
+        mutations=_named(piece, "buffer_update"),
         outputs=_named(piece, "output"),
-        checks=_named(piece, "check"),
         fits=_named(piece, "fits"),
-        loss=next((place for slot, place in places.items() if slot.kind == "loss"), None),
+        loss=next((place for slot, place in places.items() if slot.role == "loss"), None),
     )
 
 
@@ -242,7 +240,7 @@ def arriving(program: StageProgram, name: str) -> dict[Slot, TensorSpec]:
         else {}
     )
     return down | (
-        {Slot("tangent", each): s for each, s in program.gradients_in.items()}
+        {Slot("gradient", each): s for each, s in program.gradients_in.items()}
         if name in _RETURN
         else {}
     )
@@ -255,12 +253,12 @@ def leaving(program: StageProgram, name: str) -> dict[Slot, TensorSpec]:
         if name in _OPEN
         else {}
     )
-    slots |= {Slot("input_gradient", each): spec for each, spec in program.gradients_out.items()}
+    slots |= {Slot("gradient", each): spec for each, spec in program.gradients_out.items()}
     return {slot: spec for slot, spec in slots.items() if slot in program.pieces[name].outputs}
 
 
-def _named(piece: Piece, kind: str) -> tuple[tuple[int, str], ...]:
+def _named(piece: PassGraph, kind: str) -> tuple[tuple[int, str], ...]:
     """The results of one kind."""
     return tuple(
-        (place, slot.name) for place, slot in enumerate(piece.outputs) if slot.kind == kind
+        (place, slot.name) for place, slot in enumerate(piece.outputs) if slot.role == kind
     )

@@ -16,7 +16,7 @@ from zbcompile.distributed.packing import laid_out
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.engine.gradients import WHOLE, Gradients, add_uses
 from zbcompile.passes.graph.fx import output_values
-from zbcompile.passes.stage.piece import Piece
+from zbcompile.passes.stage.pass_graph import PassGraph
 from zbcompile.passes.stage.stage_program import tensor_spec
 from zbcompile.passes.torch_private import boxed
 from zbcompile.program.program import Program
@@ -108,7 +108,7 @@ class TiedSums:
         return added
 
     def _parts_at(
-        self, owner: int, piece: Piece, makers: Mapping[str, int], microbatch: int
+        self, owner: int, piece: PassGraph, makers: Mapping[str, int], microbatch: int
     ) -> list[torch.Tensor]:
         """The parts of one microbatch on the rank that adds them; an empty list on other ranks."""
         values = []

@@ -41,7 +41,7 @@ def place_of(stage: StageProgram) -> tuple[str, str]:
     made = {
         node: slot.name
         for slot, node in pairs
-        if slot.kind == "activation" and node.op == "call_function"
+        if slot.role == "activation" and node.op == "call_function"
     }
     if not made:
         return "(the loss)", ""

@@ -12,7 +12,7 @@ from zbcompile.errors import PipelineError
 from zbcompile.passes import gpu
 from zbcompile.passes.graph.process_groups import is_collective
 from zbcompile.passes.graph.roles import Slot
-from zbcompile.passes.stage.piece import Piece
+from zbcompile.passes.stage.pass_graph import PassGraph
 from zbcompile.passes.torch_private import boxed
 from zbcompile.program.program import Program
 from zbcompile.schedules.ir.costs import Costs
@@ -66,7 +66,7 @@ def measured_costs(program: Program, seconds: Mapping[str, float]) -> Costs:
     return with_shard_times(costs, program.schedule, program.vocabulary, shards)
 
 
-def _seconds(pieces: Mapping[str, Piece]) -> dict[str, float]:
+def _seconds(pieces: Mapping[str, PassGraph]) -> dict[str, float]:
     """Seconds of the passes of a stage, run in turn: a pass that is repeated alone finds all that
     it reads in the cache, as in no step."""
     held: dict[Slot, Any] = {}
@@ -76,14 +76,13 @@ def _seconds(pieces: Mapping[str, Piece]) -> dict[str, float]:
     )
 
 
-def _run_of(piece: Piece, held: dict[Slot, Any]) -> Callable[[], None]:
+def _run_of(piece: PassGraph, held: dict[Slot, Any]) -> Callable[[], None]:
     """One run of a pass, on the parameters and buffers `held` by its stage. Buffers that a graph
     adds into grow in value from run to run, which does not change the time."""
     run, values, device = boxed(piece.module), [], device_of(piece.module.graph.nodes)
-    for node in piece.module.graph.find_nodes(op="placeholder"):
-        slot = node.meta["slot"]
+    for slot, node in zip(piece.inputs, piece.placeholders, strict=True):
         values.append(
-            held.setdefault(slot, values_like(node)) if slot.kind in KEPT else values_like(node)
+            held.setdefault(slot, values_like(node)) if slot.role in KEPT else values_like(node)
         )
 
     def once() -> None:

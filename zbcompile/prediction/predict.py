@@ -105,7 +105,7 @@ def _local(stage: StageProgram, placement: Placement) -> set[Slot]:
         return other < placement.stages and placement.rank(other) == placement.rank(stage.stage)
 
     activations = {Slot("activation", name) for name in stage.receives if is_near(-1)}
-    return activations | {Slot("tangent", name) for name in stage.gradients_in if is_near(1)}
+    return activations | {Slot("gradient", name) for name in stage.gradients_in if is_near(1)}
 
 
 def predicted_costs(

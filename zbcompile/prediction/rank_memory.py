@@ -20,7 +20,7 @@ from zbcompile.passes.partition.memory_estimate import (
     gradient_bytes,
     state_bytes,
 )
-from zbcompile.passes.stage.piece import Piece
+from zbcompile.passes.stage.pass_graph import PassGraph
 from zbcompile.passes.torch_private import storage_key
 from zbcompile.prediction.predict import prices_of
 from zbcompile.program.program import Program
@@ -254,7 +254,7 @@ class _Messages:
         return self.program.stages[stage].message_bytes(message.kind)
 
 
-def sent_and_kept(forward: Piece, leaving: Collection[str]) -> int:
+def sent_and_kept(forward: PassGraph, leaving: Collection[str]) -> int:
     """The bytes of those activations `leaving` a forward pass that are also saved for its
     backward."""
     values = [
@@ -262,10 +262,10 @@ def sent_and_kept(forward: Piece, leaving: Collection[str]) -> int:
         for slot, node in zip(forward.outputs, output_values(forward.module.graph), strict=True)
     ]
     saved = {
-        storage_key(t) for slot, value in values if slot.kind == "saved" for t in tensors_of(value)
+        storage_key(t) for slot, value in values if slot.role == "saved" for t in tensors_of(value)
     }
     activations = [
-        value for slot, value in values if slot.kind == "activation" and slot.name in leaving
+        value for slot, value in values if slot.role == "activation" and slot.name in leaving
     ]
     sent = {storage_key(t): t for value in activations for t in tensors_of(value)}
     return storage_bytes(sent[key] for key in sent.keys() & saved)

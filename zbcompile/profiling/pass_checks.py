@@ -14,7 +14,7 @@ from zbcompile.backends.types import Run
 from zbcompile.engine.stage_plan import CompiledStage, Tensors
 from zbcompile.passes.graph.process_groups import is_async_collective, is_wait
 from zbcompile.passes.graph.source_location import origin_of
-from zbcompile.passes.stage.piece import Piece
+from zbcompile.passes.stage.pass_graph import PassGraph
 
 
 def inspected(stage: CompiledStage) -> CompiledStage:
@@ -26,7 +26,7 @@ def inspected(stage: CompiledStage) -> CompiledStage:
     )
 
 
-def checked(stage: int, piece: Piece) -> Run:
+def checked(stage: int, piece: PassGraph) -> Run:
     """A pass under inspection, called as the boxed graph would be: with a list, which it
     empties."""
 
@@ -40,7 +40,7 @@ def checked(stage: int, piece: Piece) -> Run:
 
 # a NaN in anything else that a pass reads was made by a pass
 ROOTS = (
-    "input",
+    "batch",
     "parameter",
     "buffer",
 )
@@ -50,10 +50,10 @@ class _Inspector(Interpreter):
     """Runs a pass and reports its first NaN that no input has. Infinities are often meant (a mask
     of -inf): one is reported only if all inputs are finite."""
 
-    def __init__(self, stage: int, piece: Piece) -> None:
+    def __init__(self, stage: int, piece: PassGraph) -> None:
         super().__init__(piece.module)
         self.extra_traceback = False  # the message says where
-        self._place = f"{piece.name} of stage {stage}"
+        self._place = f"{piece.kind} of stage {stage}"
         self._slots = dict(
             zip(piece.module.graph.find_nodes(op="placeholder"), piece.inputs, strict=True)
         )
@@ -71,9 +71,9 @@ class _Inspector(Interpreter):
         )
         result = super().run_node(n)
         made = _kinds(result)
-        if n in self._slots and self._slots[n].kind in ROOTS and "nan" in made:
+        if n in self._slots and self._slots[n].role in ROOTS and "nan" in made:
             raise FloatingPointError(
-                f"{self._place} receives a NaN in {self._slots[n].kind} {self._slots[n].name}"
+                f"{self._place} receives a NaN in {self._slots[n].role} {self._slots[n].name}"
             )
         if n.op == "call_function" and ("nan" in made - read or ("inf" in made and not read)):
             origin = origin_of(n)

@@ -18,7 +18,7 @@ from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.gpu import kind_of
 from zbcompile.passes.graph.fx import on_any_device
 from zbcompile.passes.partition.cuts import Cuts
-from zbcompile.passes.stage.piece import Piece
+from zbcompile.passes.stage.pass_graph import PassGraph
 from zbcompile.passes.stage.stage_program import StageProgram, collectives_of
 from zbcompile.passes.torch_names import type_text
 from zbcompile.passes.vocabulary.shard_program import VocabularyProgram
@@ -72,7 +72,7 @@ class Program:
     output: Output | None = None
     changed_state: frozenset[str] = field(default=frozenset(), repr=False, compare=False)
     plan: str = field(default="", compare=False)
-    ends: Mapping[int, Piece] = field(default_factory=dict, repr=False)
+    ends: Mapping[int, PassGraph] = field(default_factory=dict, repr=False)
     writer: Callable[["Program", Path], None] | None = field(
         default=None, repr=False, compare=False
     )

@@ -18,7 +18,7 @@ from zbcompile.passes.graph.fx import output_values
 from zbcompile.passes.graph.roles import Slot, TensorSpec
 from zbcompile.passes.operators import is_foreign
 from zbcompile.passes.serialize import graph_from_data, graph_to_data, operators_in
-from zbcompile.passes.stage.piece import Piece
+from zbcompile.passes.stage.pass_graph import PassGraph
 from zbcompile.passes.torch_names import dtype_named
 from zbcompile.program.output import structure_from_data, structure_to_data
 from zbcompile.program.program import Program
@@ -59,7 +59,7 @@ def program_from_data(
     program = Program(**values, lowered=lowered, canonical_targets=())
     if program.vocabulary is None:
         return program
-    shards: tuple[Mapping[str, Piece], ...] = ({},) * len(program.vocabulary.bounds)
+    shards: tuple[Mapping[str, PassGraph], ...] = ({},) * len(program.vocabulary.bounds)
     return replace(program, vocabulary=replace(program.vocabulary, pieces=shards))
 
 
@@ -72,7 +72,7 @@ def rank_to_data(program: Program, rank: int) -> tuple[Data, dict[str, torch.Ten
     shard = {} if program.vocabulary is None else program.vocabulary.pieces[rank]
     groups = [*stages.values(), shard]
     slots = [slot for group in groups for piece in group.values() for slot in piece.inputs]
-    constants = {slot.name for slot in slots if slot.kind == "constant"}
+    constants = {slot.name for slot in slots if slot.role == "constant"}
     tensors = {f"constant {name}": program.model.constants[name] for name in sorted(constants)}
     unfilled = []
     for name, first in program.model.names.items():
@@ -107,12 +107,12 @@ def with_rank(
     converters = _readers(device, operators)
     stages, vocabulary = list(program.stages), program.vocabulary
     for number, group in from_plain(
-        dict[int, dict[str, Piece]], data["stages"], converters
+        dict[int, dict[str, PassGraph]], data["stages"], converters
     ).items():
         stages[number] = replace(stages[number], pieces=group)
     if vocabulary is not None:
         shards = list(vocabulary.pieces)
-        shards[data["rank"]] = from_plain(dict[str, Piece], data["vocabulary"], converters)
+        shards[data["rank"]] = from_plain(dict[str, PassGraph], data["vocabulary"], converters)
         vocabulary = replace(vocabulary, pieces=tuple(shards))
     model = program.model
     values: dict[str, Data] = {"constant": dict(model.constants), "buffer": dict(model.unsaved)}
@@ -135,22 +135,23 @@ def operators_of(program: Program) -> list[str]:
     return sorted({"::".join(name.split(".")[:2]) for name in names if is_foreign(name)})
 
 
-def _piece_to_data(piece: Piece) -> Data:
+def _piece_to_data(piece: PassGraph) -> Data:
     slots = {"inputs": piece.inputs, "outputs": piece.outputs}
-    return {"name": piece.name, "slots": to_plain(slots, {}), **graph_to_data(piece.module)}
+    fields = {"stage": piece.stage, "kind": piece.kind, "slots": to_plain(slots, {})}
+    return {**fields, **graph_to_data(piece.module)}
 
 
-def _piece_from_data(data: Data, device: torch.device, operators: Collection[str]) -> Piece:
-    name, slots = data["name"], from_plain(dict[str, tuple[Slot, ...]], data["slots"], {})
-    if not (name.isascii() and name.isalpha()):  # it becomes the name of a class
-        raise CompileError(f"{name!r} is not the name of a pass.")
+def _piece_from_data(data: Data, device: torch.device, operators: Collection[str]) -> PassGraph:
+    stage, kind = from_plain(int, data["stage"], {}), data["kind"]
+    slots = from_plain(dict[str, tuple[Slot, ...]], data["slots"], {})
+    name = f"{kind}{stage}".replace("-", "_")
+    if not (name.isascii() and name.isidentifier()):  # it becomes the name of a class
+        raise CompileError(f"{kind!r} is not the name of a pass.")
     module = graph_from_data(data, device, operators, name)
     placeholders, results = module.graph.find_nodes(op="placeholder"), output_values(module.graph)
     if (len(placeholders), len(results)) != (len(slots["inputs"]), len(slots["outputs"])):
         raise CompileError(f"{name} does not name each of its inputs and outputs.")
-    for slot, node in zip(slots["inputs"], placeholders, strict=True):
-        node.meta["slot"] = slot
-    return Piece(name, module, slots["inputs"], slots["outputs"])
+    return PassGraph(stage, kind, module, slots["inputs"], slots["outputs"])
 
 
 def _spec_from_data(data: list[Any], device: torch.device) -> TensorSpec:
@@ -162,7 +163,7 @@ def _spec_from_data(data: list[Any], device: torch.device) -> TensorSpec:
 
 _WRITERS: Converters = {
     torch.dtype: lambda dtype: str(dtype).removeprefix("torch."),
-    Piece: _piece_to_data,
+    PassGraph: _piece_to_data,
     TensorSpec: lambda spec: [spec.shape, spec.stride, spec.dtype, spec.needs_gradient],
     OutputStructure: structure_to_data,
 }
@@ -171,7 +172,7 @@ _WRITERS: Converters = {
 def _readers(device: torch.device, operators: Collection[str]) -> Converters:
     return {
         torch.dtype: dtype_named,
-        Piece: lambda data: _piece_from_data(data, device, operators),
+        PassGraph: lambda data: _piece_from_data(data, device, operators),
         TensorSpec: lambda data: _spec_from_data(data, device),
         OutputStructure: structure_from_data,
     }

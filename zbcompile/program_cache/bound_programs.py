@@ -328,7 +328,7 @@ class BoundPrograms:
         tensors."""
         resident = resident_tensors(self._model, program.model.constants)
         self._bound = {
-            s: (t, kind_of(t)) for s, t in resident.items() if s.kind != "constant"
+            s: (t, kind_of(t)) for s, t in resident.items() if s.role != "constant"
         } | self._bound
         own = sorted({stage for rank in self.ranks.local for stage in program.stages_of(rank)})
         device, until = self.ranks.device, program.random_until

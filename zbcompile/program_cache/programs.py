@@ -553,7 +553,7 @@ def _on_tensors(graphs: BoundGraphs, held: Mapping[Slot, torch.Tensor]) -> Bound
         s: t
         for stage in graphs.stages.values()
         for s, t in stage.resident.items()
-        if s.kind == "constant"
+        if s.role == "constant"
     }
     return replace(
         graphs, stages={i: rebind(stage, {**kept, **held}) for i, stage in graphs.stages.items()}

@@ -149,7 +149,7 @@ class CompiledPipelineStage(PipelineStage):
             raise PipelineError("loss was called outside a step of a torch schedule.")
         microbatch = output.microbatch
         wants_target = any(
-            s.kind == "input" and s.name.startswith("target") for s in self._forward_inputs
+            s.role == "batch" and s.name.startswith("target") for s in self._forward_inputs
         )
         if wants_target:
             self._accept(self._run, microbatch, (), {}, target)
@@ -191,7 +191,7 @@ class CompiledPipelineStage(PipelineStage):
         missing = [
             s.name
             for s in self._forward_inputs
-            if s.kind == "input" and s.name not in run.inputs[microbatch]
+            if s.role == "batch" and s.name not in run.inputs[microbatch]
         ]
         if missing:
             raise PipelineError(

@@ -15,7 +15,7 @@ from tests.support.training import ROWS, Case, pipeline_of, problem_of
 from zbcompile.passes.graph.fx import like
 from zbcompile.passes.machine import flops
 from zbcompile.passes.machine.flops import count_flops
-from zbcompile.passes.stage.piece import Piece
+from zbcompile.passes.stage.pass_graph import PassGraph
 from zbcompile.passes.torch_private import FakeTensorMode, make_fx
 
 MODELS = ("gpt-tied", "mixtral", "unet")
@@ -68,7 +68,7 @@ def counted_by_run(module: GraphModule, mode: FakeTensorMode) -> dict[Node, int]
     return run.counts
 
 
-def pieces_of(model: str) -> list[Piece]:
+def pieces_of(model: str) -> list[PassGraph]:
     case = Case(model, "zb-h1", 2, 2)
     batch = problem_of(model).batches(1, case.microbatches * ROWS)[0]
     pipe = pipeline_of(case)

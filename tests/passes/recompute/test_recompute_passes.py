@@ -18,6 +18,7 @@ from zbcompile import schedules
 from zbcompile.passes.compile_step import CompiledStep, compile_step
 from zbcompile.passes.errors import CompileError
 from zbcompile.passes.graph.fx import is_random
+from zbcompile.passes.graph.roles import SAVED
 from zbcompile.passes.recompute.recompute import RECOMPUTED
 from zbcompile.passes.recompute.saved_values import (
     Candidates,
@@ -25,7 +26,6 @@ from zbcompile.passes.recompute.saved_values import (
     least_cost_within,
     lowest_cost,
 )
-from zbcompile.passes.stage.pass_graph import SAVED
 
 
 def check(

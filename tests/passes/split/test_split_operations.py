@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.support.middle_stage import MICROBATCHES, ORDERS, compile_middle, differences_of_order
-from zbcompile.passes.stage.pass_graph import SAVED, WEIGHT_GRADIENT
+from zbcompile.passes.graph.roles import SAVED, WEIGHT_GRADIENT
 from zbcompile.passes.step_graph import Label
 
 D = 6

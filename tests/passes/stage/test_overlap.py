@@ -10,22 +10,24 @@ from tests.support.plain_versions import one_after_the_other
 from zbcompile.passes.graph.process_groups import is_collective, is_wait
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.stage.overlap import interleave, merge
-from zbcompile.passes.stage.piece import Piece
+from zbcompile.passes.stage.pass_graph import PassGraph
 from zbcompile.passes.torch_private import OpOverload, is_in_place
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 
 
-def chain(name: str, exchanges: int, work: int, operation: OpOverload = aten.sin.default) -> Piece:
+def chain(
+    name: str, exchanges: int, work: int, operation: OpOverload = aten.sin.default
+) -> PassGraph:
     """`work` operations, then a collective and its wait, again and again; as many operations at the
     end."""
     return chain_of(name, [work] * (exchanges + 1), operation)
 
 
-def chain_of(name: str, works: list[int], operation: OpOverload = aten.sin.default) -> Piece:
+def chain_of(name: str, works: list[int], operation: OpOverload = aten.sin.default) -> PassGraph:
     """So many operations each, with a collective and its wait between two of these."""
     graph = Graph()
-    value = first = graph.placeholder(name)
+    value = graph.placeholder(name)
     for number, work in enumerate(works, 1):
         for _ in range(work):
             value = graph.call_function(operation, (value,))
@@ -37,8 +39,9 @@ def chain_of(name: str, works: list[int], operation: OpOverload = aten.sin.defau
         node.meta["val"] = (
             node.args[0].meta["val"] if is_in_place(node.target) else torch.empty(4, device="meta")
         )
-    first.meta["slot"] = Slot("input", name)
-    return Piece(name, GraphModule({}, graph), (Slot("input", name),), (Slot("output", name),))
+    return PassGraph(
+        0, name, GraphModule({}, graph), (Slot("batch", name),), (Slot("output", name),)
+    )
 
 
 def weight_product(gradient: Node) -> Node:
@@ -48,7 +51,7 @@ def weight_product(gradient: Node) -> Node:
     return product
 
 
-def operations(piece: Piece) -> list[Node]:
+def operations(piece: PassGraph) -> list[Node]:
     return [node for node in piece.module.graph.nodes if node.op == "call_function"]
 
 

@@ -12,8 +12,7 @@ from zbcompile.compiler.compile_example import compile_example
 from zbcompile.compiler.measure_nodes import synthetic
 from zbcompile.passes.compile_options import Choices, Recompute
 from zbcompile.passes.graph.roles import Slot
-from zbcompile.passes.stage.peak_memory import ALIVE, LOSS, transient_bytes
-from zbcompile.passes.stage.piece import LATER
+from zbcompile.passes.stage.peak_memory import ALIVE, LATER, LOSS, transient_bytes
 from zbcompile.passes.stage.stage_program import StageProgram
 from zbcompile.passes.torch_private import boxed
 from zbcompile.schedules import build
@@ -38,7 +37,7 @@ def measured(stage: StageProgram, name: str, frame: dict[Slot, torch.Tensor]) ->
         if slot not in frame:
             frame[slot] = whole(node.meta["val"])
     later = {slot for each in LATER[name] for slot in stage.pieces[each].inputs}
-    stays = [slot for slot in piece.inputs if slot.kind in ALIVE or slot == LOSS]
+    stays = [slot for slot in piece.inputs if slot.role in ALIVE or slot == LOSS]
     values = [frame[slot] for slot in piece.inputs]
     for slot in set(piece.inputs) - later - set(stays):
         del frame[slot]

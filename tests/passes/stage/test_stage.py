@@ -20,8 +20,9 @@ from zbcompile import schedules
 from zbcompile.passes.capture.export import export_training_step
 from zbcompile.passes.compile_step import CompiledStep, compile_graph, compile_step
 from zbcompile.passes.graph.process_groups import is_collective, is_wait
+from zbcompile.passes.graph.roles import ACCUMULATOR, WEIGHT_GRADIENT, Slot
 from zbcompile.passes.stage.accumulate import accumulate
-from zbcompile.passes.stage.pass_graph import ACCUMULATOR, WEIGHT_GRADIENT, PassGraph, Slot
+from zbcompile.passes.stage.pass_graph import PassGraph
 from zbcompile.passes.stage.sink_waits import sink_waits
 from zbcompile.passes.step_graph import Label
 

@@ -115,7 +115,7 @@ def called(kind: str) -> tuple[Counter[str], int]:
     def counted(name: str, call: Any) -> Any:
         def counting(*given: Any, **named: Any) -> Any:
             codes = {frame.f_code for frame, _ in traceback.walk_stack(None)}
-            acts = not codes.isdisjoint((RankRun._execute.__code__, RankRun._arrive.__code__))
+            acts = not codes.isdisjoint((RankRun._execute.__code__, RankRun._wait.__code__))
             acts = acts or threading.current_thread().name.startswith(
                 "zbcompile-collectives"
             )  # begun by actions

@@ -89,7 +89,7 @@ def operations_from_nowhere(program: Program) -> list[str]:
     """What `python -m zbcompile.inspect --graph` could name no origin of."""
     pieces = [piece for stage in program.stages for piece in stage.pieces.values()]
     calls = [
-        (piece.name, node)
+        (piece.kind, node)
         for piece in pieces
         for node in piece.module.graph.nodes
         if node.op == "call_function"

@@ -261,7 +261,7 @@ DAMAGES: dict[str, Damage] = {
         "'os.system' is not the name of an operator",
     ),
     "code as a name": (
-        lambda d: rewrite(d, STAGE, lambda data: forward_of(data).update(name="x=exit()")),
+        lambda d: rewrite(d, STAGE, lambda data: forward_of(data).update(kind="x=exit()")),
         "'x=exit\\(\\)' is not the name of a pass",
     ),
     "code as a keyword": (

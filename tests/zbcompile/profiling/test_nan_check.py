@@ -8,7 +8,7 @@ from torch.distributed._functional_collectives import all_gather_tensor
 
 from tests.support.pool import Pool
 from zbcompile.passes.graph.roles import Slot
-from zbcompile.passes.stage.piece import Piece
+from zbcompile.passes.stage.pass_graph import PassGraph
 from zbcompile.passes.torch_private import make_fx
 from zbcompile.profiling.pass_checks import checked
 
@@ -17,7 +17,9 @@ def gathered_late() -> torch.Tensor:
     """What a rank gathers whose neighbour comes late, in memory that is NaN before."""
     x = torch.full((4,), float(dist.get_rank()))
     module = make_fx(lambda x: (all_gather_tensor(x, 0, dist.group.WORLD) + 0.0,))(x)
-    check = checked(0, Piece("F", module, (Slot("activation", "x"),), (Slot("activation", "y"),)))
+    check = checked(
+        0, PassGraph(0, "F", module, (Slot("activation", "x"),), (Slot("activation", "y"),))
+    )
     torch.use_deterministic_algorithms(True)  # new memory is filled with NaN
     try:
         time.sleep(0.3 * dist.get_rank())
