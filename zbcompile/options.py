@@ -43,6 +43,7 @@ REMOVED = {
     "boundary_bytes": "cuts are balanced by FLOPs; name them with balance= to send fewer bytes",
     "channels": "a hardware profile has the speeds of collectives: hardware=",
     "compare_batches": "the ranks compare their batches without being asked",
+    "early": "overlap=True lets pipe.step update each stage",
     "max_ctas": "set NCCL_MAX_CTAS in the environment",
     "max_receives": "receives are posted as the schedule orders them",
     "mesh_names": (

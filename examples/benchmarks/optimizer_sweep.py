@@ -63,7 +63,7 @@ def levels() -> Iterator[Row]:
         for clip in (None, 0.05):
             usual = Training("small-tied", schedule, clip=clip, updates=UPDATES)
             inside = replace(
-                usual, early=clip is None, validate="before" if clip is None else "after"
+                usual, overlap=clip is None, validate="before" if clip is None else "after"
             )
             with compiled_once("small-tied float32", exact=True):
                 expected = trained(usual, 0, mesh)
@@ -90,7 +90,7 @@ def kinds() -> Iterator[Row]:
             for clip in (None, 0.05):
                 usual = Training("short-mlp", "zb-v", kind=kind, dtype=dtype, clip=clip, updates=5)
                 inside = replace(
-                    usual, early=clip is None, validate="before" if clip is None else "after"
+                    usual, overlap=clip is None, validate="before" if clip is None else "after"
                 )
                 expected = trained(usual, 0, mesh)
                 result += [
@@ -239,7 +239,7 @@ def with_tensors(
     schedule: str,
     kind: type[torch.optim.Optimizer],
     zero: int,
-    early: bool,
+    overlap: bool,
 ) -> dict[str, torch.Tensor]:
     """The whole parameters after the updates."""
     model = of_matrices()
@@ -247,7 +247,7 @@ def with_tensors(
         parallelize_module(pair, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
     options: dict[str, Any] = {"schedule": schedule, "microbatches": MICROBATCHES, "exact": True}
     pipe = zbcompile.pipeline(model, loss=nn.functional.mse_loss, mesh=mesh, **options)
-    optimizer = pipe.optimizer(kind, lr=LR, zero=zero, early=early)
+    optimizer = pipe.optimizer(kind, lr=LR, zero=zero, overlap=overlap)
     for batch in batches:
         x, target = batch.chunk(2, dim=1)[mesh["dp"].get_local_rank()]
         pipe.step(x, target=target)

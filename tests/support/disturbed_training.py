@@ -42,7 +42,7 @@ def trained(pipe: zbcompile.Pipeline, batches: list[Batch], **options: Any) -> H
         optimizer.zero_grad()
         rate.step()
         norms.append(optimizer.norm if len(norms) % 2 else None)  # reading it settles the update
-    corrected = ["undone" if each.kept else "held" for each in seen if not stood(each)]
+    corrected = ["undone" if each.snapshots else "held" for each in seen if not stood(each)]
     return losses, norms, pipe.state_dict(full=True), corrected  # type: ignore[return-value]
 
 

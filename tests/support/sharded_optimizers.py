@@ -30,7 +30,7 @@ class Training:
     synchronised: int = 1
     updates: int = 3
     vocab: Any = "off"
-    early: bool = False
+    overlap: bool = False
     validate: str = "before"
 
     def __str__(self) -> str:
@@ -56,14 +56,14 @@ class Result:
 
 
 def at_levels(training: Training, levels: tuple[int, ...] = (0, 1)) -> list[Result]:
-    """The same training with each `zero`, on this rank; of one that is early, before them one that
-    is not."""
+    """The same training with each `zero`, on this rank; of one that overlaps, before them one that
+    does not."""
     torch.set_num_threads(1)
     mesh = mesh_of_replicas()
     if training.vocab != "off":  # whose collectives stand in the schedule of each program
         return [trained(training, zero, mesh) for zero in levels]
     with compiled_once(f"{training.problem} {training.dtype}", exact=True):
-        late = [trained(replace(training, early=False), 0, mesh)] if training.early else []
+        late = [trained(replace(training, overlap=False), 0, mesh)] if training.overlap else []
         return [*late, *(trained(training, zero, mesh) for zero in levels)]
 
 
@@ -109,7 +109,7 @@ def pipeline_with(
         lr=1e-2,
         zero=zero,
         clip=training.clip,
-        early=training.early,
+        overlap=training.overlap,
         validate=training.validate,
         **more,
     )

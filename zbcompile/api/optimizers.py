@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from zbcompile.distributed.ranks import Ranks
-from zbcompile.engine.slices import Slices
+from zbcompile.engine.optimizer_parameters import OptimizerParameters
 from zbcompile.errors import PipelineError
 from zbcompile.model.distributed_tensors import Parts
 from zbcompile.model.tensor_shard import Chunk, chunk_of
-from zbcompile.optimizer.division import TrainedParameters, sum_in_single_precision
-from zbcompile.optimizer.optimizer_request import OptimizerRequest
+from zbcompile.optimizer.optimizer_config import OptimizerConfig
 from zbcompile.optimizer.pipeline_optimizer import PipelineOptimizer
+from zbcompile.optimizer.trained_parameters import TrainedParameters, accumulate_in_float32
 from zbcompile.program_cache.bound_programs import BoundPrograms
 
 
@@ -28,20 +28,20 @@ class Optimizers:
     bound: BoundPrograms
     made: list[PipelineOptimizer] = field(default_factory=list)
 
-    def make(self, request: OptimizerRequest) -> PipelineOptimizer:
+    def make(self, config: OptimizerConfig) -> PipelineOptimizer:
         """One more."""
-        found = PipelineOptimizer(request, self.ranks, self.made)
+        found = PipelineOptimizer(config, self.ranks, self.made)
         if self.bound.trains:
             with self.ranks.watch.region("making the optimizer"):
                 self._bind(found)
         else:  # the step will be compiled for the dtype of these gradients
-            takes = request.params or (lambda name, parameter: True)
+            takes = config.params or (lambda name, parameter: True)
             chosen = [
                 each
                 for name, each in self.model.named_parameters()
                 if each.requires_grad and takes(name, each)
             ]
-            sum_in_single_precision(*chosen)
+            accumulate_in_float32(*chosen)
         return found
 
     def bind(self) -> None:
@@ -53,26 +53,31 @@ class Optimizers:
         optimizer.bind(self._trained())
 
     @property
-    def slices(self) -> list[Slices]:
-        """The slices that each optimizer updates."""
-        return [each.slices for each in self.made if each.bound]
+    def slices(self) -> list[OptimizerParameters]:
+        """The parameters that each optimizer updates."""
+        return [each.parameters for each in self.made if each.bound]
 
     @property
-    def divided(self) -> list[Slices]:
-        """The slices that are divided among replicas."""
-        return [each for each in self.slices if each.divided]
+    def divided(self) -> list[OptimizerParameters]:
+        """Those that are divided among replicas."""
+        return [each for each in self.slices if each.zero]
 
     def arrive(self) -> None:
         """Wait until the parameters have the values of the last updates."""
         for each in self.made:
-            each.arrive()
+            each.wait()
 
     def require_whole_gradients(self, what: str) -> None:
-        """Raise PipelineError if replicas hold parts of the gradients."""
+        """Raises PipelineError if replicas hold parts of the gradients, or a step drops them."""
         if self.divided:
             raise PipelineError(
                 f"{what} needs whole gradients, and pipe.optimizer(zero=1) keeps this replica's"
                 " part. Pass clip= to pipe.optimizer to clip, or zero=0."
+            )
+        if any(each.config.overlaps_step for each in self.made):
+            raise PipelineError(
+                f'{what} needs gradients after a step, and with overlap=True or validate="after"'
+                " pipe.step has updated and dropped them. Pass clip= to pipe.optimizer to clip."
             )
 
     @property
@@ -82,11 +87,11 @@ class Optimizers:
         early = [
             each
             for each in self.made
-            if each.request.updates_early and self.ranks.replicas.synchronise
+            if each.config.overlaps_step and self.ranks.replicas.synchronise
         ]
         return {
-            "VALIDATE": [each.settle for each in self.made if each.request.validates],
-            "GATHER": [each.arrive for each in self.divided],
+            "VALIDATE": [each.settle for each in self.made if each.config.post_validates],
+            "GATHER": [each.wait for each in self.divided],
             "OPT": [each.update for each in early],
         }
 
@@ -94,7 +99,7 @@ class Optimizers:
     def all_early(self) -> bool:
         """Whether a rank that ends a step before another one would not update any more if that one
         fails."""
-        return bool(self.made) and all(each.request.updates_early for each in self.made)
+        return bool(self.made) and all(each.config.overlaps_step for each in self.made)
 
     def begin_step(self) -> None:
         """Before a step of the pipeline. Raises PipelineError if updates inside of it cannot follow
@@ -109,10 +114,10 @@ class Optimizers:
             yield
         except BaseException:
             for each in self.made:
-                each.drop()
+                each.fail_step()
             raise
         for each in self.made:
-            each.take()
+            each.end_step()
 
     def _trained(self) -> TrainedParameters:
         program, rows = self.bound.program, self.bound.shards
@@ -122,8 +127,11 @@ class Optimizers:
             program=program,
             ranks=self.ranks,
             model={**dict(self.model.named_parameters()), **self.parts.parameters},
-            own=own,
-            shown={**own, **{name: p for name, p in self.parts.parameters.items() if name in own}},
+            local=own,
+            user_parameters={
+                **own,
+                **{name: p for name, p in self.parts.parameters.items() if name in own},
+            },
             rows=frozenset(rows.own) if rows else frozenset(),
             take_gradients=self.parts.take_gradients,
             chunk=self._chunk,

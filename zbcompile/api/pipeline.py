@@ -24,7 +24,7 @@ from zbcompile.engine.step import Engine
 from zbcompile.errors import PipelineError
 from zbcompile.model.distributed_tensors import Parts, TensorPart
 from zbcompile.model.held_elsewhere import readable
-from zbcompile.optimizer.optimizer_request import OptimizerRequest, Predicate
+from zbcompile.optimizer.optimizer_config import OptimizerConfig, Predicate
 from zbcompile.optimizer.pipeline_optimizer import PipelineOptimizer
 from zbcompile.options import PipelineOptions
 from zbcompile.passes.capture.joined_loss import join_loss
@@ -449,7 +449,7 @@ class Pipeline:
         groups: Sequence[Mapping[str, Any]] | None = None,
         zero: int = 0,
         clip: float | None = None,
-        early: bool = False,
+        overlap: bool = False,
         validate: str = "before",
         reduce_dtype: torch.dtype | None = None,
         **options: Any,
@@ -468,10 +468,11 @@ class Pipeline:
                 has it; the others are in a last group with `options`.
             zero: 0, or with "dp" in the mesh 1 to divide the optimizer's state among replicas.
             clip: the norm to which `optimizer.step()` clips all its gradients, None for no limit.
-            early: update each stage within `pipe.step`, which then returns before other ranks have
-                ended it: the loss is completed when it is read, which waits for them.
-            validate: "before", or "after" to update early although the norm is known later, and to
-                correct the update.
+            overlap: `pipe.step` updates each stage as soon as its gradients are complete, and
+                `optimizer.step()` does nothing. The step returns before other ranks have ended it:
+                the loss is completed when it is read, which waits for them.
+            validate: "before", or "after" to overlap although `clip` needs the norm of all
+                gradients, and to correct the update once it is known.
             reduce_dtype: in which dtype gradients travel between replicas and are summed over them,
                 None: as they are.
 
@@ -481,10 +482,10 @@ class Pipeline:
         >>> pipe.step(inputs, target=targets)  # doctest: +SKIP
         >>> optimizer.step(); optimizer.zero_grad()  # doctest: +SKIP
         """
-        request = OptimizerRequest(
-            kind, options, params, groups, zero, clip, early, validate, reduce_dtype
+        config = OptimizerConfig(
+            kind, options, params, groups, zero, clip, overlap, validate, reduce_dtype
         )
-        return self._optimizers.make(request)
+        return self._optimizers.make(config)
 
     def from_replicas(self, value: Any) -> list[Any]:
         """The `value` of the first rank of every replica, on every rank; every rank must

@@ -9,7 +9,7 @@ import torch
 from zbcompile.engine.gradients import Gradients
 from zbcompile.engine.rank import RankProgram, plan_rank
 from zbcompile.engine.replicas import Sum, SumPlan, plan_sums
-from zbcompile.engine.slices import Slices
+from zbcompile.engine.optimizer_parameters import OptimizerParameters
 from zbcompile.engine.stage_plan import CompiledStage
 from zbcompile.engine.step_agreement import StepAgreement
 from zbcompile.engine.vocabulary_parameters import VocabularyExecutable
@@ -42,7 +42,7 @@ class StepInput:
     seed: int
     reduction: str
     recorder: Observation | None = None
-    slices: Sequence[Slices] = ()
+    slices: Sequence[OptimizerParameters] = ()
     actions: Mapping[str, Sequence[Callable[[int], None]]] = field(default_factory=dict)
     ahead: bool = False
     outputs: str = ""

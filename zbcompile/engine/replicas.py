@@ -18,8 +18,7 @@ import torch.distributed as dist
 from zbcompile.distributed.mesh import Mesh, Replicas
 from zbcompile.distributed.parcels import Parcel, send
 from zbcompile.engine.gradients import Gradients
-from zbcompile.engine.slice import LATE
-from zbcompile.engine.slices import Observe, Slices
+from zbcompile.engine.optimizer_parameters import LATE, Observe, OptimizerParameters
 from zbcompile.errors import PipelineError
 from zbcompile.model.held_elsewhere import is_held_elsewhere
 from zbcompile.model.placements import PARTIAL, along
@@ -101,7 +100,7 @@ class Reduction:
     replicas: Replicas
     plan: SumPlan
     gradients: Gradients
-    slices: Sequence[Slices] = ()
+    slices: Sequence[OptimizerParameters] = ()
     observe: Observe = unobserved
     parcels: defaultdict[int, list[Parcel[str]]] = field(default_factory=lambda: defaultdict(list))
 
@@ -109,7 +108,7 @@ class Reduction:
         """Let `.grad` of what all replicas hold be counted once. Raises PipelineError for a sum
         that would be lost."""
         plan, partial, parameters = self.plan, self.replicas.partial, self.gradients.parameters
-        self.divided = [each for each in self.slices if each.divided]
+        self.divided = [each for each in self.slices if each.zero]
         self.reduces = bool(plan.over or self.divided) and self.replicas.synchronise
         if self.reduces:
             _require_all(
@@ -180,12 +179,14 @@ class Reduction:
 
     def _whole(self, names: Sequence[str]) -> list[str]:
         """Those of which every replica gets the whole sum."""
-        return [name for name in names if not any(name in each.names for each in self.divided)]
+        return [
+            name for name in names if not any(name in each.local_names for each in self.divided)
+        ]
 
     def _way(self, name: str) -> Way:
         """Over whom a whole gradient is summed, and how it travels."""
         return self.plan.over[name].group, next(
-            (s.reduce_dtype for s in self.slices if name in s.names), None
+            (s.reduce_dtype for s in self.slices if name in s.local_names), None
         )
 
     @cached_property

@@ -23,7 +23,7 @@ from zbcompile.engine.first_step_check import FirstStepCheck, written_buffers
 from zbcompile.engine.gradients import Gradients
 from zbcompile.engine.rank import RankRun
 from zbcompile.engine.replicas import Reduction, unobserved
-from zbcompile.engine.slice import LATE
+from zbcompile.engine.optimizer_parameters import LATE
 from zbcompile.engine.stage import StageRun
 from zbcompile.engine.stage_plan import LOOKUPS, SHARD
 from zbcompile.engine.step_agreement import integer_marks, require_same_integers
@@ -81,7 +81,7 @@ class Engine:
             self.ranks.watch.position.waiting,
         )
         for slices in step.slices:
-            if slices.divided:
+            if slices.zero:
                 slices.begin(program)
         if self.check is not None and program.trains:
             self.check.begin(executable)

@@ -243,12 +243,12 @@ class PipelineTrainer(Trainer):
         self.accelerator.unscale_gradients()
         return (
             None
-            if self._pipeline_optimizer.request.zero
+            if self._pipeline_optimizer.config.zero
             else self.pipe.clip_grad_norm_(self.args.max_grad_norm)
         )
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
-        if grad_norm is None and not self._pipeline_optimizer.request.zero:
+        if grad_norm is None and not self._pipeline_optimizer.config.zero:
             return self.pipe.clip_grad_norm_(float("inf"))
         return grad_norm
 

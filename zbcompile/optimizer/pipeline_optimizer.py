@@ -1,115 +1,129 @@
 """The optimizer of a pipeline: a torch optimizer that exists before the pipeline is compiled, over
 parameters, or parts of them, that are known afterwards."""
 
-import inspect
-from collections.abc import Mapping, Sequence
+import copy
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from zbcompile.distributed.agreement import agree, together
 from zbcompile.distributed.ranks import Ranks
-from zbcompile.engine.slice import Slice
 from zbcompile.errors import PipelineError
-from zbcompile.model.tensor_shard import local_of
-from zbcompile.optimizer.divided_state import kept_names, slice_states, whole_states
-from zbcompile.optimizer.division import TrainedParameters, divided_slices, whole_slices
-from zbcompile.optimizer.named_state import (
-    MEMBERS,
-    NamedParameter,
-    by_name,
-    option_entries,
-    state_entries,
-    torch_state_dict,
+from zbcompile.optimizer.gradient_norm import norm_of_all
+from zbcompile.optimizer.named_state import NamedParameter
+from zbcompile.optimizer.optimizer_config import OptimizerConfig
+from zbcompile.optimizer.optimizer_state import MASTER, OptimizerState
+from zbcompile.optimizer.post_validation import PostValidation
+from zbcompile.optimizer.trained_parameters import (
+    TrainedParameters,
+    sharded_parameters,
+    whole_parameters,
 )
-from zbcompile.optimizer.optimizer_request import OptimizerRequest, divide_into_groups, read_groups
-from zbcompile.optimizer.parameter_updates import ParameterUpdates
-from zbcompile.torch_private import step_without_hooks
+from zbcompile.passes.torch_private import written_so_far
+from zbcompile.engine.optimizer_parameters import LATE, OptimizerParameters
+from zbcompile.torch_private import attributes_of, step_without_hooks
 
 State = dict[str, Any]
-MASTER = "master"
-STATE_DICTS = "torch.distributed.checkpoint.state_dict"
 PLAIN = (bool, int, float, str, tuple, type(None))  # options that ranks compare
-SETTINGS = ("zero", "clip", "early", "validate", "reduce_dtype")  # what else they compare
+SETTINGS = ("zero", "clip", "overlap", "validate", "reduce_dtype")  # what else they compare
 
 
-class PipelineOptimizer(ParameterUpdates):
-    """What `pipe.optimizer` returns: a `torch.optim.Optimizer` with the options, groups and state
-    of another one.
+class PipelineOptimizer(Optimizer):
+    """The optimizer that `pipe.optimizer` returns. Another torch optimizer, with the same groups
+    and state, does the updates.
 
-    Before the pipeline is compiled the groups have no parameters. `made` are the optimizers of its
-    pipeline, of which it is one until it is closed.
+    Before the pipeline is compiled the groups have no parameters. `siblings` are the optimizers of
+    its pipeline, of which it is one until it is closed. `numbers` has the group of every parameter
+    of the model that it trains. Within a step of the pipeline, `begin_step`, `update` of each stage
+    and `end_step` follow each other.
     """
 
+    _inner: Optimizer
+    trained: TrainedParameters
+    _state_dict: OptimizerState
+    _updating: bool  # within a step, whether a stage has updated
+    _torn: bool  # whether a step failed between updates
+    _unsettled: PostValidation | None
+
     def __init__(
-        self, request: OptimizerRequest, ranks: Ranks, made: "list[PipelineOptimizer]"
+        self, config: OptimizerConfig, ranks: Ranks, siblings: "list[PipelineOptimizer]"
     ) -> None:
-        self.prepare(request, ranks)
-        self._made = made
-        self.numbers = {}
-        request.require_replicas(ranks.mesh)
-        self._predicates, options = read_groups(request.groups)
-        inner = request.make([{**each, "params": []} for each in options])
+        self.config, self._ranks, self._siblings = config, ranks, siblings
+        self.numbers: dict[str, int] = {}
+        self._parameters: OptimizerParameters | None = None
+        self._norm: torch.Tensor | None = None
+        self._closed = False
+        self.forget_updates()
+        config.require_replicas(ranks.mesh)
+        options = [{**group, "params": []} for group in config.groups or ()]
+        inner = config.make([*options, {"params": []}])
         super().__init__(inner.param_groups, inner.defaults)
         self._adopt(inner)
-        made.append(self)
+        siblings.append(self)
 
     def _adopt(self, inner: Optimizer) -> None:
-        """Let `inner` do the updates; a change of a group of this optimizer is a change of its
-        options."""
-        for group, made in zip(self.param_groups, inner.param_groups, strict=True):
-            group.update(made)
+        """Makes `inner` do the updates, with the groups of this optimizer as its own."""
+        for group, options in zip(self.param_groups, inner.param_groups, strict=True):
+            group.update(options)
         self._inner = inner
         inner.param_groups = self.param_groups
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """This process's state, by the tensors of `param_groups`. Raises PipelineError for torch's
-        `get_optimizer_state_dict` and `set_optimizer_state_dict` if these tensors are not the
-        model's parameters.
-        """
-        caller = (
-            frame := inspect.currentframe()
-        ) and frame.f_back  # torch has no hook: it reads this attribute first
-        if caller is not None and caller.f_globals.get("__name__") == STATE_DICTS:
-            self._require_parameters_of_the_model()
+        """This process's state, by the tensors of `param_groups`."""
         return self._inner.state
 
     @state.setter
     def state(self, state: Any) -> None:
-        """It is that of the optimizer that does the updates."""
+        """Ignores torch's assignment: the state is that of the inner optimizer."""
 
-    def _require_parameters_of_the_model(self) -> None:
-        own = () if self._slices is None else self._slices.mine()
-        apart = next((each.name for each in own if each.tensor is not each.shown), None)
-        if apart is not None:
+    @property
+    def bound(self) -> bool:
+        """Whether the pipeline is compiled, so that the parameters are known."""
+        return self._parameters is not None
+
+    @property
+    def parameters(self) -> OptimizerParameters:
+        """The parameters that it updates. Raises PipelineError before they are known."""
+        if self._closed:
             raise PipelineError(
-                f"torch's {STATE_DICTS} knows optimizers of a model's parameters, and this one"
-                f" updates a part or a float32 copy of {apart}. Call"
-                " zbcompile.save_checkpoint(folder, pipe, optimizer), which any zero= and number"
-                " of ranks can load, and zbcompile.load_checkpoint."
+                "this optimizer is closed, or could not be made. Make another by pipe.optimizer."
             )
+        if self._parameters is None:
+            raise PipelineError(
+                "the pipeline is not compiled yet, so its optimizer is empty. Call pipe.compile"
+                " with a batch, or run a step, first."
+            )
+        return self._parameters
+
+    @property
+    def norm(self) -> torch.Tensor | None:
+        """The norm by which the last update clipped."""
+        self.settle()
+        return self._norm
+
+    # Binding to the parameters of a compiled pipeline
 
     def bind(self, trained: TrainedParameters) -> None:
-        """Take the parameters of a compiled pipeline; every rank must call it. Raises PipelineError
-        on every rank."""
+        """Takes the parameters of a compiled pipeline; every rank must call it. Raises
+        PipelineError on every rank."""
         try:
             together(self._ranks, "making the optimizer", lambda: self._bind(trained))
-            said = {key: repr(getattr(self.request, key)) for key in SETTINGS}
             options = [
-                {k: repr(v) for k, v in g.items() if isinstance(v, PLAIN)}
-                for g in self.param_groups
+                {key: repr(value) for key, value in group.items() if isinstance(value, PLAIN)}
+                for group in self.param_groups
             ]
-            made = {
-                "optimizer": self.request.kind.__name__,
-                **said,
-                "groups": self.numbers,
-                "options": options,
-            }
             agree(
                 self._ranks,
-                made,
+                {
+                    "optimizer": self.config.kind.__name__,
+                    **{name: repr(getattr(self.config, name)) for name in SETTINGS},
+                    "groups": self.numbers,
+                    "options": options,
+                },
                 "made different optimizers",
                 "Every rank must make the same optimizer.",
             )
@@ -117,49 +131,48 @@ class PipelineOptimizer(ParameterUpdates):
             self.close()
             raise
 
-    def close(self) -> None:
-        """Leave the pipeline, so that another optimizer can have these parameters. Every rank must
-        call it."""
-        self.arrive()
-        self._slices, self.closed = None, True
-        self._made[:] = (each for each in self._made if each is not self)
-
     def _bind(self, trained: TrainedParameters) -> None:
-        request, plain = self.request, self.request.is_elementwise
-        self.numbers = divide_into_groups(trained.model, self._predicates, request.params)
-        self._require_alone(trained)
+        config, plain = self.config, self.config.is_elementwise
+        self.numbers = config.group_numbers(trained.model)
+        self._require_exclusive(trained)
         for name in () if plain else self.numbers:
-            trained.require_whole(
-                name, request.kind.__name__, request.zero or request.updates_early
-            )
-        if request.zero:
-            slices = divided_slices(trained, self.numbers.keys(), plain)
+            trained.require_whole(name, config.kind.__name__, config.zero or config.overlaps_step)
+        if config.zero:
+            parameters = sharded_parameters(trained, self.numbers, plain, config.reduce_dtype)
         else:
-            slices = whole_slices(trained, self.numbers, plain or request.updates_early)
-        slices.reduce_dtype = request.reduce_dtype
+            parameters = whole_parameters(trained, self.numbers, plain or config.overlaps_step)
+            parameters.reduce_dtype = config.reduce_dtype
         groups: list[State] = [{**group, "params": []} for group in self.param_groups]
-        for each in slices.mine():
+        for each in parameters.tensors:
             groups[self.numbers[each.name]]["params"].append(each.tensor)
-        self._adopt(request.make(groups))
-        self._slices, self.trained = slices, trained
+        self._adopt(config.make(groups))
+        self._parameters, self.trained = parameters, trained
+        self._state_dict = OptimizerState(config, self._ranks, trained, parameters, self.numbers)
 
-    def _require_alone(self, trained: TrainedParameters) -> None:
-        """Refuse parameters of another optimizer if either wants them alone."""
-        request = self.request
-        for other in self._made:
-            both = self.numbers.keys() & other.numbers.keys() & trained.program.trained
-            if (
-                other is not self
-                and other.bound
-                and both
-                and (request.alone or other.request.alone)
-            ):
-                asked = " and ".join(map(_what_needs_it_alone, (other.request, request)))
-                raise PipelineError(
-                    f"{min(both)} is in two optimizers of this pipeline, with {asked}. One that is"
-                    " divided, early or has a reduce_dtype must be the only one: pass params=, or"
-                    " close() the other."
+    def _require_exclusive(self, trained: TrainedParameters) -> None:
+        """Raises PipelineError for parameters of two optimizers if one of these must have them
+        alone."""
+        for other in self._siblings:
+            shared = self.numbers.keys() & other.numbers.keys() & trained.program.trained
+            exclusive = self.config.exclusive or other.config.exclusive
+            if other is not self and other.bound and shared and exclusive:
+                configs = " and ".join(
+                    f"zero={config.zero}, overlap={config.overlaps_step},"
+                    f" reduce_dtype={config.reduce_dtype}"
+                    for config in (other.config, self.config)
                 )
+                raise PipelineError(
+                    f"{min(shared)} is in two optimizers of this pipeline, with {configs}. One that"
+                    " is divided, overlaps the step or has a reduce_dtype must be the only one:"
+                    " pass params=, or close() the other."
+                )
+
+    def close(self) -> None:
+        """Releases the parameters, so that another optimizer can have them. Every rank must call
+        it."""
+        self.wait()
+        self._parameters, self._closed = None, True
+        self._siblings[:] = (other for other in self._siblings if other is not self)
 
     def add_param_group(self, param_group: State) -> None:
         if hasattr(self, "_inner"):
@@ -168,6 +181,186 @@ class PipelineOptimizer(ParameterUpdates):
                 " pipe.optimizer(groups=)."
             )
         super().add_param_group(param_group)
+
+    # Within a step of the pipeline
+
+    def begin_step(self) -> None:
+        """Prepares a step of the pipeline. Raises PipelineError, on every rank, after a step that
+        failed between updates."""
+        if self._torn:
+            raise self._ranks.refusal(
+                "a step has failed after some stages had updated their parameters, or before their"
+                " updates were corrected, so that the model is of two steps. Load a checkpoint."
+            )
+        if self._unsettled is not None and self.parameters.of_stage(LATE):
+            self.settle()  # late parameters may be read before the first forward
+
+    def update(self, stage: int) -> None:
+        """Updates, inside of a step, what is complete with the last W of `stage`."""
+        parameters = self.parameters
+        if self.config.post_validates and not self._updating:
+            self._unsettled = self._begin_validation()
+        self._updating, validation = True, self._unsettled
+        with torch.no_grad():
+            self._take_gradients()
+            parameters.require_reduced(stage)
+            parameters.begin_update(stage)
+            tensors = parameters.of_stage(stage)
+            may_update = True
+            if validation is not None:
+                may_update = validation.may_update(parameters.counted_gradients(stage))
+                if validation.is_last(stage):
+                    validation.begin_total(parameters.counted_gradients())
+                if may_update:
+                    validation.keep(tensors, self.state)
+            if may_update:
+                before = _shared_values(self._inner)
+                self._step_inner([each.tensor for each in tensors])
+                self._require_unchanged(before)
+            parameters.end_update(stage)
+
+    def _begin_validation(self) -> PostValidation:
+        program, ranks = self.trained.program, self._ranks
+        has_stages = ranks.rank is not None and program.copies == 1
+        stages = len(program.stages_of(ranks.rank or 0)) if has_stages else 0
+        late = any(
+            self.trained.stage_of(name) == LATE for name in self.numbers.keys() & program.trained
+        )
+        options = [
+            {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
+            for group in self.param_groups
+        ]
+        return PostValidation(ranks, self.config.clip, stages, late or not stages, options)
+
+    def _require_unchanged(self, before: dict[str, Any]) -> None:
+        """Raises PipelineError if an update has written what belongs to all parameters, such as a
+        count of steps in a group: the next stage's update would count again."""
+        after = _shared_values(self._inner)
+        changed = [name for name in {**before, **after} if before.get(name) != after.get(name)]
+        if changed:
+            raise PipelineError(
+                f"{type(self._inner).__name__}.step() wrote its {changed[0]}, which belongs to all"
+                ' parameters, but with overlap=True or validate="after" it is called for every'
+                " stage, and again for a correction. Keep such values in the state of each"
+                " parameter, or leave overlap= and validate= out."
+            )
+
+    def end_step(self) -> None:
+        """Takes the gradients of a step of the pipeline. If the step has updated, they become
+        None."""
+        self._take_gradients()
+        if self._updating:
+            if self._unsettled is not None:
+                tensors = dict.fromkeys(
+                    tensor
+                    for each in self.parameters.tensors
+                    for tensor in (each.parameter, each.tensor)
+                )
+                self._unsettled.end_step([(tensor, tensor.grad) for tensor in tensors])
+            self._updating = False
+            self.parameters.drop_gradients()
+
+    def fail_step(self) -> None:
+        """Forgets the gradients of a step that has failed."""
+        if self._updating:
+            self.forget_updates()
+            self._torn = True
+        if self._parameters is not None:
+            self._parameters.drop_gradients()
+
+    def _take_gradients(self) -> None:
+        if self._parameters is not None:
+            self._make_masters(lambda parameter: parameter.grad is not None)
+            self._parameters.set_master_gradients()
+
+    def _make_masters(self, needs_master: Callable[[torch.Tensor], object]) -> None:
+        """Makes masters of parameters that were frozen at first, and updates them from now on."""
+        masters = self.parameters.make_masters(needs_master)
+        for group in self.param_groups if masters else ():
+            group["params"] = [masters.get(member, member) for member in group["params"]]
+
+    # After a step of the pipeline
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Clips, if `clip` is set, and updates; does nothing if `pipe.step` has updated. Every rank
+        must call it. Returns what `closure`, which may run the pipeline's step, returns."""
+        loss = None if closure is None else closure()
+        parameters = self.parameters
+        if not self.config.overlaps_step:
+            with self._ranks.watch.region("the optimizer's step"), torch.no_grad():
+                if not parameters.zero:  # the user may have replaced gradients
+                    self.trained.take_gradients()
+                    self._take_gradients()
+                parameters.require_reduced()
+                self._update_all()
+        return loss
+
+    def _update_all(self, norm: torch.Tensor | None = None) -> None:
+        """Updates everything; the norm of all gradients may be known already."""
+        parameters = self.parameters
+        parameters.begin_update()
+        if self.config.clip is not None:
+            if norm is None:
+                norm = norm_of_all(parameters.counted_gradients(), self._ranks)
+            self._norm = norm
+            parameters.clip(self.config.clip, norm)
+        self._step_inner([each.tensor for each in parameters.tensors])
+        parameters.end_update()
+
+    def _step_inner(self, tensors: Collection[torch.Tensor]) -> None:
+        """Updates these of its tensors."""
+        members, updated = [group["params"] for group in self.param_groups], set(tensors)
+        self._state_dict.stepped.update(tensor for tensor in tensors if tensor.grad is not None)
+        for group in self.param_groups:
+            group["params"] = [member for member in group["params"] if member in updated]
+        try:
+            step_without_hooks(self._inner)
+        finally:
+            for group, params in zip(self.param_groups, members, strict=True):
+                group["params"] = params
+
+    def settle(self, stage: int = LATE) -> None:
+        """Waits for the norm of all gradients, and corrects the last update if it was made too
+        early. Called before a stage, or anybody else, reads parameters."""
+        validation, self._unsettled = self._unsettled, None
+        if validation is None:
+            return
+        with torch.no_grad():
+            is_valid = validation.settle()
+            if self.config.clip is not None:
+                self._norm = validation.norm
+            if is_valid:
+                return
+            self._torn = True
+            parameters = self.parameters
+            with validation.as_in_step(self.param_groups):
+                parameters.wait()
+                validation.undo(self.state)
+                parameters.round_masters()
+                self._update_all(validation.norm)
+            self._torn = False
+
+    def wait(self, stage: int | None = None) -> None:
+        """Waits until the parameters of a stage (with None: all) have the values of the last
+        update."""
+        self.settle()
+        if self._parameters is not None:
+            self._parameters.wait(stage)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As `torch.optim.Optimizer.zero_grad`."""
+        super().zero_grad(set_to_none)
+        if self._parameters is not None and set_to_none:
+            self._parameters.drop_gradients()
+        elif self._parameters is not None:
+            self._parameters.is_reduced = self._parameters.is_used = False
+
+    def forget_updates(self) -> None:
+        """Forgets updates that are not settled: the parameters get values from elsewhere."""
+        self._updating = self._torn = False
+        self._unsettled = None
+
+    # State dicts
 
     def state_dict(self) -> State:
         """Returns this process's options and state under the names of parameters, in the form that
@@ -183,128 +376,46 @@ class PipelineOptimizer(ParameterUpdates):
         if not self.bound:
             return {}
         self.settle()
-        states = self._states()
-        return self.named_state(states if any(states.values()) else self._initial_states())
+        return self._state_dict.entries(self._inner, is_checkpoint=False)
 
-    def named_state(
-        self, states: Mapping[Slice, State] | None = None, counted: bool = False
-    ) -> State:
-        """Returns the entries of `state_dict`; with `counted` only what this process writes into a
-        checkpoint."""
-        states, slices, entries = (
-            self._states() if states is None else states,
-            self.slices.slices,
-            State(),
-        )
-        members = {each.name: self._member(each) for each in slices}
-        for name in self._own_names():
-            if not counted or self.trained.counts(name):
-                entries |= option_entries(name, self.param_groups[self.numbers[name]])
-        if self.slices.divided:
-            with self._ranks.watch.position.waiting("the optimizer's state"):
-                named = whole_states(states, slices)
-        else:
-            named = {each.name: state for each, state in states.items()}
-        silent = {each.name for each in slices if counted and not each.counts}
-        for name, state in named.items():
-            entries |= {} if name in silent else state_entries(members[name], state)
-        return entries
+    def checkpoint_state(self) -> State:
+        """Returns the entries of `state_dict` that this process writes into a checkpoint."""
+        assert self.parameters is not None
+        return self._state_dict.entries(self._inner, is_checkpoint=True)
 
-    def members_to_load(self) -> list[NamedParameter]:
+    def parameters_to_load(self) -> list[NamedParameter]:
         """Returns the parameters whose state `load_state_dict` takes on this process."""
-        if not self.slices.divided:
-            return [self._member(each) for each in self.slices.mine()]
-        parts = {each.name: each for each in self.slices.slices}
-        return [self._member(parts[name]) for name in kept_names(self.slices.slices)]
+        return self._state_dict.parameters_to_load()
 
     def load_state_dict(self, state_dict: State) -> None:
         """Continues from what `state_dict` returned on this rank, with the same `zero`, or after
         torch.distributed.checkpoint has filled it. Every rank calls it."""
-        slices, names = self.slices, self._own_names()
+        assert self.parameters is not None  # raises before the pipeline is compiled
         self.forget_updates()
-        options = by_name(state_dict, "param_groups", names)
-        states = by_name(state_dict, "state", names)
-        self._require_own(
-            state_dict, [key for each in self.members_to_load() for key in states[each.name]]
-        )
-        if slices.divided:
-            whole = {
-                name: {key: local_of(value) for key, value in state.items()}
-                for name, state in states.items()
-            }
-            with self._ranks.watch.position.waiting("the optimizer's state"):
-                found = slice_states(whole, slices.slices)
-        else:
-            found = {each: dict(states[each.name]) for each in slices.mine()}
-        masters = {
-            each: local_of(state.pop(MASTER)) for each, state in found.items() if MASTER in state
-        }
-        given = {each.given for each in masters}
-        self._give_masters(lambda parameter: parameter in given)
-        parts = self._parts()
-        members = [self._member(parts[tensor]) for tensor in self._members()]
-        own = [found[parts[tensor]] for tensor in self._members()]
-        self._inner.load_state_dict(torch_state_dict(members, own, options, self.param_groups))
+        states, options = self._state_dict.load(state_dict)
+        with_masters = {each.source for each, state in states.items() if MASTER in state}
+        self._make_masters(lambda source: source in with_masters)
+        self._state_dict.load_into(self._inner, states, options)
         self.param_groups = self._inner.param_groups
-        for each, master in masters.items():
-            each.tensor.detach().copy_(master)
-        self._stepped = {each.tensor for each in masters}
-
-    def _require_own(self, state_dict: State, taken: Sequence[str]) -> None:
-        """Refuses state that this process would ignore."""
-        if sum(key.startswith("state.") for key in state_dict) != len(taken):
-            raise PipelineError(
-                "this state dict is of another rank, or another zero=. Load what this rank has"
-                " saved, or use zbcompile.save_checkpoint, which any rank can read."
-            )
-
-    def _states(self) -> dict[Slice, State]:
-        """Returns the state of this process's slices, with the masters."""
-        found = {}
-        for tensor, part in self._parts().items():
-            master = part.is_master and bool(tensor in self._stepped or self.state.get(tensor))
-            found[part] = {
-                **self.state.get(tensor, {}),
-                **({MASTER: tensor.detach()} if master else {}),
-            }
-        return found
-
-    def _initial_states(self) -> dict[Slice, State]:
-        """Returns the state that an update with gradients of zero makes."""
-        found = {}
-        for tensor, part in self._parts().items():
-            if not tensor.requires_grad:
-                continue
-            like = torch.zeros_like(tensor).detach().requires_grad_()
-            like.grad = torch.zeros_like(like).detach()
-            group = self.param_groups[self.numbers[part.name]]
-            options = {key: value for key, value in group.items() if key not in MEMBERS}
-            optimizer = self.request.make([{**options, "params": [like]}])
-            step_without_hooks(optimizer)
-            state = dict(optimizer.state.get(like, {}))
-            if "step" in state:
-                state["step"] = (
-                    torch.zeros_like(state["step"])
-                    if isinstance(state["step"], torch.Tensor)
-                    else 0
-                )
-            found[part] = {**state, **({MASTER: tensor.detach()} if part.is_master else {})}
-        return found
-
-    def _parts(self) -> dict[torch.Tensor, Slice]:
-        """Returns this process's slices by the tensors in `param_groups`."""
-        return {each.tensor: each for each in self.slices.mine()}
-
-    def _own_names(self) -> list[str]:
-        return [name for name in self.numbers if name in self.trained.own]
-
-    def _member(self, part: Slice) -> NamedParameter:
-        name = part.name
-        return NamedParameter(
-            name, self.numbers[name], part.tensor, part.parameter, self.trained.chunk(name)
-        )
 
 
-def _what_needs_it_alone(request: OptimizerRequest) -> str:
-    more = "" if request.reduce_dtype is None else f", reduce_dtype={request.reduce_dtype}"
-    return f"zero={request.zero}, early={request.updates_early}{more}"
+def _shared_values(optimizer: Optimizer) -> dict[str, Any]:
+    """Returns marks of the options and attributes of an optimizer, which belong to all
+    parameters; a mark changes when its value does."""
+    values = {
+        f"param_groups[{number}][{key!r}]": value
+        for number, group in enumerate(optimizer.param_groups)
+        for key, value in group.items()
+        if key != "params"
+    }
+    return {name: _mark(value) for name, value in (values | attributes_of(optimizer)).items()}
+
+
+def _mark(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return None if isinstance(value, nn.Parameter) else (id(value), written_so_far(value))
+    if isinstance(value, dict):
+        return tuple(map(_mark, value.values()))
+    if isinstance(value, list | tuple):
+        return tuple(map(_mark, value))
+    return repr(value) if isinstance(value, PLAIN) else None

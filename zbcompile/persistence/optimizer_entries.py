@@ -28,14 +28,14 @@ def class_name(optimizer: Any) -> str:
         text = f"optimizer= received a {type(optimizer).__name__}; expected one torch optimizer."
         raise PipelineError(f"{text} Save each of several in a folder of its own.")
     return (
-        optimizer.request.kind if isinstance(optimizer, PipelineOptimizer) else type(optimizer)
+        optimizer.config.kind if isinstance(optimizer, PipelineOptimizer) else type(optimizer)
     ).__name__
 
 
 def optimizer_entries(optimizer: Optimizer, state: LocalState) -> Values:
     """Returns the state that this process writes, by the parameters' names in a checkpoint."""
     if isinstance(optimizer, PipelineOptimizer):
-        return _renamed(optimizer.named_state(counted=True), state.titles)
+        return _renamed(optimizer.checkpoint_state(), state.titles)
     entries: Values = {}
     for member in _members(optimizer, state):
         if state.is_writer(member.name):
@@ -56,10 +56,10 @@ def load_optimizer(
     `stored` has the shape and dtype of every tensor of it, None for other values; `values` has
     these. `read` fills tensors in place, by their names in the checkpoint.
     """
-    divided = isinstance(optimizer, PipelineOptimizer) and optimizer.slices.divided
+    divided = isinstance(optimizer, PipelineOptimizer) and optimizer.parameters.zero
     if isinstance(optimizer, PipelineOptimizer):
-        titles, members = state.titles, optimizer.members_to_load()
-        names = set(optimizer.trained.own)
+        titles, members = state.titles, optimizer.parameters_to_load()
+        names = set(optimizer.trained.local)
     else:
         titles, members = {name: name for name in state.shapes}, list(_members(optimizer, state))
         names = {value.name for value in members}

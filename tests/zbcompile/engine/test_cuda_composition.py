@@ -58,7 +58,7 @@ def test_two_replicas(problem: str, schedule: str, pool: Pool) -> None:
     [
         Training("short-mlp", "zb-h1", dtype="bfloat16", clip=0.05),
         Training("small-tied", "zb-h1", vocab=1),
-        Training("small-tied", "zb-v", early=True),
+        Training("small-tied", "zb-v", overlap=True),
     ],
     ids=str,
 )

@@ -236,7 +236,7 @@ def test_what_is_frozen_has_no_master_until_it_trains() -> None:
         half = in_half(batch)
         eager_step(model, problem.loss, half, MICROBATCHES, step)
         pipe.step(*half.args, target=half.target)
-        assert next(each for each in ours.slices.slices if each.name == frozen).is_master is (
+        assert next(each for each in ours.parameters.tensors if each.name == frozen).is_master is (
             step > 0
         )
         theirs.step()
@@ -311,7 +311,7 @@ def closed(optimizer: Any) -> Any:
     ("make", "message"),
     [
         (
-            lambda pipe: pipe.optimizer(AdamW, early=True, clip=1.0),
+            lambda pipe: pipe.optimizer(AdamW, overlap=True, clip=1.0),
             "before the norm of all gradients is known, by wh",
         ),
         (lambda pipe: pipe.optimizer(torch.optim.LBFGS), r"LBFGS.step\(\) needs a closure"),
@@ -332,7 +332,7 @@ def closed(optimizer: Any) -> Any:
             lambda pipe: pipe.optimizer(AdamW, params=3),
             "params=3; expected a function of a parameter's name",
         ),
-        (lambda pipe: pipe.optimizer(AdamW, early="yes"), "early='yes'; expected True or False"),
+        (lambda pipe: pipe.optimizer(AdamW, overlap="yes"), "overlap='yes'; expected True or"),
         (lambda pipe: pipe.optimizer(AdamW, zero=True), "zero=True; expected 0 or 1"),
         (
             lambda pipe: pipe.optimizer(AdamW, learning_rate=1),
@@ -434,3 +434,5 @@ def test_a_removed_option_says_what_to_do() -> None:
     pipe = zbcompile.pipeline(nn.Linear(2, 2), ranks=1, loss=nn.functional.mse_loss)
     with pytest.raises(TypeError, match="reshard_after_forward= any more: zero takes 0 or 1"):
         pipe.optimizer(AdamW, reshard_after_forward=True)
+    with pytest.raises(TypeError, match=r"early= any more: overlap=True lets pipe\.step"):
+        pipe.optimizer(AdamW, early=True)

@@ -29,7 +29,7 @@ class Tied(nn.Module):
         return self.layers(x)  # type: ignore[no-any-return]
 
 
-def trained(zero: int, early: bool) -> tuple[Named, Named, Named]:
+def trained(zero: int, overlap: bool) -> tuple[Named, Named, Named]:
     """The gradients of this replica alone, and its parameters before and after an update by those
     of all."""
     mesh = init_device_mesh(
@@ -45,7 +45,7 @@ def trained(zero: int, early: bool) -> tuple[Named, Named, Named]:
     for parameter in pipe.parameters():
         parameter.grad = None
     optimizer = pipe.optimizer(
-        torch.optim.SGD, lr=1.0, zero=zero, early=early, reduce_dtype=torch.bfloat16
+        torch.optim.SGD, lr=1.0, zero=zero, overlap=overlap, reduce_dtype=torch.bfloat16
     )
     before = {name: p.detach().clone() for name, p in pipe.named_parameters()}
     pipe.step(x, target=x)
@@ -56,12 +56,12 @@ def trained(zero: int, early: bool) -> tuple[Named, Named, Named]:
 
 
 @pytest.mark.parametrize(
-    ("zero", "early"),
+    ("zero", "overlap"),
     [(0, False), (1, True), *(pytest.param(z, z == 0, marks=pytest.mark.slow) for z in (0, 1))],
 )
-def test_sums_are_those_of_rounded_gradients(pool: Pool, zero: int, early: bool) -> None:
+def test_sums_are_those_of_rounded_gradients(pool: Pool, zero: int, overlap: bool) -> None:
     assert WIDTH * WIDTH * 4 > ALONE_BYTES > WIDTH * 4
-    results = pool.run(trained, zero, early, ranks=4)
+    results = pool.run(trained, zero, overlap, ranks=4)
     for here, other in ((0, 2), (1, 3), (2, 0), (3, 1)):
         own, before, after = results[here]
         theirs = results[other][0]

@@ -8,10 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
 
 import zbcompile
 from tests.support.pool import Pool
@@ -104,7 +100,7 @@ def refusing(folder: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         pipe.step(batch, target=batch)
     optimizer.zero_grad()
     with pytest.raises(
-        zbcompile.PipelineError, match=r"linear.bias is in two optimizers .* with zero=1, early=F"
+        zbcompile.PipelineError, match=r"linear.bias is in two optimizers .* with zero=1, overlap=F"
     ):
         pipe.optimizer(torch.optim.SGD)
     before = optimizer.state_dict()
@@ -114,15 +110,6 @@ def refusing(folder: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         zbcompile.PipelineError, match=r"of another rank, or another zero=.*save_checkpoint"
     ):
         optimizer.load_state_dict(theirs[1 - dist.get_rank()])
-    for torchs in (
-        get_optimizer_state_dict,
-        lambda *both: set_optimizer_state_dict(*both, {"state": {}, "param_groups": []}),
-    ):
-        with pytest.raises(
-            zbcompile.PipelineError,
-            match=r"this one updates a part .* of linear.*save_checkpoint\(",
-        ):
-            torchs(pipe._model, optimizer)
     zbcompile.save_checkpoint(folder, pipe, optimizer)
     optimizer.load_state_dict(
         {key: value for key, value in before.items() if not key.startswith("state.")}
@@ -171,7 +158,7 @@ def failing(fault: str) -> None:
         ("frozen_in_between", "this step does not train layers.0.bias, and the first one did"),
         (
             "written_on_the_way",
-            "layers.0.weight was written between optimizer.step() and the arrival of its updated",
+            "layers.0.weight was written between the update of the optimizer and the arrival of its",
         ),
         (
             "different_on_ranks",

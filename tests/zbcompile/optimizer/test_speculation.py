@@ -85,9 +85,9 @@ def without_barrier(
                 rank.stages[number].update(gradient)
     total, held = step.clips(step.total), any(rank.speculation.held for rank in ranks)
     updated = sum(len(rank.kept) for rank in ranks)
-    if all(rank.speculation.stands(total, held) for rank in ranks):
+    if all(rank.speculation.update_is_valid(total, held) for rank in ranks):
         return updated, 0
-    assert not any(rank.speculation.stands(total, held) for rank in ranks), "ranks disagree"
+    assert not any(rank.speculation.update_is_valid(total, held) for rank in ranks), "ranks disagree"
     for rank in ranks:
         for number, stage in rank.kept.items():
             rank.stages[number] = stage

@@ -1,0 +1,238 @@
+"""The parameters of one optimizer in this process: whole, or the parts of a ZeRO-1 replica.
+
+A step calls it for its actions: REDUCE sums gradients over replicas, OPT updates, GATHER waits for
+the parameters that other replicas have updated.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from zbcompile.distributed.ranks import Ranks
+from zbcompile.errors import PipelineError
+from zbcompile.passes.compile_options import HALF
+from zbcompile.program.program import Program
+from zbcompile.engine.gradients import Gradients
+from zbcompile.engine.zero1 import ShardedBuffer
+
+Observe = Callable[[str, torch.Tensor], None]
+LATE = -1  # in place of a stage: a parameter of several stages, or read outside of stages
+
+
+@dataclass(eq=False)
+class OptimizerTensor:
+    """A tensor that an optimizer updates, as `tensor`: the parameter, a part of it, or the float32
+    master of either.
+
+    `source` is the parameter that the optimizer would be passed in eager mode (which may be a
+    DTensor over the memory of `parameter`), or the part in the parameter's memory; `user_parameter`
+    is what users see. `counted` says whether this process adds its gradient to norms and writes its
+    state.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    user_parameter: nn.Parameter
+    source: torch.Tensor
+    stage: int
+    counted: bool
+    is_part: bool = False
+
+    def __post_init__(self) -> None:
+        source = self.source
+        self.tensor = source if isinstance(source, nn.Parameter) else nn.Parameter(source)
+
+    @property
+    def is_master(self) -> bool:
+        return self.tensor.dtype != self.parameter.dtype
+
+    @property
+    def gradient(self) -> torch.Tensor | None:
+        """The gradient that an update uses."""
+        return (self.tensor if self.is_part else self.parameter).grad
+
+    def refresh_master(self) -> None:
+        """Copies the parameter's values into the master where they differ from the rounded master,
+        that is, where somebody else has written into the parameter."""
+        if self.is_master:
+            master, values = self.tensor.detach(), self.source.detach()
+            master.copy_(torch.where(master.to(values.dtype) == values, master, values.float()))
+
+
+@dataclass(eq=False)
+class OptimizerParameters:
+    """The `tensors` that one optimizer updates in this process, by the order of its collectives.
+
+    With `zero` replicas divide the `buffers`. `names` are the optimizer's parameters on all ranks;
+    every step trains those in `trained`. Gradients are summed over replicas in `reduce_dtype`; None
+    keeps their dtype. `is_reduced` says whether the parts have gradients, `is_used` whether an
+    update has used these. The ranks that share a parameter make all calls in the same order.
+    """
+
+    tensors: Sequence[OptimizerTensor]
+    ranks: Ranks
+    zero: bool
+    names: frozenset[str]
+    trained: frozenset[str]
+    buffers: Sequence[ShardedBuffer] = ()
+    reduce_dtype: torch.dtype | None = None
+    is_reduced: bool = False
+    is_used: bool = False
+
+    def __post_init__(self) -> None:
+        self.local_names = frozenset(each.name for each in self.tensors).union(
+            *(buffer.parameters for buffer in self.buffers)
+        )
+
+    def of_stage(self, stage: int | None) -> list[OptimizerTensor]:
+        """Returns the tensors whose gradients are complete with a stage; with None all."""
+        return [each for each in self.tensors if stage is None or each.stage == stage]
+
+    def buffers_of(self, stage: int | None) -> list[ShardedBuffer]:
+        return [each for each in self.buffers if stage is None or each.stage == stage]
+
+    # Within a step of the pipeline
+
+    def begin(self, program: Program) -> None:
+        """Prepares a step. Raises PipelineError if it trains other parameters, or would add to
+        gradients that an update has used."""
+        if program.trained & self.names != self.trained:
+            name = min((program.trained & self.names) ^ self.trained)
+            now, before = (
+                ("trains", "did not") if name in program.trained else ("does not train", "did")
+            )
+            raise self.ranks.refusal(
+                f"this step {now} {name}, and the first one {before}. An optimizer that is divided"
+                " among replicas needs steps that train the same parameters; pass zero=0 to"
+                " pipe.optimizer."
+            )
+        if self.is_used:
+            raise self.ranks.refusal(
+                "this step would add to gradients that an update has used already. Call"
+                " optimizer.zero_grad() after optimizer.step(): replicas hold parts of the"
+                " gradients, which model.zero_grad() does not know."
+            )
+        self.wait(LATE)
+        for buffer in self.buffers:
+            buffer.attach_gradients()
+
+    def reduce(self, stage: int, gradients: Gradients, observe: Observe) -> None:
+        """Starts to sum the gradients of a stage over replicas."""
+        for buffer in self.buffers:
+            if buffer.reduction_is_complete:  # its gradients are freed before others need memory
+                self._take_sum(buffer)
+        for buffer in self.buffers_of(stage):
+            buffer.reduce(gradients, observe)
+
+    def finish(self, stage: int | None = None) -> None:
+        """Waits for the sums of a stage; with None for all."""
+        for buffer in self.buffers_of(stage):
+            self._take_sum(buffer)
+        self.is_reduced = True
+
+    def _take_sum(self, buffer: ShardedBuffer) -> None:
+        total = buffer.finish_reduction()
+        if total is None:
+            return
+        for each in self.tensors:
+            if each.name in buffer.parameters:
+                part = buffer.local_part(total, each.name)
+                assert part is not None
+                part, gradient = part.to(each.tensor.dtype), each.tensor.grad
+                each.tensor.grad = part if gradient is None else gradient.add_(part)
+
+    def sums(self) -> dict[str, torch.Tensor]:
+        """Returns this replica's parts of the sums by parameter."""
+        return {
+            each.name: each.tensor.grad for each in self.tensors if each.tensor.grad is not None
+        }
+
+    def wait(self, stage: int | None = None) -> None:
+        """Waits for the parameters of a stage (with None: all) that other replicas have updated.
+        Raises PipelineError if somebody has written into one, which would be lost."""
+        buffers = self.buffers_of(stage)
+        for buffer in buffers:
+            buffer.require_unwritten()
+        if buffers:
+            with (
+                self.ranks.watch.apart(what := "the updated parameters"),
+                self.ranks.watch.position.waiting(what),
+            ):
+                for buffer in buffers:
+                    buffer.wait()
+
+    # Around an update
+
+    def set_master_gradients(self) -> None:
+        """Gives the masters of whole parameters the gradients of these, in the same memory."""
+        for each in self.tensors:
+            if not each.is_part:
+                each.tensor.grad = each.source.grad
+
+    def make_masters(
+        self, needs_master: Callable[[torch.Tensor], object]
+    ) -> dict[torch.Tensor, nn.Parameter]:
+        """Makes float32 masters of the parameters in half precision that need one and have none.
+        Returns them by the tensors that they replace."""
+        masters: dict[torch.Tensor, nn.Parameter] = {}
+        for each in self.tensors:
+            if each.parameter.dtype in HALF and not each.is_master and needs_master(each.source):
+                replaced, each.tensor = each.tensor, nn.Parameter(each.source.detach().float())
+                masters[replaced] = each.tensor
+        return masters
+
+    def counted_gradients(self, stage: int | None = None) -> Iterator[torch.Tensor]:
+        """Yields the gradients that this process counts in the norm of all."""
+        gradients = (each.gradient for each in self.of_stage(stage) if each.counted)
+        return (gradient for gradient in gradients if gradient is not None)
+
+    def clip(self, limit: float, norm: torch.Tensor) -> None:
+        """Scales all gradients, whose norm is `norm`, to the norm `limit` if theirs is larger."""
+        clipped = [each.tensor if each.is_part else each.parameter for each in self.tensors]
+        nn.utils.clip_grads_with_norm_(clipped, limit, norm)
+
+    def require_reduced(self, stage: int | None = None) -> None:
+        """Raises PipelineError for gradients that are not summed over replicas."""
+        for buffer in self.buffers_of(stage):
+            for name, parameter in buffer.parameters.items():
+                if parameter.grad is not None:
+                    raise PipelineError(
+                        f"the gradient of {name} is this replica's own: the last step was inside"
+                        " no_sync, or the gradient was made elsewhere. Run a step outside of"
+                        " no_sync before optimizer.step()."
+                    )
+
+    def begin_update(self, stage: int | None = None) -> None:
+        """Takes over what somebody else has written into the parameters."""
+        if stage is None:
+            self.wait()
+        for buffer in self.buffers_of(stage):
+            buffer.attach_parameters()
+        for each in self.of_stage(stage):
+            each.refresh_master()
+
+    def end_update(self, stage: int | None = None) -> None:
+        """Rounds masters, and starts to send the values to the other replicas: first those that
+        the next step needs first."""
+        self.is_used = self.is_reduced
+        self.round_masters(stage)
+        for buffer in sorted(self.buffers_of(stage), key=lambda buffer: buffer.stage):
+            buffer.gather()
+
+    def round_masters(self, stage: int | None = None) -> None:
+        """Copies the masters into the parameters."""
+        for each in self.of_stage(stage):
+            if each.is_master:
+                each.source.detach().copy_(each.tensor.detach())
+
+    def drop_gradients(self) -> None:
+        """Forgets all gradients, and sums that have been started."""
+        self.is_reduced = self.is_used = False
+        for buffer in self.buffers:
+            buffer.drop_gradients()
+            for name, parameter in buffer.parameters.items():
+                parameter.grad = buffer.user_parameters[name].grad = None
+        for each in self.tensors:
+            each.tensor.grad = each.user_parameter.grad = each.parameter.grad = None
