@@ -7,9 +7,9 @@ from functools import cached_property
 import torch
 
 from zbcompile.engine.gradients import Gradients
+from zbcompile.engine.optimizer_parameters import OptimizerParameters
 from zbcompile.engine.rank import RankProgram, plan_rank
 from zbcompile.engine.replicas import Sum, SumPlan, plan_sums
-from zbcompile.engine.optimizer_parameters import OptimizerParameters
 from zbcompile.engine.stage_plan import CompiledStage
 from zbcompile.engine.step_agreement import StepAgreement
 from zbcompile.engine.vocabulary_parameters import VocabularyExecutable

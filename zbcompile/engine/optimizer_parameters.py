@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from zbcompile.distributed.ranks import Ranks
+from zbcompile.engine.gradients import Gradients
+from zbcompile.engine.zero1 import ShardedBuffer
 from zbcompile.errors import PipelineError
 from zbcompile.passes.compile_options import HALF
 from zbcompile.program.program import Program
-from zbcompile.engine.gradients import Gradients
-from zbcompile.engine.zero1 import ShardedBuffer
 
 Observe = Callable[[str, torch.Tensor], None]
 LATE = -1  # in place of a stage: a parameter of several stages, or read outside of stages

@@ -21,9 +21,9 @@ from zbcompile.distributed.under_way import complete, outlives_its_step
 from zbcompile.engine.executable import Executable, Outputs, StepInput
 from zbcompile.engine.first_step_check import FirstStepCheck, written_buffers
 from zbcompile.engine.gradients import Gradients
+from zbcompile.engine.optimizer_parameters import LATE
 from zbcompile.engine.rank import RankRun
 from zbcompile.engine.replicas import Reduction, unobserved
-from zbcompile.engine.optimizer_parameters import LATE
 from zbcompile.engine.stage import StageRun
 from zbcompile.engine.stage_plan import LOOKUPS, SHARD
 from zbcompile.engine.step_agreement import integer_marks, require_same_integers

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import nn
 
 from zbcompile.distributed.under_way import complete, outlives_its_step
+from zbcompile.engine.gradients import Gradients, grad_dtype
 from zbcompile.errors import PipelineError
 from zbcompile.passes.torch_private import written_so_far
-from zbcompile.engine.gradients import Gradients, grad_dtype
 
 Range = tuple[int, int]
 # The names that torch 2.13 has deprecated are the only ones of torch 2.11.
@@ -31,7 +31,8 @@ class ShardedBuffer:
     replicas of `group`.
 
     Replica i updates the elements from `bounds[i]` to `bounds[i + 1]`. If the optimizer updates
-    element by element, all segments are equally long; the end is padded. With `owners`, the
+    element by element, all segments are equally long; the end is padded. A single parameter stays
+    where it is, as rows of a vocabulary are views of more, and is not padded. With `owners`, the
     replica of each parameter, segments consist of whole parameters. `user_parameters` are those of
     `parameters` as users see them, which may be DTensors over the same memory.
     """
@@ -55,14 +56,22 @@ class ShardedBuffer:
         self._offsets = dict(zip(names, starts, strict=True))
         if owners is None:
             share = -(-total // self.replicas)
-            self.bounds = [share * replica for replica in range(self.replicas + 1)]
+            most = total if len(names) == 1 else share * self.replicas
+            self.bounds = [min(share * replica, most) for replica in range(self.replicas + 1)]
         else:
             loads = [0] * self.replicas
             for name, length in zip(names, lengths, strict=True):
                 loads[owners[name]] += length
             self.bounds = list(accumulate(loads, initial=0))
         like = next(iter(self.parameters.values()))
-        self.values = torch.zeros(self.bounds[-1], dtype=like.dtype, device=like.device)
+        segments = [end - begin for begin, end in pairwise(self.bounds)]
+        # gloo's reduce-scatter and all-gather copy the whole buffer
+        on_gloo = self.group is not None and "gloo" in dist.get_backend_config(self.group)
+        self._is_even = owners is None and len(set(segments)) == 1 and not on_gloo
+        if len(names) == 1:
+            self.values = like.detach().as_strided((total,), (1,), like.storage_offset())
+        else:
+            self.values = torch.zeros(self.bounds[-1], dtype=like.dtype, device=like.device)
         self._gradient_dtype = grad_dtype(like)
         self._reductions: list[tuple[torch.Tensor, list[dist.Work]]] = []
         self._gathers: list[dist.Work] = []
@@ -71,7 +80,8 @@ class ShardedBuffer:
 
     def _view(self, flat: torch.Tensor, name: str) -> torch.Tensor:
         parameter = self.parameters[name]
-        return flat.as_strided(parameter.shape, parameter.stride(), self._offsets[name])
+        start = flat.storage_offset() + self._offsets[name]
+        return flat.as_strided(parameter.shape, parameter.stride(), start)
 
     @property
     def segment(self) -> Range:
@@ -143,11 +153,11 @@ class ShardedBuffer:
         begin, end = self.segment
         if self.group is None:
             self._reductions.append((flat, []))
-        elif self.owners is None and "gloo" not in dist.get_backend_config(self.group):
+        elif self._is_even:
             part = torch.empty_like(flat[begin:end])
             work = _reduce_scatter(part, flat, group=self.group, async_op=True)
             self._reductions.append((part, [work]))
-        else:  # gloo's reduce-scatter would copy the buffer
+        else:
             works = [
                 dist.reduce(flat[begin:end], group=self.group, group_dst=replica, async_op=True)
                 for replica, (begin, end) in enumerate(pairwise(self.bounds))
@@ -185,7 +195,7 @@ class ShardedBuffer:
         if self.group is None:
             return
         begin, end = self.segment
-        if self.owners is None:
+        if self._is_even:
             values = self.values, self.values[begin:end]
             works = [_all_gather(*values, group=self.group, async_op=True)]
         else:

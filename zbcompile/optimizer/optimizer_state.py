@@ -7,6 +7,7 @@ import torch
 from torch.optim import Optimizer
 
 from zbcompile.distributed.ranks import Ranks
+from zbcompile.engine.optimizer_parameters import OptimizerParameters, OptimizerTensor
 from zbcompile.errors import PipelineError
 from zbcompile.model.tensor_shard import local_of
 from zbcompile.optimizer.named_state import (
@@ -24,7 +25,6 @@ from zbcompile.optimizer.sharded_state import (
     scatter_states,
 )
 from zbcompile.optimizer.trained_parameters import TrainedParameters
-from zbcompile.engine.optimizer_parameters import OptimizerParameters, OptimizerTensor
 from zbcompile.torch_private import step_without_hooks
 
 State = dict[str, Any]

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from zbcompile.distributed.agreement import agree, together
 from zbcompile.distributed.ranks import Ranks
+from zbcompile.engine.optimizer_parameters import LATE, OptimizerParameters
 from zbcompile.errors import PipelineError
 from zbcompile.optimizer.gradient_norm import norm_of_all
 from zbcompile.optimizer.named_state import NamedParameter
@@ -23,7 +24,6 @@ from zbcompile.optimizer.trained_parameters import (
     whole_parameters,
 )
 from zbcompile.passes.torch_private import written_so_far
-from zbcompile.engine.optimizer_parameters import LATE, OptimizerParameters
 from zbcompile.torch_private import attributes_of, step_without_hooks
 
 State = dict[str, Any]
@@ -251,12 +251,7 @@ class PipelineOptimizer(Optimizer):
         self._take_gradients()
         if self._updating:
             if self._unsettled is not None:
-                tensors = dict.fromkeys(
-                    tensor
-                    for each in self.parameters.tensors
-                    for tensor in (each.parameter, each.tensor)
-                )
-                self._unsettled.end_step([(tensor, tensor.grad) for tensor in tensors])
+                self._unsettled.end_step(self.parameters.tensors)
             self._updating = False
             self.parameters.drop_gradients()
 

@@ -16,10 +16,10 @@ import torch.distributed as dist
 
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.distributed.under_way import complete, outlives_its_step
+from zbcompile.engine.optimizer_parameters import LATE, OptimizerTensor
 from zbcompile.errors import PipelineError
 from zbcompile.optimizer.gradient_norm import begin_sum, squares_of
 from zbcompile.passes.torch_private import written_so_far
-from zbcompile.engine.optimizer_parameters import LATE, OptimizerTensor
 
 TAG = 1 << 30  # above those of the pipeline's messages
 State = dict[torch.Tensor, dict[str, Any]]
@@ -52,27 +52,24 @@ class Speculation:
 
 @dataclass
 class TensorSnapshot:
-    """A tensor of the optimizer and its state before an update, and how often the parameter had
-    been written after it."""
+    """A tensor of the optimizer, and its state, before an update."""
 
-    source: OptimizerTensor
+    tensor: torch.Tensor
     value: torch.Tensor
     state: Mapping[str, Any] | None
-    writes: int = 0
 
     @classmethod
-    def take(cls, source: OptimizerTensor, states: State) -> "TensorSnapshot":
-        state = states.get(source.tensor)
+    def take(cls, tensor: torch.Tensor, states: State) -> "TensorSnapshot":
+        state = states.get(tensor)
         values = None if state is None else {key: _copied(value) for key, value in state.items()}
-        return cls(source, _copied(source.tensor), values)
+        return cls(tensor, _copied(tensor), values)
 
     def restore(self, states: State) -> None:
-        tensor = self.source.tensor
-        tensor.detach().copy_(self.value)
+        self.tensor.detach().copy_(self.value)
         if self.state is None:
-            states.pop(tensor, None)
+            states.pop(self.tensor, None)
         else:
-            states[tensor] = dict(self.state)
+            states[self.tensor] = dict(self.state)
 
 
 def _copied(value: Any) -> Any:
@@ -87,7 +84,8 @@ class PostValidation:
     `stages` is how many stages update before the end of the step, `late` says whether some rank
     updates more at its end. `options` are those of every group that the update uses. `squares` are
     those of the gradients that this process counts, `before` the sum over the ranks before this
-    one. `gradients` are those that the update has used.
+    one. `gradients` are those that the update has used, `writes` how often each parameter had been
+    written when the step ended.
     """
 
     ranks: Ranks
@@ -99,6 +97,7 @@ class PostValidation:
     squares: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)
     snapshots: list[TensorSnapshot] = field(default_factory=list)
     gradients: Sequence[tuple[torch.Tensor, torch.Tensor | None]] = ()
+    writes: Mapping[OptimizerTensor, int] = field(default_factory=dict)
     sending: dist.Work | None = None
     works: list[dist.Work] = field(default_factory=list)
     stages_done: int = 0
@@ -122,7 +121,7 @@ class PostValidation:
 
     def keep(self, tensors: Sequence[OptimizerTensor], states: State) -> None:
         """Copies what an update of `tensors` will change."""
-        self.snapshots += [TensorSnapshot.take(tensor, states) for tensor in tensors]
+        self.snapshots += [TensorSnapshot.take(each.tensor, states) for each in tensors]
 
     def _clips(self, norm: torch.Tensor) -> bool:
         """Whether gradients of this norm are clipped; those that are not finite are."""
@@ -145,11 +144,11 @@ class PostValidation:
             for pending in self.works:
                 outlives_its_step(pending)
 
-    def end_step(self, gradients: Sequence[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
-        """Notes what a correction needs once the step has ended."""
-        self.gradients = gradients
-        for snapshot in self.snapshots:
-            snapshot.writes = written_so_far(snapshot.source.parameter)
+    def end_step(self, tensors: Sequence[OptimizerTensor]) -> None:
+        """Keeps what a correction needs of all `tensors` once the step has ended."""
+        holders = dict.fromkeys(t for each in tensors for t in (each.parameter, each.tensor))
+        self.gradients = [(tensor, tensor.grad) for tensor in holders]
+        self.writes = {each: written_so_far(each.parameter) for each in tensors}
 
     def settle(self) -> bool:
         """Waits for the norm of all gradients. Returns whether the updates are valid."""
@@ -164,12 +163,12 @@ class PostValidation:
     def undo(self, states: State) -> None:
         """Restores what was kept. Raises PipelineError if somebody has written into a parameter
         meanwhile."""
-        for snapshot in self.snapshots:
-            if written_so_far(snapshot.source.parameter) != snapshot.writes:
+        for each, writes in self.writes.items():
+            if written_so_far(each.parameter) != writes:
                 raise PipelineError(
-                    f"{snapshot.source.name} was written before its update was validated, and the"
-                    " update has to be undone, which would replace what was written. Call"
-                    " pipe.parameters() first, which waits for the validation."
+                    f"{each.name} was written before its update was validated, and the update has"
+                    " to be made again. Call pipe.parameters() first, which waits for the"
+                    " validation."
                 )
         for snapshot in self.snapshots:
             snapshot.restore(states)

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from zbcompile.distributed.packing import as_contiguous
-from zbcompile.errors import PipelineError
 from zbcompile.engine.optimizer_parameters import OptimizerTensor
 from zbcompile.engine.zero1 import ShardedBuffer
+from zbcompile.errors import PipelineError
 
 Values = dict[str, Any]
 

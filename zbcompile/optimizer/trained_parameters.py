@@ -10,6 +10,9 @@ import torch
 from torch import nn
 
 from zbcompile.distributed.ranks import Ranks
+from zbcompile.engine.gradients import grad_dtype
+from zbcompile.engine.optimizer_parameters import LATE, OptimizerParameters, OptimizerTensor
+from zbcompile.engine.zero1 import ShardedBuffer
 from zbcompile.errors import PipelineError
 from zbcompile.model.distributed_tensors import is_distributed
 from zbcompile.model.placements import PARTIAL, SHARD, along
@@ -17,9 +20,6 @@ from zbcompile.model.tensor_shard import Chunk
 from zbcompile.passes.compile_options import HALF
 from zbcompile.passes.graph.strides import is_dense
 from zbcompile.program.program import Program
-from zbcompile.engine.gradients import grad_dtype
-from zbcompile.engine.optimizer_parameters import LATE, OptimizerParameters, OptimizerTensor
-from zbcompile.engine.zero1 import ShardedBuffer
 
 # stage, name of a late parameter, dimensions of the replicas, dtypes, whether it is counted
 Bucket = tuple[int, str, tuple[str, ...], tuple[str, str], bool]

@@ -93,7 +93,7 @@ def test_the_copies_are_those_that_inspect_states(
     stated = [copies_bytes(pipe.program, rank, sizes) for rank in range(2)]
     assert sum(stated) == counted
     if not pipe.program.late:
-        here = {id(each.source.tensor): own for each, own in zip(kept, copies, strict=True)}
+        here = {id(each.tensor): own for each, own in zip(kept, copies, strict=True)}
         for rank in range(2):
             tensors = [
                 each.tensor

@@ -87,7 +87,9 @@ def without_barrier(
     updated = sum(len(rank.kept) for rank in ranks)
     if all(rank.speculation.update_is_valid(total, held) for rank in ranks):
         return updated, 0
-    assert not any(rank.speculation.update_is_valid(total, held) for rank in ranks), "ranks disagree"
+    assert not any(rank.speculation.update_is_valid(total, held) for rank in ranks), (
+        "ranks disagree"
+    )
     for rank in ranks:
         for number, stage in rank.kept.items():
             rank.stages[number] = stage
