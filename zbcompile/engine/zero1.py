@@ -17,7 +17,7 @@ from torch import nn
 from zbcompile.distributed.under_way import complete, outlives_its_step
 from zbcompile.engine.gradients import Gradients, grad_dtype
 from zbcompile.errors import PipelineError
-from zbcompile.passes.torch_private import written_so_far
+from zbcompile.passes.torch_private import version_of
 
 Range = tuple[int, int]
 # The names that torch 2.13 has deprecated are the only ones of torch 2.11.
@@ -205,12 +205,12 @@ class ShardedBuffer:
                 if b < e
             ]
         self._gathers += map(outlives_its_step, works)
-        self._writes = {name: written_so_far(each) for name, each in self.parameters.items()}
+        self._writes = {name: version_of(each) for name, each in self.parameters.items()}
 
     def require_unwritten(self) -> None:
         """Raises PipelineError if somebody has written into a parameter since `gather`."""
         for name, writes in self._writes.items() if self._gathers else ():
-            if written_so_far(self.parameters[name]) != writes:
+            if version_of(self.parameters[name]) != writes:
                 raise PipelineError(
                     f"{name} was written between the update of the optimizer and the arrival of its"
                     " updated values, which would replace what was written. Call"

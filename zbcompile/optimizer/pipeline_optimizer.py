@@ -23,7 +23,7 @@ from zbcompile.optimizer.trained_parameters import (
     sharded_parameters,
     whole_parameters,
 )
-from zbcompile.passes.torch_private import written_so_far
+from zbcompile.passes.torch_private import version_of
 from zbcompile.torch_private import attributes_of, step_without_hooks
 
 State = dict[str, Any]
@@ -408,7 +408,7 @@ def _shared_values(optimizer: Optimizer) -> dict[str, Any]:
 
 def _mark(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        return None if isinstance(value, nn.Parameter) else (id(value), written_so_far(value))
+        return None if isinstance(value, nn.Parameter) else (id(value), version_of(value))
     if isinstance(value, dict):
         return tuple(map(_mark, value.values()))
     if isinstance(value, list | tuple):

@@ -19,7 +19,7 @@ from zbcompile.distributed.under_way import complete, outlives_its_step
 from zbcompile.engine.optimizer_parameters import LATE, OptimizerTensor
 from zbcompile.errors import PipelineError
 from zbcompile.optimizer.gradient_norm import begin_sum, squares_of
-from zbcompile.passes.torch_private import written_so_far
+from zbcompile.passes.torch_private import version_of
 
 TAG = 1 << 30  # above those of the pipeline's messages
 State = dict[torch.Tensor, dict[str, Any]]
@@ -148,7 +148,7 @@ class PostValidation:
         """Keeps what a correction needs of all `tensors` once the step has ended."""
         holders = dict.fromkeys(t for each in tensors for t in (each.parameter, each.tensor))
         self.gradients = [(tensor, tensor.grad) for tensor in holders]
-        self.writes = {each: written_so_far(each.parameter) for each in tensors}
+        self.writes = {each: version_of(each.parameter) for each in tensors}
 
     def settle(self) -> bool:
         """Waits for the norm of all gradients. Returns whether the updates are valid."""
@@ -164,7 +164,7 @@ class PostValidation:
         """Restores what was kept. Raises PipelineError if somebody has written into a parameter
         meanwhile."""
         for each, writes in self.writes.items():
-            if written_so_far(each.parameter) != writes:
+            if version_of(each.parameter) != writes:
                 raise PipelineError(
                     f"{each.name} was written before its update was validated, and the update has"
                     " to be made again. Call pipe.parameters() first, which waits for the"
