@@ -179,11 +179,18 @@ def by_sgd(zero: int, mesh: DeviceMesh) -> tuple[Parts, Parts]:
 
 
 def gradients_here(pipe: zbcompile.Pipeline, optimizer: PipelineOptimizer) -> Parts:
-    if not optimizer.slices.divided:
+    if not optimizer.parameters.zero:
         result = ((name, parameter.grad) for name, parameter in pipe.named_parameters())
         return {(name, 0): entry.flatten().clone() for name, entry in result if entry is not None}
-    parts = ((entry, entry.tensor.grad) for entry in optimizer.slices.mine())
-    return {(entry.name, entry.begin): grad.clone() for entry, grad in parts if grad is not None}
+    begins = {
+        name: begin
+        for buffer in optimizer.parameters.buffers
+        for name in buffer.parameters
+        for replica, begin, _ in buffer.parts(name)
+        if replica == buffer.replica
+    }
+    sums = optimizer.parameters.sums()
+    return {(name, begins[name]): gradient.clone() for name, gradient in sums.items()}
 
 
 def furthest(parts: Parts, expected: Parts) -> float:
