@@ -11,9 +11,6 @@ import torch
 
 KIND = "cuda"
 BACKEND = "nccl"  # of torch.distributed, which moves its tensors
-# Stands for an accelerator that is not there: torch traces on it as on the CPU, whose own tensors
-# say "cpu".
-ABSENT = torch.device("cpu", 0)
 
 Stream = torch.cuda.Stream
 Event = torch.cuda.Event
@@ -22,11 +19,6 @@ Graph = torch.cuda.CUDAGraph
 
 def is_gpu(device: torch.device) -> bool:
     return device.type == KIND
-
-
-def kind_of(device: torch.device) -> str:
-    """The type of a device, also of one that is not there."""
-    return KIND if device == ABSENT else device.type
 
 
 def is_available() -> bool:

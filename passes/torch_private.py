@@ -55,9 +55,6 @@ GROUPED_MM = aten._grouped_mm
 SCALED_GROUPED_MM = aten._scaled_grouped_mm
 CPU_FLASH_ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu
 CPU_FLASH_ATTENTION_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward
-FLASH_ATTENTION = aten._scaled_dot_product_flash_attention.default
-EFFICIENT_ATTENTION = aten._scaled_dot_product_efficient_attention.default
-MATH_ATTENTION = aten._scaled_dot_product_attention_math.default
 
 FUNCTIONAL_COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd")  # namespaces
 

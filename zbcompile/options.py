@@ -27,7 +27,6 @@ from zbcompile.passes.compile_options import (
     read_bytes,
 )
 from zbcompile.passes.errors import CompileError
-from zbcompile.passes.layout_strings import cuts_of_layout
 from zbcompile.passes.machine.hardware import Hardware, hardware_names, read_hardware
 from zbcompile.passes.torch_names import NAMED
 from zbcompile.schedules import Schedule, load
@@ -250,8 +249,6 @@ def _read_policy(value: Any) -> Policy:
 def _read_balance(value: Any) -> Balance:
     if value == "flops":
         return "flops"
-    if isinstance(value, str) and ("|" in value or value.endswith("L")):
-        return cuts_of_layout(value)
     if isinstance(value, str) or not all(isinstance(name, str) for name in value):
         raise ValueError
     return tuple(value)
@@ -308,10 +305,7 @@ _READERS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "vocab": (_one_of("off", "auto", 1, 2), '"off", "auto", 1 or 2 (barriers)'),
     "balance": (
         _read_balance,
-        (
-            '"flops", a list with the names of all cuts, such as "blocks.2", '
-            'or a pipeline layout of Megatron-LM, such as "Ett|tt|ttL"'
-        ),
+        '"flops", or a list with the names of all cuts, such as "blocks.2"',
     ),
     "hardware": (
         read_hardware,

@@ -26,7 +26,6 @@ from zbcompile.passes.capture.unsupported import (
     static,
 )
 from zbcompile.passes.errors import CaptureError
-from zbcompile.passes.graph.gpu_kernels import kernel_of
 from zbcompile.passes.graph.row_exchanges import RoutedExchanges
 from zbcompile.passes.graph.source_location import is_users_frame, line_of, users_line
 from zbcompile.passes.torch_private import (
@@ -71,8 +70,8 @@ class InexactCalls(TorchFunctionMode):
     """A function mode that notes a sentence for every call whose bits differ from eager mode.
 
     It refuses what a graph cannot say about the traced `parameters`, collects the values of
-    `require_fit`, reads the numbers of a list that torch.tensor takes, exchanges rows whose counts
-    a router decides, and on a device that is not there calls the device's kernels.
+    `require_fit`, reads the numbers of a list that torch.tensor takes, and exchanges rows whose
+    counts a router decides.
     """
 
     def __init__(
@@ -119,7 +118,7 @@ class InexactCalls(TorchFunctionMode):
         if description is not None:
             call = f"{description} ({users_line(sys._getframe(1))})"
             self.calls.append(INEXACT.format(call=call))
-        return kernel_of(func, tuple(args))(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
 
 
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]

@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 from difflib import get_close_matches
 
+from torch.fx import Node
+
 from zbcompile.passes.errors import PartitionError
-from zbcompile.passes.graph.fx import is_view
-from zbcompile.passes.layout_strings import MARK
+from zbcompile.passes.graph.fx import is_getitem, is_view
 from zbcompile.passes.partition.cut_points import ForwardLine
 from zbcompile.passes.torch_private import module_paths
 
@@ -24,17 +25,13 @@ def edges_named(line: ForwardLine, names: Sequence[str], stages: int) -> list[in
         )
     chosen: dict[int, str] = {}
     for name in names:
-        if MARK.fullmatch(name):
-            continue
         edge = _edge(line, name)
         if edge in chosen:
             raise PartitionError(
                 f"balance= names the same cut twice: {chosen[edge]!r} and {name!r}."
             )
         chosen[edge] = name
-    marks = [name for name in names if MARK.fullmatch(name)]
-    layout = [_allowed(line, *_place_in_layout(line, name)) for name in marks]
-    return sorted([*chosen, *layout])  # two equal cuts of a layout make an empty stage
+    return sorted(chosen)
 
 
 def _edge(line: ForwardLine, name: str) -> int:
@@ -58,9 +55,9 @@ def _allowed(line: ForwardLine, edge: int, name: str) -> int:
     """Returns the nearest place before or after `edge` with only views in between."""
     place = ahead = edge - 1
     allowed, last = line.allowed, len(line.nodes) - 1
-    while place > 0 and not allowed[place] and is_view(line.nodes[place]):
+    while place > 0 and not allowed[place] and _is_view(line.nodes[place]):
         place -= 1
-    while 0 <= ahead < last and not allowed[ahead] and is_view(line.nodes[ahead + 1]):
+    while 0 <= ahead < last and not allowed[ahead] and _is_view(line.nodes[ahead + 1]):
         ahead += 1
     if 0 <= place <= last and not allowed[place] and allowed[ahead]:
         place = ahead
@@ -77,42 +74,5 @@ def _allowed(line: ForwardLine, edge: int, name: str) -> int:
     )
 
 
-def _place_in_layout(line: ForwardLine, name: str) -> tuple[int, str]:
-    """Returns the number of nodes before a cut of a layout string, and what stands there.
-
-    Raises:
-        PartitionError: The model has another number of layers.
-    """
-    match = MARK.fullmatch(name)
-    assert match is not None
-    letter, index, count = match.groups()
-    paths = [module_paths(node) for node in line.nodes]
-    layers = _layers(paths)
-    if len(layers) != int(count):
-        found = f"{layers[0]} to {layers[-1]}" if layers else "no list of modules"
-        raise PartitionError(
-            f"the layout has {count} layers (t), and the model runs {len(layers)}: {found}."
-        )
-    if letter == "t":
-        layer = layers[int(index)]
-        return next(i for i, own in enumerate(paths) if layer in own), layer
-    predicting = [i for i, own in enumerate(paths) if any(".mtp" in f".{path}" for path in own)]
-    if letter == "L":
-        of_layers = (i for i, own in enumerate(paths) if {*own} & {*layers})
-        return max(*predicting, *of_layers) + 1, "the output layer"
-    if not predicting:
-        raise PartitionError(
-            "the layout has multi-token prediction (m), and no module of the model is called mtp."
-        )
-    return predicting[0], "mtp"
-
-
-def _layers(paths: list[list[str]]) -> list[str]:
-    """Returns the modules of the longest list of modules, in the order in which they run."""
-    lists: dict[str, dict[str, None]] = {}
-    for own in paths:
-        for path in own:
-            prefix, _, number = path.rpartition(".")
-            if number.isdigit():
-                lists.setdefault(prefix, {})[path] = None
-    return max(map(list, lists.values()), key=len, default=[])
+def _is_view(node: Node) -> bool:
+    return is_view(node) or is_getitem(node)

@@ -10,8 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from zbcompile.passes.graph.min_cut import SINK, SOURCE, Network
+import networkx  # torch depends on it
+from networkx.algorithms.flow import preflow_push
 
+SOURCE, SINK = "source", "sink"
 _TIE = 10**9  # one part in a billion per value: equal layers are then recomputed one by one
 
 
@@ -86,17 +88,23 @@ def minimize(candidates: Candidates, byte_weight: int, cost_weight: int) -> Save
     Each value has two vertices: "computed" is on the sink's side if the value is recomputed,
     "needed" if the backward needs it at all. To keep the value cuts the edge between them.
     """
-    network = Network()
+    total = byte_weight * sum(candidates.bytes.values()) + cost_weight * sum(
+        candidates.cost.values()
+    )
+    network = networkx.DiGraph()
+    network.add_nodes_from((SOURCE, SINK))
     for value, inputs in candidates.inputs.items():
         size, cost = candidates.bytes.get(value), candidates.cost.get(value)
         computed, needed = ("computed", value), ("needed", value)
-        network.connect(computed, needed, None if size is None else byte_weight * size)
-        network.connect(SOURCE, computed, None if cost is None else cost_weight * cost)
+        keeps = total + 1 if size is None else byte_weight * size
+        recomputes = total + 1 if cost is None else cost_weight * cost
+        network.add_edge(computed, needed, capacity=keeps)
+        network.add_edge(SOURCE, computed, capacity=recomputes)
         for source in inputs:
-            network.connect(("needed", source), computed)
+            network.add_edge(("needed", source), computed, capacity=total + 1)
     for value in candidates.wanted:
-        network.connect(("needed", value), SINK)
-    side = network.source_side()
+        network.add_edge(("needed", value), SINK, capacity=total + 1)
+    side = _source_side(preflow_push(network, SOURCE, SINK))
     needed_values = [value for value in candidates.inputs if ("needed", value) not in side]
     recomputed = frozenset(value for value in needed_values if ("computed", value) not in side)
     kept = frozenset(needed_values) - recomputed
@@ -106,6 +114,18 @@ def minimize(candidates: Candidates, byte_weight: int, cost_weight: int) -> Save
         sum(candidates.bytes[value] for value in kept),
         sum(candidates.cost[value] for value in recomputed),
     )
+
+
+def _source_side(residual: Any) -> set[Any]:
+    """Returns the vertices that the source reaches in a residual network: its side of the smallest
+    minimum cut."""
+    side, pending = {SOURCE}, [SOURCE]
+    while pending:
+        for head, edge in residual[pending.pop()].items():
+            if head not in side and edge["flow"] < edge["capacity"]:
+                side.add(head)
+                pending.append(head)
+    return side
 
 
 def _with_costs(saved: SavedValues, candidates: Candidates) -> SavedValues:

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Node
 
-from zbcompile.passes.gpu import KIND, kind_of
+from zbcompile.passes.gpu import is_gpu
 from zbcompile.passes.vocabulary.row_loss import Factors, Statistics
 
 
@@ -83,7 +83,7 @@ class Shard:
         The factors have the model's dtype. Parts of several shards may cancel, so they are wide.
         """
         factor, rows = gradient.to(self.dtype), weight.to(self.dtype)
-        if self.dtype != self.wide and kind_of(rows.device) == KIND:
+        if self.dtype != self.wide and is_gpu(rows.device):
             return torch.mm(factor, rows, out_dtype=self.wide)
         return factor.to(self.wide) @ rows.to(self.wide)
 

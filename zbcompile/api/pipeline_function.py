@@ -113,8 +113,7 @@ def pipeline(
             `schedule="auto"` it is "auto".
         balance: How the model is cut (docs/partitioning.md). "flops": into stages of equal FLOPs
             (with bytes, at nominal speeds); or the cuts themselves, as names of modules (cut before
-            it), of operations as inspect prints them (cut after it), or a layout of Megatron-LM
-            ("Ett|tt|ttL").
+            it) or of operations as inspect prints them (cut after it).
         hardware: What the model is cut and its step predicted for (docs/inspect.md). A profile by
             its name, a TOML file with its figures, or a `zbcompile.Hardware`. Default: nominal
             speeds of the device.

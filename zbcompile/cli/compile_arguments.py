@@ -13,7 +13,6 @@ from zbcompile.cli.option_flags import flag_of
 from zbcompile.cli.target import example_from, load_object
 from zbcompile.compiler.compile_example import Compile, CompiledExample, compile_example
 from zbcompile.compiler.torch_logs import silenced, with_torchs_logs
-from zbcompile.errors import PipelineError
 from zbcompile.options import OPTIONS, PipelineOptions, is_searched
 from zbcompile.passes.compile_step import PASSES, Observer, no_observer
 from zbcompile.passes.machine.hardware import Hardware
@@ -24,20 +23,19 @@ from zbcompile.program.program import Program
 from zbcompile.progress import Say
 from zbcompile.schedules.ir.schedule import Schedule
 
-RANKS, CPU = 2, "cpu"
+RANKS = 2
 FAKE = "h100-sxm"  # the device for predictions of fake models, unless --hardware names another
 
 
 @dataclass(frozen=True)
 class Plan:
     """The arguments that describe the program; `--help` explains them. `given` are the options
-    among them. `fake` builds the model without memory, on `device`; `debug` does not silence torch.
+    among them. `fake` builds the model without memory; `debug` does not silence torch.
     """
 
     target: str
     given: Mapping[str, Any]
     fake: bool
-    device: str
     debug: bool
 
     @cached_property
@@ -45,11 +43,6 @@ class Plan:
         """All options, those that were not given at their defaults. Raises PipelineError for a
         wrong value."""
         options = PipelineOptions(**self.given)
-        if self.device != CPU and not self.fake:
-            raise PipelineError(
-                f"--device {self.device} places the fake tensors of --fake. Add --fake, or let"
-                " TARGET move its model."
-            )
         return (
             replace(options, hardware=Hardware.find(FAKE))
             if self.fake and options.hardware is None
@@ -68,7 +61,6 @@ class Plan:
         return [
             *map(flag_of, flags),
             *(["--fake"] * self.fake),
-            *([f"--device {self.device}"] * (self.device != CPU)),
         ]
 
 
@@ -84,7 +76,7 @@ def example_of(plan: Plan) -> Example:
     """Build the model. What it prints goes to standard error, not into the report."""
     with (
         contextlib.redirect_stdout(sys.stderr),
-        fake_models(plan.device) if plan.fake else contextlib.nullcontext(),
+        fake_models() if plan.fake else contextlib.nullcontext(),
     ):
         return example_from(plan.maker, plan.target)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from zbcompile.backends.backend import compile_passes, make_backend
 from zbcompile.batches.example import Example
 from zbcompile.cli.command_line import split_options
-from zbcompile.cli.compile_arguments import CPU, Plan, compiled, example_of, quiet, schedule_of
+from zbcompile.cli.compile_arguments import Plan, compiled, example_of, quiet, schedule_of
 from zbcompile.compiler.compile_example import compile_example_forward
 from zbcompile.distributed.process_group import device_of, is_alone
 from zbcompile.errors import PipelineError
@@ -40,10 +40,6 @@ def run(chosen: argparse.Namespace, say: Say) -> None:
     if request.weights is not None and request.fake:
         raise PipelineError(
             "--weights writes the model's own values, which it lacks under --fake. Leave one out."
-        )
-    if request.device != CPU:
-        raise PipelineError(
-            f"--device {request.device} is for predictions: compile where the program is to run."
         )
     schedule = schedule_of(request)
     example = example_of(request)

@@ -1,47 +1,27 @@
-"""Models of fake tensors: shapes without memory, also for an accelerator that this machine does not
-have."""
+"""Models of fake tensors: shapes without memory."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
-from zbcompile.passes.gpu import ABSENT, KIND, is_available
 from zbcompile.passes.torch_private import FakeTensorMode
 from zbcompile.torch_private import replace_tensors
 
 
 @contextmanager
-def fake_models(device: str = "cpu") -> Iterator[None]:
-    """Tensors made inside are fake ones, by default on `device`, and `model.to(torch.bfloat16)`,
-    `.half()` work on modules of them. An accelerator that is not there is replaced by
-    `zbcompile.passes.gpu.ABSENT`.
-    """
+def fake_models() -> Iterator[None]:
+    """Context in which new tensors are fake, and `model.to(torch.bfloat16)` and `.half()` work on
+    modules of them."""
     original, converted = nn.Module._apply, _Converted()
     nn.Module._apply = converted.convert  # type: ignore[method-assign, assignment]
     try:
-        absent = nullcontext() if is_available() else _WithoutAccelerator()
-        with FakeTensorMode(), absent, nullcontext() if device == "cpu" else torch.device(device):
+        with FakeTensorMode():
             yield
     finally:
         nn.Module._apply = original  # type: ignore[method-assign]
-
-
-class _WithoutAccelerator(TorchFunctionMode):
-    """Replaces an accelerator that is named in a call."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        keywords = {name: self._instead(value) for name, value in (kwargs or {}).items()}
-        if func is Tensor.cuda:
-            return args[0].to(ABSENT)
-        return func(*(map(self._instead, args) if func is Tensor.to else args), **keywords)
-
-    def _instead(self, value: Any) -> Any:
-        named = isinstance(value, str | torch.device) and str(value).partition(":")[0] == KIND
-        return ABSENT if named else value
 
 
 class _Converted:

@@ -140,9 +140,3 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="build the model of fake tensors; predict for --hardware, or an H100",
     )
-    group.add_argument(
-        "--device",
-        choices=("cpu", "cuda"),
-        default="cpu",
-        help="of --fake, also without one here: its kernels are predicted",
-    )

@@ -15,7 +15,6 @@ from zbcompile.model.model_info import ModelFacts
 from zbcompile.model.placements import PARTIAL, placement_of
 from zbcompile.options import StepOptions
 from zbcompile.passes.compile_options import Choices
-from zbcompile.passes.gpu import kind_of
 from zbcompile.passes.graph.fx import on_any_device
 from zbcompile.passes.partition.cuts import Cuts
 from zbcompile.passes.stage.pass_graph import PassGraph
@@ -157,9 +156,9 @@ class Program:
 
     @property
     def device_type(self) -> str:
-        """The kind of device that the program was compiled for, which need not be there."""
+        """The kind of device that the program was compiled for."""
         holders = self.stages[0].pieces["F"].module.graph.find_nodes(op="placeholder")
-        return kind_of(next(node.meta["val"].device for node in holders))
+        return str(next(node.meta["val"].device.type for node in holders))
 
     def rank_of(self, stage: int, microbatch: int = 0) -> int:
         """The rank that runs `stage` for `microbatch`: with two model copies it depends on the
