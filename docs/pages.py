@@ -124,7 +124,7 @@ def colours() -> str:
 
 
 def schedule_pages() -> Iterator[tuple[str, str]]:
-    """By path: the page of every schedule, and its picture."""
+    """Yields (path, text) of the page of every schedule and of its picture."""
     for family in map(find, schedules.names()):
         count = schedules.smallest_microbatches(family.name, RANKS, MICROBATCHES)
         schedule = schedules.build(family.name, RANKS, count)

@@ -35,12 +35,12 @@ def document(request: pytest.FixtureRequest) -> Path:
 def test_paths_exist(document: Path) -> None:
     text = document.read_text(encoding="utf-8")
     missing = {path for path in PATH.findall(text) if not (ROOT / path).exists()}
-    known = {
+    python_files = {
         file.name
         for folder in (*FOLDERS, "tests", "examples")
         for file in (ROOT / folder).rglob("*.py")
     }
-    missing |= set(FILE.findall(text)) - known
+    missing |= set(FILE.findall(text)) - python_files
     assert not missing
 
 
@@ -69,7 +69,7 @@ def test_names_exist(document: Path) -> None:
 
 
 def _exists(name: str) -> bool:
-    """Whether `zbcompile.NAME` is public, or a module. Nothing that needs torch is imported."""
+    """Returns True if `zbcompile.NAME` is public, or a module. Nothing that needs torch is imported."""
     if name.startswith("schedules."):
         try:
             return reduce(getattr, name.split(".")[1:], schedules) is not None
@@ -103,9 +103,9 @@ TEST = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
 def test_tests_exist(document: Path) -> None:
     named = TEST.findall(document.read_text(encoding="utf-8"))
     assert not [
-        each
-        for each in named
-        if f"\ndef {each[1]}(" not in (ROOT / each[0]).read_text(encoding="utf-8")
+        test
+        for test in named
+        if f"\ndef {test[1]}(" not in (ROOT / test[0]).read_text(encoding="utf-8")
     ]
     assert named or document.name != "faq.md"
 

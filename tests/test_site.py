@@ -59,7 +59,7 @@ AS_TEXT = re.compile(
 
 
 class PageText(HTMLParser):
-    """What a page shows beside its code, as `prose`, and the names of its elements, as `tags`."""
+    """The text of a page outside of code, as `prose`, and the names of its elements, as `tags`."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class PageText(HTMLParser):
 
 
 def broken_links(site: Path) -> set[str]:
-    """What pages link to or show, and the site does not have."""
+    """Returns links and pictures of pages that the site does not have."""
     broken = set()
     for path in site.rglob("*.html"):
         for link in re.findall(

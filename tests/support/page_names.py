@@ -14,11 +14,11 @@ from typing import Any
 ELSEWHERE = ("lightning", "moe")  # not in an environment that has the wheel only
 
 
-def run(page: str, blocks: list[tuple[int, str]], given: bool) -> None:
+def run(page: str, blocks: list[tuple[int, str]], with_names: bool) -> None:
     """Runs the blocks of a page, (line, text) each, and ends with status 1 if one of them
     raised."""
     names: dict[str, Any] = {"__name__": "__main__"}
-    if given:
+    if with_names:
         names |= common()
         names |= OF_PAGE.get(page, lambda _: {})(names)
     failed = False
@@ -174,17 +174,12 @@ def backends(names: dict[str, Any]) -> dict[str, Any]:
 
 
 def composition(names: dict[str, Any]) -> dict[str, Any]:
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        RowwiseParallel,
-        parallelize_module,
-    )
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    plan = {
-        f"layers.{layer}.1": RowwiseParallel() if layer % 2 else ColwiseParallel()
-        for layer in range(8)
-    }
+    columns = ColwiseParallel(output_layouts=Replicate())
+    plan = {f"layers.{layer}.1": columns for layer in range(8)}
     config = LlamaConfig(
         vocab_size=64,
         hidden_size=32,
@@ -300,8 +295,8 @@ def checkpoints(names: dict[str, Any]) -> dict[str, Any]:
     moments = names["torch"].optim.AdamW(names["model"].parameters())
     weights, state = get_state_dict(names["model"], moments, options=options)
     dcp.save({"model": weights, "optimizer": state}, checkpoint_id="old")
-    other, loss = common()["model"], names["loss_fn"]
-    pipe = names["zbcompile"].pipeline(other, schedule="zb-h1", microbatches=4, ranks=2, loss=loss)
+    model, loss = common()["model"], names["loss_fn"]
+    pipe = names["zbcompile"].pipeline(model, schedule="zb-h1", microbatches=4, ranks=2, loss=loss)
     pipe.compile(names["inputs"], target=names["targets"])
     return {
         "dcp": dcp,

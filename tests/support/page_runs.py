@@ -38,10 +38,10 @@ PAGES = (
 FENCE = re.compile(r"^```(\w*)(?: \{(.*?)\})?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 PROGRAM = r"(?:\w+=\S+; )?(?:\.venv/bin/)?(?:python3?|torchrun|pip|pytest|mkdocs|ruff|mypy)"
 SPAN = re.compile(rf"(?<!`)`({PROGRAM} [^`]+|examples/[\w/]+\.py -[^`]+)`(?!`)")
-WHOLE = "docs/index.md"  # all its Python is one script
+FRONT_PAGE = "docs/index.md"  # all its Python is one script
 INSTALLS = re.compile(r"^.*pip install [^&;]*(?:&&|;) ")  # what comes behind it runs without
 MENTION = re.compile(r"python -m zbcompile[. ]\w+")  # names a tool
-STANDS_FOR = {
+PLACEHOLDERS = {
     "TARGET": "examples/targets.py:gpt",
     "DIR": "checkpoints",
     "NAME": "zb-h1",
@@ -99,7 +99,9 @@ class Command:
     @property
     def shell(self) -> str:
         text = re.sub(r" \[--[^]]*\]", "", INSTALLS.sub("", self.text))
-        text = re.sub(rf"\b(?:{'|'.join(STANDS_FOR)})\b", lambda found: STANDS_FOR[found[0]], text)
+        text = re.sub(
+            rf"\b(?:{'|'.join(PLACEHOLDERS)})\b", lambda found: PLACEHOLDERS[found[0]], text
+        )
         if text.startswith("examples/"):
             return f"python {text}"
         return f"{text} --help" if MENTION.fullmatch(text) else text
@@ -110,7 +112,7 @@ class Snippet:
     page: str
     line: int
     text: str
-    whole: bool  # a part of the page's own script
+    in_page_script: bool  # a part of the page's own script
 
 
 def read(page: str) -> tuple[list[Command], list[Snippet], dict[str, str]]:
@@ -123,11 +125,11 @@ def read(page: str) -> tuple[list[Command], list[Snippet], dict[str, str]]:
         if file := re.search(r"file=(\S+)", mark):
             files[file[1]] = block
         elif language == "python":
-            snippets.append(Snippet(page, line, block, "run" in mark or page == WHOLE))
+            snippets.append(Snippet(page, line, block, "run" in mark or page == FRONT_PAGE))
         elif language == "bash":
             commands += (Command(page, line, each) for each in _commands(block))
-        elif shown := re.findall(r"^\$ (.*)$", block, re.MULTILINE):
-            commands += (Command(page, line, each) for each in shown)
+        elif prompts := re.findall(r"^\$ (.*)$", block, re.MULTILINE):
+            commands += (Command(page, line, each) for each in prompts)
     prose = FENCE.sub(lambda fence: "\n" * fence[0].count("\n"), text)
     spans = (
         (prose[: span.start()].count("\n") + 1, " ".join(span[1].split()))
@@ -159,20 +161,24 @@ class Runner:
 
     def page(self, page: str) -> None:
         commands, snippets, files = read(page)
-        with tempfile.TemporaryDirectory() as made:
-            folder = Path(made) / "zbcompile"
+        with tempfile.TemporaryDirectory() as root:
+            folder = Path(root) / "zbcompile"
             self._furnish(folder)
             for name, text in files.items():
                 (folder / name).write_text(text, encoding="utf-8")
             self._snippets(
-                page, [each for each in snippets if each.whole], folder, ranks=1, given=False
+                page,
+                [each for each in snippets if each.in_page_script],
+                folder,
+                ranks=1,
+                with_names=False,
             )
             self._snippets(
                 page,
-                [each for each in snippets if not each.whole],
+                [each for each in snippets if not each.in_page_script],
                 folder,
                 ranks=RANKS.get(page, 2),
-                given=True,
+                with_names=True,
             )
             for command in {each.shell: each for each in commands}.values():
                 if command.left_out or (self.wheel and command.needs_checkout):
@@ -204,14 +210,14 @@ class Runner:
             file.chmod(0o755)
 
     def _snippets(
-        self, page: str, snippets: list[Snippet], folder: Path, ranks: int, given: bool
+        self, page: str, snippets: list[Snippet], folder: Path, ranks: int, with_names: bool
     ) -> None:
         if not snippets:
             return
         source = Path(page_names.__file__).read_text(encoding="utf-8")
         (folder / "page_names.py").write_text(source, encoding="utf-8")
         blocks = [(each.line, each.text) for each in snippets]
-        script = f"import page_names\npage_names.run({page!r}, {blocks!r}, {given})\n"
+        script = f"import page_names\npage_names.run({page!r}, {blocks!r}, {with_names})\n"
         (folder / "snippets_of_page.py").write_text(script, encoding="utf-8")
         start = (
             ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
@@ -249,10 +255,10 @@ class Runner:
             if status not in ("ok", "begins"):
                 self.failures.append(title)
                 said.seek(0)
-                own = re.split(
+                output = re.split(
                     r"^[WE]\d{4} .*elastic", said.read(), maxsplit=1, flags=re.MULTILINE
                 )[0]
-                print(own[-3000:], flush=True)
+                print(output[-3000:], flush=True)
 
     def _environment(self, folder: Path) -> dict[str, str]:
         path = ":".join(
@@ -289,7 +295,7 @@ def listing(pages: list[str]) -> None:
             print(f"{page}: file {name}")
         for snippet in snippets:
             print(
-                f"{page}:{snippet.line}: Python, {'whole' if snippet.whole else 'with names given'}"
+                f"{page}:{snippet.line}: Python, {'script of the page' if snippet.in_page_script else 'with names given'}"
             )
         for command in commands:
             print(

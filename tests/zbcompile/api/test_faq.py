@@ -1,4 +1,4 @@
-"""What docs/faq.md answers, and situations that users of other pipelines have reported.
+"""Tests of the answers in docs/faq.md, and situations that users of other pipelines reported.
 
 Each test has a tiny model and uses public names only. A strict xfail is a situation that is not
 handled yet; its reason says what a user meets today.
@@ -44,11 +44,15 @@ def accumulate(model: nn.Module, loss: Loss, microbatches: Sequence[Microbatch])
 
 
 def assert_same_gradients(ours: nn.Module, theirs: nn.Module) -> None:
-    for (name, one), (_, other) in zip(
+    for (name, one), (_, reference) in zip(
         ours.named_parameters(), theirs.named_parameters(), strict=True
     ):
         torch.testing.assert_close(
-            one.grad, other.grad, rtol=1e-4, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}"
+            one.grad,
+            reference.grad,
+            rtol=1e-4,
+            atol=1e-6,
+            msg=lambda text, n=name: f"{n}: {text}",
         )
 
 
@@ -118,9 +122,9 @@ def documents() -> tuple[PackedDocuments, Tensor, Tensor]:
 
 def test_offsets_of_a_whole_batch_are_refused_with_a_remedy() -> None:
     model, tokens, labels = documents()
-    whole = torch.tensor([0, 3, 10, 14, 20, 26, 30, 36, 40])
+    offsets = torch.tensor([0, 3, 10, 14, 20, 26, 30, 36, 40])
     with pytest.raises(zbcompile.PipelineError, match=r"microbatches=\["):
-        pipeline(copy.deepcopy(model), token_loss).step(tokens, whole, target=labels)
+        pipeline(copy.deepcopy(model), token_loss).step(tokens, offsets, target=labels)
 
 
 def test_offsets_of_each_microbatch() -> None:
@@ -128,8 +132,8 @@ def test_offsets_of_each_microbatch() -> None:
     ours, plain = copy.deepcopy(model), copy.deepcopy(model)
     offsets = [torch.tensor([0, middle, 10]) for middle in (3, 4, 6, 6)]
     microbatches: list[Microbatch] = [
-        ((part, each), {}, target)
-        for (part, target), each in zip(rows_of(tokens, labels), offsets, strict=True)
+        ((part, part_of_batch), {}, target)
+        for (part, target), part_of_batch in zip(rows_of(tokens, labels), offsets, strict=True)
     ]
     pipeline(ours, token_loss).step(microbatches=microbatches)
     accumulate(plain, token_loss, microbatches)
@@ -137,8 +141,7 @@ def test_offsets_of_each_microbatch() -> None:
 
 
 class WithPictures(nn.Module):
-    """Rows of tokens, some of which stand for patches of pictures; `patches` has those of
-    all rows."""
+    """Replaces some tokens of each row by patches of pictures. `patches` has those of all rows."""
 
     PICTURE = TOKENS - 1
 
@@ -179,8 +182,8 @@ def test_patches_of_each_microbatch() -> None:
         tokens, patches, labels = rows_with_patches(counts)
         sizes = [int((part == WithPictures.PICTURE).sum()) for part in tokens.chunk(MICROBATCHES)]
         microbatches: list[Microbatch] = [
-            ((part, each), {}, target)
-            for (part, target), each in zip(
+            ((part, part_of_batch), {}, target)
+            for (part, target), part_of_batch in zip(
                 rows_of(tokens, labels), patches.split(sizes), strict=True
             )
         ]
@@ -205,30 +208,30 @@ class Activated(nn.Module):
         return x + quick_gelu(self.linear(x))
 
 
-def train_compiled(of_blocks: bool, whole: bool) -> None:
+def train_compiled(compile_blocks: bool, compile_model: bool) -> None:
     """Compares a step of a model that has compiled parts, or is compiled as a whole, with eager."""
     torch.manual_seed(0)
     model = nn.Sequential(*(Activated() for _ in range(4)))
     plain = copy.deepcopy(model)
     x, y = torch.randn(8, WIDTH), torch.randn(8, WIDTH)
-    for block in model if of_blocks else ():
+    for block in model if compile_blocks else ():
         block.compile(backend="eager")
-    given: Any = torch.compile(model, backend="eager") if whole else model
-    pipeline(given, F.mse_loss).step(x, target=y)
+    wrapped: Any = torch.compile(model, backend="eager") if compile_model else model
+    pipeline(wrapped, F.mse_loss).step(x, target=y)
     accumulate(plain, F.mse_loss, [((a,), {}, b) for a, b in rows_of(x, y)])
     assert_same_gradients(model, plain)
 
 
 def test_a_compiled_function_inside_of_the_model() -> None:
-    train_compiled(of_blocks=False, whole=False)
+    train_compiled(compile_blocks=False, compile_model=False)
 
 
 def test_blocks_that_are_compiled_in_place() -> None:
-    train_compiled(of_blocks=True, whole=False)
+    train_compiled(compile_blocks=True, compile_model=False)
 
 
 def test_a_model_that_is_compiled_as_a_whole() -> None:
-    train_compiled(of_blocks=False, whole=True)
+    train_compiled(compile_blocks=False, compile_model=True)
 
 
 def preference(scores: Tensor, first: Tensor) -> Tensor:
@@ -260,19 +263,19 @@ def test_pairs_within_a_loss() -> None:
     pairs."""
     torch.manual_seed(0)
     model, x, weight = Scores(), torch.randn(16, WIDTH), torch.rand(16)
-    whole = preference_of_halves(model(x), weight)
+    loss_of_batch = preference_of_halves(model(x), weight)
     ours, plain = copy.deepcopy(model), copy.deepcopy(model)
     loss = pipeline(ours, preference_of_halves).step(x, target=weight)
     expected = accumulate(
         plain, preference_of_halves, [((a,), {}, b) for a, b in rows_of(x, weight)]
     )
     torch.testing.assert_close(loss, expected)
-    assert not torch.allclose(loss, whole)
+    assert not torch.allclose(loss, loss_of_batch)
 
     ours, plain = copy.deepcopy(model), copy.deepcopy(model)
     pairs = torch.stack(x.chunk(2), 1)
     torch.testing.assert_close(
-        pipeline(ours, preference).step(pairs, target=weight.chunk(2)[0]), whole.detach()
+        pipeline(ours, preference).step(pairs, target=weight.chunk(2)[0]), loss_of_batch.detach()
     )
     preference_of_halves(plain(x), weight).backward()
     assert_same_gradients(ours, plain)
@@ -283,7 +286,7 @@ BUILT: dict[str, tuple[float, float]] = {}
 
 
 def build(kernel: str) -> None:
-    """What a library that compiles its kernels does at their first call."""
+    """Builds a kernel at its first call, as a library with lazily compiled kernels does."""
     if kernel not in BUILT:
         begin = time.monotonic()
         time.sleep(BUILD_SECONDS)
@@ -382,11 +385,11 @@ def train(pipe: zbcompile.Pipeline, optimizer: torch.optim.Optimizer, steps: ran
     return losses
 
 
-def assert_same_parameters(model: nn.Module, other: nn.Module) -> None:
-    for (name, parameter), expected in zip(
-        model.named_parameters(), other.parameters(), strict=True
+def assert_same_parameters(model: nn.Module, expected: nn.Module) -> None:
+    for (name, parameter), reference in zip(
+        model.named_parameters(), expected.parameters(), strict=True
     ):
-        assert torch.equal(parameter, expected), name
+        assert torch.equal(parameter, reference), name
 
 
 def test_resume_on_another_number_of_ranks(tmp_path: Path) -> None:
@@ -464,8 +467,10 @@ def test_dropout_is_seeded_by_step_and_microbatch(recompute: str) -> None:
     for microbatch, (x, y) in enumerate(rows_of(inputs, target)):
         torch.manual_seed(zbcompile.microbatch_seed(0, microbatch))
         (F.mse_loss(plain(x), y) / MICROBATCHES).backward()
-    for (name, parameter), other in zip(ours.named_parameters(), plain.parameters(), strict=True):
-        assert torch.equal(parameter.grad, other.grad), name
+    for (name, parameter), reference in zip(
+        ours.named_parameters(), plain.parameters(), strict=True
+    ):
+        assert torch.equal(parameter.grad, reference.grad), name
 
 
 class Router(nn.Module):
@@ -488,12 +493,12 @@ def test_recomputation_keeps_routes_and_masks() -> None:
     model = nn.Sequential(*(Router() for _ in range(4)))
     copies = [copy.deepcopy(model) for _ in range(2)]
     inputs, target = batch(0)
-    for each, recompute in zip(copies, ("off", "full"), strict=True):
-        pipeline(each, F.mse_loss, exact=True, recompute=recompute).step(inputs, target=target)
-    for (name, parameter), other in zip(
+    for variant, recompute in zip(copies, ("off", "full"), strict=True):
+        pipeline(variant, F.mse_loss, exact=True, recompute=recompute).step(inputs, target=target)
+    for (name, parameter), reference in zip(
         copies[0].named_parameters(), copies[1].parameters(), strict=True
     ):
-        assert torch.equal(parameter.grad, other.grad), name
+        assert torch.equal(parameter.grad, reference.grad), name
 
 
 def test_layers_are_frozen_and_trained_again() -> None:
@@ -595,9 +600,9 @@ def test_accumulation_over_calls_with_a_count_of_tokens() -> None:
         pipe.step(x, target=(goal, count))
         for x, goal in zip(inputs.chunk(2), labels.chunk(2), strict=True)
     ]
-    whole = F.cross_entropy(plain(inputs), labels, ignore_index=-1)
-    whole.backward()
-    torch.testing.assert_close(torch.stack(losses).sum(), whole.detach())
+    expected = F.cross_entropy(plain(inputs), labels, ignore_index=-1)
+    expected.backward()
+    torch.testing.assert_close(torch.stack(losses).sum(), expected.detach())
     assert_same_gradients(model, plain)
 
 
@@ -635,9 +640,9 @@ def test_a_smaller_last_batch() -> None:
     pipe.zero_grad()
     loss = pipe.step(inputs[:6], target=target[:6])
     assert len(pipe.compilations) == 1
-    whole = F.mse_loss(plain(inputs[:6]), target[:6])
-    whole.backward()
-    torch.testing.assert_close(loss, whole.detach())
+    expected = F.mse_loss(plain(inputs[:6]), target[:6])
+    expected.backward()
+    torch.testing.assert_close(loss, expected.detach())
     assert_same_gradients(model, plain)
 
 
@@ -686,7 +691,7 @@ def test_outputs_and_metrics_of_a_step() -> None:
 
 
 def gradients_of_replicas() -> list[Tensor]:
-    """Trains two replicas of a pipeline of one rank, each on a batch of its own."""
+    """Trains two replicas of a pipeline of one rank, on different batches."""
     mesh = dist.init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp"))
     pipe = zbcompile.pipeline(
         network(), mesh=mesh, schedule="zb-h1", microbatches=4, loss=F.mse_loss
