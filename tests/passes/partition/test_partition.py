@@ -251,7 +251,7 @@ def test_gradients_do_not_depend_on_the_cuts(balance: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"balance": "flop"}, "balance='flop'; expected \"flops\", a list"),
+        ({"balance": "flop"}, "balance='flop'; expected \"flops\", or a list"),
         ({"balance": [2]}, "a list with the names of all cuts"),
         ({"memory": -1}, "memory=-1; expected a positive number"),
     ],
