@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx import GraphModule
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from zbcompile.passes.capture.refusals import Questions, has_dynamic_shape
@@ -27,6 +28,7 @@ from zbcompile.passes.capture.unsupported import (
     static,
 )
 from zbcompile.passes.errors import CaptureError
+from zbcompile.passes.graph.fx import is_random
 from zbcompile.passes.graph.row_exchanges import RoutedExchanges
 from zbcompile.passes.graph.source_location import LINE, users_line
 from zbcompile.passes.torch_private import (
@@ -143,9 +145,9 @@ class KnownValues(TorchDispatchMode):
         kwargs = dict(kwargs or {})
         line = users_line(sys._getframe(1))
         set_node_annotation(LINE, line)
-        if not isinstance(func, OpOverload):  # its results are not known
+        if not isinstance(func, OpOverload):
             self.draws += 1
-            return func(*args, **kwargs)
+            return self._trace_branches(func, args, kwargs)
         self._refuse_writes(func, args, kwargs, line)
         if draws_numbers(func, args, kwargs):
             self.draws += 1
@@ -187,6 +189,26 @@ class KnownValues(TorchDispatchMode):
                 self._real[tensor] = value
         else:
             self._forget_written(func, args, kwargs)
+        return result
+
+    def _trace_branches(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Traces an operator that calls graphs, such as torch.cond. Its results are known if its
+        operands are, and if it draws no random numbers."""
+        result = func(*args, **kwargs)
+        leaves = pytree.tree_leaves((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        graphs = [leaf.graph for leaf in leaves if isinstance(leaf, GraphModule)]
+        is_random_call = any(is_random(node) for graph in graphs for node in graph.nodes)
+        traced = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+        if is_random_call or any(self.value_of(tensor) is None for tensor in tensors):
+            inputs = self._inputs_of(tensors) | ({NO_INPUT} if is_random_call else set())
+            for tensor in traced:
+                self._inputs[tensor] = inputs
+            return result
+        real = pytree.tree_leaves(self._run(func, args, kwargs))
+        values = [leaf for leaf in real if isinstance(leaf, Tensor)]
+        for tensor, value in zip(traced, values, strict=True):
+            self._real[tensor] = value
         return result
 
     def _note_question(self, func: OpOverload, tensors: list[Tensor]) -> None:

@@ -112,6 +112,13 @@ class TrainingStep(nn.Module):
         self._progress = SimpleNamespace(call=f"torch.export of {type(model).__name__}", known=None)
         self._originals = {name: self._tensor(name) for name in self.trained}
 
+    def named_modules(
+        self, memo: Any = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """Yields every module under its first path: torch.export refuses a buffer with two names
+        that the step writes."""
+        return super().named_modules(memo, prefix)
+
     def forward(
         self, tangent: Tensor, tensors: list[Tensor]
     ) -> tuple[Tensor, list[Tensor | None], list[Tensor], list[Tensor]]:

@@ -27,6 +27,7 @@ SOFTMAXES = ("_log_softmax", "_softmax", "logsumexp")
 _ELEMENTWISE = frozenset({"mul", "div", "tanh", "_to_copy"})
 TRANSPOSES = frozenset({"t", "transpose", "permute", "numpy_T"})
 CASTS = frozenset({"_to_copy"})  # of autocast, for one
+_BEFORE_SOFTMAX = COPIES | VIEWS | _ROW_SLICES | _ELEMENTWISE | {"add"}
 
 
 @dataclass(frozen=True)
@@ -105,15 +106,33 @@ def _refuse_missing_layer(forward: list[Node]) -> NoReturn:
             refuse(source, "a softmax over a part of the columns of the logits", _COLUMNS)
         if operator_name(source) in ("bmm", "baddbmm"):
             refuse(source, "logits that are no product with one matrix", _LINEAR_LAYER)
+        _refuse_between(node)
     raise NotShardableError(
         "the vocabulary cannot be sharded: no softmax normalizes the product of a hidden state and "
         f"a parameter. {_LINEAR_LAYER}"
     )
 
 
+def _refuse_between(softmax: Node) -> None:
+    """Raises NotShardableError if an operation stands between an output layer and a softmax."""
+    words = shape_of(softmax)[-1:]
+    node, blocking = softmax, None
+    while node.op == "call_function" and operator_name(node) not in ("mm", "addmm"):
+        if node is not softmax and operator_name(node) not in _BEFORE_SOFTMAX:
+            blocking = node
+        tensors = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+        wide = [source for source in tensors if shape_of(source)[-1:] == words]
+        if not wide:
+            return
+        node = max(wide, key=lambda source: source.meta["val"].numel())
+    if blocking is not None and node.op == "call_function" and _weight_of(node) is not None:
+        refuse(blocking, f"{operator_name(blocking)} of the logits before their softmax", UNSHARDED)
+
+
 _LAST_DIMENSION = "Pass logits of shape [rows, words] to the loss: logits.flatten(0, 1)."
 _COLUMNS = "Give the output layer as many rows as the loss has words."
 _LINEAR_LAYER = "Compute the logits by torch.nn.Linear or F.linear."
+UNSHARDED = 'Change the model there, or leave the output layer whole: vocab="off".'
 _STATISTICS = (
     "A sharded loss reads only the log-sum-exp, the logit of the label and the sum of the logits "
     "of each row. Compute the rest outside of the step, or do not shard the vocabulary."
@@ -127,7 +146,7 @@ def _products_below(softmax: Node) -> Iterator[Node]:
     node = softmax.args[0]
     words = shape_of(node)[-1:]
     while isinstance(node, Node) and operator_name(node) not in ("mm", "addmm"):
-        if operator_name(node) not in COPIES | VIEWS | _ROW_SLICES | _ELEMENTWISE | {"add"}:
+        if operator_name(node) not in _BEFORE_SOFTMAX:
             return
         node = node.args[0]
     if isinstance(node, Node) and shape_of(node)[-1:] == words and _weight_of(node) is not None:
@@ -153,7 +172,7 @@ def _output_layer(product: Node) -> OutputLayer:
     assert isinstance(hidden, Node)
     bias = _placeholder(product.args[0]) if operator_name(product) == "addmm" else None
     if operator_name(product) == "addmm" and bias is None:
-        refuse(product, "a bias that is not a parameter")
+        refuse(product, "a bias that is not a parameter", UNSHARDED)
     return OutputLayer(product, hidden, weight, bias)
 
 

@@ -19,6 +19,7 @@ from zbcompile.passes.vocabulary.output_layer import (
     CASTS,
     COPIES,
     TRANSPOSES,
+    UNSHARDED,
     VIEWS,
     OutputLayer,
     find_output_layers,
@@ -107,12 +108,14 @@ def _parameters_of(
     names = {node: name for name, node in step.parameters.items()}
     weight, bias, product = layers[0].weight, layers[0].bias, layers[0].product
     if any((layer.weight, layer.bias) != (weight, bias) for layer in layers):
-        refuse(product, "several output layers with weights of their own")
+        refuse(product, "several output layers with weights of their own", UNSHARDED)
     for name in (names.get(node) for node in (weight, bias) if node is not None):
         if name is None or (step.tangent is not None and step.gradients.get(name) is None):
-            refuse(product, f"an output layer that is not trained ({name or 'a buffer'})")
+            frozen = name or "a buffer"
+            refuse(product, f"an output layer that is not trained ({frozen})", UNSHARDED)
         if name in step.shardings or (rows is not None and name not in rows):
-            refuse(product, f"an output layer whose {name} the ranks divide in another way")
+            reason = f"an output layer whose {name} the ranks divide in another way"
+            refuse(product, reason, UNSHARDED)
     return names[weight], None if bias is None else names[bias]
 
 
@@ -129,7 +132,7 @@ def _gradients(step: StepGraph, layer: OutputLayer, weight: str) -> tuple[Node, 
             for user in logits.users:
                 if operator_name(user) == "mm" and without(user.args[1], _LAYOUT) is layer.weight:
                     return logits, user
-    refuse(layer.product, "an output layer before which nothing is trained")
+    refuse(layer.product, "an output layer before which nothing is trained", UNSHARDED)
 
 
 def _terms_of(gradient: Node | None) -> Iterator[Node]:
@@ -154,7 +157,8 @@ def _find_lookups(loss: RowLoss, weight: str, rows: Collection[str] | None) -> L
             tables[name] = Lookups(name, forward, backward)
             alone = len(table.users) == len(forward) and len(terms) == len(backward)
             if name == weight and not _can_shard(loss, tables[name]):
-                refuse(forward[0], "an embedding, tied to the output layer, that is not sharded")
+                reason = "an embedding, tied to the output layer, that is not sharded"
+                refuse(forward[0], reason, UNSHARDED)
             if name == weight:
                 return tables[name]
             if not alone or not _can_shard(loss, tables[name]):
@@ -239,7 +243,7 @@ class _Surgery:
         for name in names:
             holder = trunk.parameters.pop(name)
             for user in holder.users:
-                refuse(_last_reader(user), f"another use of {name} in the model")
+                refuse(_last_reader(user), f"another use of {name} in the model", UNSHARDED)
             self.graph.erase_node(holder)
         self.graph.lint()
 

@@ -96,6 +96,25 @@ def test_a_tied_buffer_that_forward_writes() -> None:
     assert dict(step.tied_names) == {"alias": "count"}
 
 
+class Decaying(nn.Module):
+    """A module that assigns its buffer anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.scale = self.scale * 0.9
+        return x * self.scale
+
+
+@pytest.mark.parametrize("shared", [Decaying(), nn.BatchNorm1d(WIDTH)], ids=["assigned", "norm"])
+def test_a_module_with_two_paths_that_writes_its_buffers(shared: nn.Module) -> None:
+    layers = [nn.Linear(WIDTH, WIDTH), shared, nn.Linear(WIDTH, WIDTH), shared]
+    step = assert_equals_eager(nn.Sequential(*layers), torch.randn(4, WIDTH))
+    assert all(name.startswith("1.") for name in step.buffer_updates)
+
+
 def test_unused_and_frozen_parameters_have_no_gradient() -> None:
     model = Repeated(1)
     model.unused = nn.Linear(1, 1)
@@ -137,6 +156,22 @@ def test_values_that_depend_on_no_input_may_be_read() -> None:
 
     step = assert_equals_eager(Positions(1), torch.randn(4, WIDTH))
     assert step.eager_path
+
+
+def test_values_behind_torch_cond_may_be_static() -> None:
+    class Chosen(Repeated):
+        def forward(self, x: Tensor, n: Tensor) -> Tensor:
+            n = torch.cond(n.sum() > 0, lambda n: n + 1, lambda n: n - 1, (n,))
+            return super().forward(x) * n.max().item()
+
+    batch = ((torch.randn(4, WIDTH), torch.tensor([1, 2])), {}, torch.randn(4, WIDTH))
+    with pytest.raises(CaptureError, match=r'static_inputs=\("args\[1\]",\)'):
+        export_training_step(Chosen(1), *batch, F.mse_loss)
+    static = ExportOptions(static_inputs=("args[1]",))
+    step = export_training_step(Chosen(1), *batch, F.mse_loss, static)
+    eager = F.mse_loss(Chosen(1)(*batch[0]), batch[2])
+    assert step.loss is not None
+    assert eager.shape == step.loss.meta["val"].shape
 
 
 def test_static_inputs_may_be_read() -> None:

@@ -199,6 +199,22 @@ def test_other_uses_are_named_with_their_line(loss: Callable[..., Any], reason: 
         output_layers(Model(), loss)
 
 
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("masked_fill", lambda logits: logits.masked_fill(torch.arange(WORDS) < 2, -1e9)),
+        ("where", lambda logits: torch.where(torch.arange(WORDS) > 1, logits, -1e9)),
+        ("flip", lambda logits: logits.flip(-1)),
+    ],
+)
+def test_operations_before_the_softmax_are_named(
+    name: str, change: Callable[[Tensor], Tensor]
+) -> None:
+    reason = rf"{name} of the logits before their softmax \(\S*\.py:\d+\). .* vocab=\"off\""
+    with pytest.raises(NotShardableError, match=reason):
+        output_layers(Model(), lambda logits, target: cross_entropy(change(logits), target))
+
+
 def test_logits_are_no_output() -> None:
     with pytest.raises(NotShardableError, match="an output of the size of the vocabulary"):
         output_layers(Model(), returns="outputs")

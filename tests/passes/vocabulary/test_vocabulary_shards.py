@@ -467,7 +467,7 @@ def test_a_frozen_output_layer_is_not_sharded() -> None:
     model = Model()
     model.output.requires_grad_(False)
     step = export_training_step(model, *batch_of(), cross_entropy)
-    with pytest.raises(NotShardableError, match=r"that is not trained \(output.weight\)"):
+    with pytest.raises(NotShardableError, match=r"not trained \(output.weight\) .* vocab=.off"):
         cut_output_layer(step)
 
 

@@ -1,0 +1,62 @@
+"""Weights that are scaled by a buffer which every forward changes: W reads the microbatch's own
+value."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import zbcompile
+
+RANKS, MICROBATCHES, STEPS = 2, 4, 3
+
+
+class Scaled(nn.Module):
+    """A layer whose weight is scaled by a buffer; `assigns`: the buffer is assigned anew."""
+
+    def __init__(self, width: int, assigns: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width, width) / width)
+        self.register_buffer("scale", torch.ones(()))
+        self.assigns = assigns
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.assigns:
+            self.scale = self.scale * 0.9
+        else:
+            self.scale.mul_(0.9)
+        return x + torch.tanh(F.linear(x, self.weight * self.scale))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
+@pytest.mark.parametrize("schedule", ["zb-h1", "zb-v"])
+def test_products_with_changing_buffers_are_bitwise(schedule: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    eager = nn.Sequential(*(Scaled(8, assigns=bool(i % 2)) for i in range(4))).to(dtype)
+    pipe = zbcompile.pipeline(
+        copy.deepcopy(eager),
+        loss=F.mse_loss,
+        schedule=schedule,
+        ranks=RANKS,
+        microbatches=MICROBATCHES,
+        exact=True,
+    )
+    pipe.compile(torch.zeros(8, 8, dtype=dtype), target=torch.zeros(8, 8, dtype=dtype))
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (eager, pipe)]
+    for step in range(STEPS):
+        x, y = torch.randn(8, 8, dtype=dtype), torch.randn(8, 8, dtype=dtype)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        for part, target in zip(x.chunk(MICROBATCHES), y.chunk(MICROBATCHES), strict=True):
+            (F.mse_loss(eager(part), target) / MICROBATCHES).backward()
+        pipe.step(x, target=y)
+        for name, parameter in pipe.named_parameters():
+            expected = eager.get_parameter(name).grad
+            assert torch.equal(parameter.grad, expected), f"step {step}: {name}"
+        state = pipe.state_dict(full=True)
+        for name, buffer in eager.named_buffers():
+            assert torch.equal(state[name], buffer), f"step {step}: {name}"
+        for optimizer in optimizers:
+            optimizer.step()
