@@ -29,7 +29,7 @@ from tabulate import tabulate
 from torch import Tensor, nn
 
 import zbcompile
-from zbcompile.engine.stage_plan import CompiledStage
+from zbcompile.engine.stage import CompiledStage
 from zbcompile.schedules.ir.actions import MESSAGES, flatten
 
 sys.path.insert(0, str(Path(__file__).parents[1]))

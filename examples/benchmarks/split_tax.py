@@ -31,8 +31,7 @@ from zbcompile.backends.backend import Backend, make_backend
 from zbcompile.backends.cuda_graphs import record
 from zbcompile.backends.types import Run
 from zbcompile.engine.gradients import Gradients
-from zbcompile.engine.stage import StageRun
-from zbcompile.engine.stage_plan import CompiledStage, prepare_stage
+from zbcompile.engine.stage import CompiledStage, StageRun, prepare_stage
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.graph.roles import Slot
 

@@ -12,28 +12,18 @@ from zbcompile.passes.stage.stage_program import StageProgram
 
 RESIDENT = ("parameter", "buffer", "constant", "batch")
 LOSS = Slot("tangent", "loss")  # the same factor for every microbatch
-ARRIVING = ("activation", "gradient")  # from other stages
 LATER = {"F": ("B", "W"), "B": ("W",), "W": (), "BW": ()}
 ALIVE = (*RESIDENT, "accumulator")  # before and after, whatever runs
 
 
-def transient_bytes(
-    stage: StageProgram,
-    name: str,
-    buffered: bool = False,
-    views: bool = False,
-    local: Set[Slot] = frozenset(),
-) -> int:
-    """The most bytes of one microbatch that are alive at once while the pass `name` of `stage`
-    runs.
+def transient_bytes(stage: StageProgram, name: str, views: bool = False) -> int:
+    """Returns the peak bytes of one microbatch while the pass `name` of `stage` runs.
 
-    Counted are what waited for the pass or arrives for it, what it makes on its way and what it
-    returns; not parameters, buffers, gradient buffers and the user's inputs, nor what a kernel
-    allocates for itself. A value is freed after its last use; an input only if no later pass reads
-    it, perhaps by another view, and, where messages are `buffered`, what arrived not before the
-    pass ends, unless it is `local`: from a stage on the same rank. Saved views of a parameter count
-    only with `views`: graphs that were read from files share no storages, so that these are
-    unknown.
+    Counted are inputs that other passes computed or that messages brought, intermediate values and
+    results; not parameters, buffers, gradient buffers and the user's inputs, nor what a kernel
+    allocates for itself. A value is freed after its last use, an input only if no later pass reads
+    it or a view of it. Saved views of a parameter count only with `views`: graphs that were read
+    from files share no storages, so that these are unknown.
     """
     piece = stage.pieces[name]
     later = [
@@ -43,8 +33,6 @@ def transient_bytes(
         for holder in _holders(stage.pieces[each])
     ]
     kept = {slot for slot, _ in later}
-    if buffered:
-        kept |= {slot for slot in piece.inputs if slot.role in ARRIVING} - local
     read_later = storages_behind(node for _, node in later)
     return peak_bytes(piece, kept, frozenset() if views else _resident(stage), read_later)
 

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from tests.support.pass_graph_runner import Batch, Runner, StepResult
 from zbcompile.engine.gradients import Gradients
-from zbcompile.engine.stage import StageRun
-from zbcompile.engine.stage_plan import SHARD, prepare_stage
+from zbcompile.engine.stage import SHARD, StageRun, prepare_stage
 from zbcompile.passes.capture.batch_inputs import leaves_with_paths
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.compile_step import CompiledStep

@@ -1,10 +1,9 @@
 """The price of a compiled stage: seconds and bytes of its passes, from its graphs."""
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from zbcompile.passes.compile_options import Choices
-from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.machine.hardware import Hardware, hardware_for
 from zbcompile.passes.machine.roofline import kernel_seconds, seconds_of
 from zbcompile.passes.stage.pass_graph import PassGraph
@@ -52,13 +51,10 @@ def price_of(
     return StagePrice(seconds, again, (hides_f, hides_b), *sizes, saved)
 
 
-def running_bytes(stage: StageProgram, local: Set[Slot] = frozenset()) -> dict[str, int]:
-    """By pass, the most that is alive of a microbatch; `local`: what arrives from stages on the
-    same rank."""
+def running_bytes(stage: StageProgram) -> dict[str, int]:
+    """Returns the peak bytes of a microbatch in each pass."""
     aside = {"B": stage.crossing.kept - stage.crossing.forward_to_backward}  # what only W reads
-    return {
-        op: transient_bytes(stage, op, True, local=local) + aside.get(op, 0) for op in stage.pieces
-    }
+    return {op: transient_bytes(stage, op) + aside.get(op, 0) for op in stage.pieces}
 
 
 def pass_seconds(piece: PassGraph, hardware: Hardware) -> float:

@@ -10,7 +10,7 @@ from zbcompile.engine.gradients import Gradients
 from zbcompile.engine.optimizer_parameters import OptimizerParameters
 from zbcompile.engine.rank import RankProgram, plan_rank
 from zbcompile.engine.replicas import Sum, SumPlan, plan_sums
-from zbcompile.engine.stage_plan import CompiledStage
+from zbcompile.engine.stage import CompiledStage
 from zbcompile.engine.step_agreement import StepAgreement
 from zbcompile.engine.vocabulary_parameters import VocabularyExecutable
 from zbcompile.errors import PipelineError
@@ -29,12 +29,16 @@ Outputs = dict[str, dict[int, torch.Tensor]]
 class StepInput:
     """One step.
 
-    `microbatches` are the tensors of each by input path, `index` is the number of the step,
-    `reduction` says how losses combine; `recorder` records the step. `slices` are what each
-    optimizer updates, `actions` what the optimizers do for a stage by kind (VALIDATE, GATHER, OPT).
-    With `ahead` a rank goes on before all have ended the step. `outputs`: which ranks get the
-    model's outputs, "all", "last" (that of the last stage) or "" (none). `agreement` says what the
-    ranks differ in.
+    Attributes:
+        microbatches: The tensors of each microbatch by input path.
+        index: The number of the step.
+        reduction: How losses combine, "mean" or "sum".
+        recorder: Records the step.
+        slices: What each optimizer updates.
+        actions: What the optimizers do for a stage, by operation (VALIDATE, GATHER, OPT).
+        ahead: Whether a rank goes on before all have ended the step.
+        outputs: Which ranks get the model's outputs: "all", "last" (that of the last stage) or "".
+        agreement: Compares the steps of replicas.
     """
 
     microbatches: list[dict[str, torch.Tensor]]
@@ -51,11 +55,12 @@ class StepInput:
 
 @dataclass(frozen=True)
 class BoundGraphs:
-    """The graphs of a program, bound to this process's tensors: what microbatches of one shape,
-    mode and answer run.
+    """The graphs of a program, bound to this process's tensors, for microbatches of one shape.
 
-    `stages` are those of this process's ranks, `sums` over whom their gradients are summed,
-    `number` is how many programs the pipeline has made before, alike on all ranks.
+    Attributes:
+        stages: Those of this process's ranks.
+        sums: Over whom their gradients are summed.
+        number: The number of the program, equal on all ranks.
     """
 
     program: Program
@@ -67,10 +72,16 @@ class BoundGraphs:
 
 @dataclass(frozen=True)
 class Executable:
-    """What a step runs: `graphs[i]` for microbatch i. `everywhere` are all graphs that microbatches
-    of the step run, on any replica. `program` is that of the first graphs, in the order of the
-    step, with the parameters that any of them trains. `sums` say when the gradients of each rank of
-    this process are reduced, `gradients` are their sums, which all steps share.
+    """What a step runs.
+
+    Attributes:
+        program: That of the first graphs, with the lowered schedule of the step and the parameters
+            that any of the graphs trains.
+        graphs: Those that each microbatch runs.
+        everywhere: All graphs that microbatches of the step run, on any replica.
+        sums: When the gradients of each rank of this process are reduced.
+        gradients: The sums of each rank, which all steps share.
+        orders: The results of `ordered`.
     """
 
     program: Program
@@ -84,14 +95,12 @@ class Executable:
 
     @cached_property
     def first(self) -> BoundGraphs:
-        """The graphs of the first microbatch. Those of all others have the parameters and sums in
-        the same places."""
+        """The graphs of the first microbatch. All others have the same parameters and sums."""
         return self.graphs[0]
 
     @cached_property
     def may_overflow(self) -> bool:
-        """Whether an exchange between experts may have too little room for its tokens, in any stage
-        of any rank."""
+        """Whether an exchange between experts may have too little room for its tokens."""
         stages = (stage for each in self.everywhere for stage in each.program.stages)
         return any(
             slot.role == "fits"
@@ -118,11 +127,11 @@ class Executable:
 
     @property
     def outputs(self) -> tuple[Output, ...]:
-        """The outputs of each microbatch; empty if a microbatch returns its loss alone."""
+        """The outputs of each microbatch; empty if microbatches return their loss alone."""
         return tuple(each.program.output for each in self.graphs if each.program.output is not None)
 
     def ends_on(self, ranks: Sequence[int]) -> bool:
-        """Whether the last stage is on one of these ranks."""
+        """Returns True if the last stage is on one of these ranks."""
         return self.program.rank_of(self.program.schedule.stages - 1) in ranks
 
 
@@ -132,11 +141,12 @@ def plan_step(
     lowered: Schedule,
     ranks: Sequence[int],
 ) -> Executable:
-    """The executable of a step in the order `lowered`, in which microbatch i runs `graphs[i]`.
-    Microbatches of other replicas run any of `everywhere` (listed in one order on all ranks). All
-    of them are programs with every parameter in the same place.
+    """Returns the executable of a step in the order `lowered`, in which microbatch i runs
+    `graphs[i]`.
 
-    Raises PipelineError if what runs at the end of the step cannot serve all of them.
+    Microbatches of other replicas run any of `everywhere`, listed in one order on all ranks. All
+    programs have every parameter in the same place. Raises PipelineError for programs that cannot
+    share a step.
     """
     program, distinct = (
         graphs[0].program,
@@ -159,7 +169,6 @@ def plan_step(
 
 
 def _difference(programs: Sequence[Program]) -> str:
-    """How programs that meet in one step differ."""
     shapes = {tuple(sorted(each.inputs.items())) for each in programs}
     return "shapes" if len(shapes) > 1 else "graphs"
 
@@ -179,7 +188,7 @@ def _problem(programs: Sequence[Program], several: bool) -> str:
 
 
 def _trained_by_any(first: Program, programs: Sequence[Program]) -> tuple[StageProgram, ...]:
-    """The stages of `first`, with the parameters that any of `programs` trains on them."""
+    """Returns the stages of `first`, with the parameters that any of `programs` trains on them."""
     stages = zip(*(each.stages for each in programs), strict=True)
     trained = [
         tuple(dict.fromkeys(name for one in stage for name in one.trained)) for stage in stages

@@ -1,36 +1,30 @@
-"""Where a weight gradient is summed during a step. W's own graph adds to it
-(`zbcompile.passes.stage.accumulate`), with `exact=True` this module does. A `GradientSum` is in one
-of three states:
+"""The sums of weight gradients during a step.
 
-* own: of all stages, one trains the parameter. Its passes add straight into `.grad` if that has the
-  dtype of the sum and the parameter's strides, otherwise into `running`, which is rounded and added
-  to `.grad` once, by `settle`;
-* shared: several stages train it, on this rank or on others. What each of them adds up waits in
-  `parts`, until the exchange TIE sums the parts in the order in which eager autograd adds them and
-  folds the total into the own sum;
-* reduced: the sum has left for the replicas, each of which keeps a part of it elsewhere; `.grad` is
-  None.
+W's own graph adds to them (`zbcompile.passes.stage.accumulate`); with `exact=True` this module
+does. If one stage trains a parameter, its passes add straight into `.grad`, or, if the dtype or
+the strides differ, into a buffer that `flush` rounds once. If several stages train it, each has a
+sum of its own until the end of the step (`zbcompile.engine.tied`).
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import reduce
 
 import torch
 from torch import nn
 
 from zbcompile.passes.compile_options import Choices
 
-WHOLE = -1  # in place of a microbatch: the running sum of all
-
 
 @dataclass
 class GradientSum:
-    """One parameter's gradient on one rank. `dtype` is that of running sums.
+    """One parameter's gradient on one rank.
 
-    `parts[stage][microbatch]` has, in exact mode, one gradient per use of a shared parameter on the
-    stage, in the order in which eager adds them; otherwise `parts[stage][WHOLE]` is the stage's
-    running sum.
+    Attributes:
+        dtype: That of sums over microbatches.
+        shared: Whether several stages train the parameter, on this rank or others.
+        running: The sum, if it is not `.grad` itself.
+        parts: Of a shared parameter, the gradient by stage and microbatch with `exact=True`, else
+            the sum of a stage, with None for the microbatch.
     """
 
     parameter: nn.Parameter
@@ -38,68 +32,60 @@ class GradientSum:
     exact: bool = False
     shared: bool = False
     running: torch.Tensor | None = None
-    parts: dict[int, dict[int, list[torch.Tensor]]] = field(default_factory=dict)
+    parts: dict[tuple[int, int | None], torch.Tensor] = field(default_factory=dict)
 
     def buffer(self, stage: int) -> torch.Tensor:
-        """What W adds into: `.grad` (zeros if it was None), the running sum, or that of a shared
-        parameter's stage."""
+        """Returns what W of a stage adds into; zeros at first."""
+        parameter, grad = self.parameter, self.parameter.grad
         if self.shared:
-            part = self.parts.setdefault(stage, {})
-            if WHOLE not in part:
-                part[WHOLE] = [self._zeros()]
-            return part[WHOLE][0]
-        parameter = self.parameter
-        grad = parameter.grad
-        odd = grad is not None and grad.stride() != parameter.stride()
-        if odd or self.dtype != grad_dtype(parameter):
-            return self._running()
+            if (stage, None) not in self.parts:
+                self.parts[stage, None] = self._zeros()
+            return self.parts[stage, None]
+        strided = grad is not None and grad.stride() != parameter.stride()
+        if strided or self.dtype != grad_dtype(parameter):
+            if self.running is None:
+                self.running = self._zeros()
+            return self.running
         if grad is None:
             grad = parameter.grad = self._zeros()
         return grad
 
-    def _running(self) -> torch.Tensor:
-        if self.running is None:
-            self.running = self._zeros()
-        return self.running
-
     def _zeros(self) -> torch.Tensor:
         return torch.zeros_like(self.parameter, dtype=self.dtype, requires_grad=False)
-
-    def add(self, stage: int, microbatch: int, uses: Sequence[torch.Tensor]) -> None:
-        """Add one microbatch's gradients, one per use, as eager does: each is cast to the dtype of
-        `.grad`, then they are summed; the first sum becomes `.grad`, later ones add."""
-        cast = [use.to(grad_dtype(self.parameter)) for use in uses]
-        if self.shared:
-            self.parts.setdefault(stage, {})[microbatch] = cast
-        else:
-            self.fold([reduce(torch.add, cast)])
-
-    def take(self, stage: int, microbatches: Sequence[int]) -> list[list[torch.Tensor]]:
-        """This rank's part of a stage: the uses of each of `microbatches`, of which `WHOLE` is
-        their sum. What the stage did not train is -0.0, which changes no bit of what it is added
-        to."""
-        part = self.parts.pop(stage, {})
-        return [part[i] if i in part else [self._nothing()] for i in microbatches]
-
-    def _nothing(self) -> torch.Tensor:
-        return torch.full_like(self.parameter, -0.0, dtype=self.dtype_of_parts, requires_grad=False)
 
     @property
     def dtype_of_parts(self) -> torch.dtype:
         return grad_dtype(self.parameter) if self.exact else self.dtype
 
-    def fold(self, sums: Iterable[torch.Tensor]) -> None:
-        """Accumulate gradients that are complete: of one microbatch each, or of all."""
-        for gradient in sums:
-            own = grad_dtype(self.parameter)
-            if torch.promote_types(self.dtype, own) == own:
-                self._accumulate(gradient)
-            else:
-                self._running().add_(gradient)
+    def add(self, stage: int, microbatch: int, gradient: torch.Tensor) -> None:
+        """Adds one microbatch's gradient as eager does, which casts it to the dtype of `.grad`."""
+        gradient = gradient.to(grad_dtype(self.parameter))
+        if self.shared:
+            self.parts[stage, microbatch] = gradient
+        else:
+            self.accumulate(gradient)
 
-    def _accumulate(self, gradient: torch.Tensor) -> None:
-        """`.grad += gradient`, the first one becoming `.grad`; keeps the parameter's strides and
-        dtype."""
+    def take_part(self, stage: int, microbatch: int | None) -> torch.Tensor:
+        """Removes and returns a part; of a stage that did not train the parameter, -0.0, which
+        changes no bit of what it is added to."""
+        part = self.parts.pop((stage, microbatch), None)
+        if part is None:
+            dtype = self.dtype_of_parts
+            part = torch.full_like(self.parameter, -0.0, dtype=dtype, requires_grad=False)
+        return part
+
+    def accumulate(self, gradient: torch.Tensor) -> None:
+        """Adds a gradient that is complete, of one microbatch or of all."""
+        dtype = grad_dtype(self.parameter)
+        if torch.promote_types(self.dtype, dtype) == dtype:
+            self._add_to_grad(gradient)
+        elif self.running is None:
+            self.running = self._zeros().add_(gradient)
+        else:
+            self.running.add_(gradient)
+
+    def _add_to_grad(self, gradient: torch.Tensor) -> None:
+        """Adds to `.grad` with the parameter's strides; the first gradient becomes `.grad`."""
         parameter, dtype = self.parameter, grad_dtype(self.parameter)
         with torch.no_grad():
             if parameter.grad is not None:
@@ -111,8 +97,7 @@ class GradientSum:
                 parameter.grad.copy_(gradient)
 
     def total(self) -> torch.Tensor | None:
-        """The own sum so far, with what `.grad` held before the step, in the dtype of the sum;
-        replicas sum these."""
+        """Returns the sum so far in its dtype, with what `.grad` was before the step."""
         if self.running is None:
             return self.parameter.grad
         if self.parameter.grad is not None:
@@ -121,19 +106,18 @@ class GradientSum:
         return self.running
 
     def release(self) -> None:
-        """Forget the own sum, which is reduced elsewhere now."""
+        """Drops the sum, which replicas have reduced elsewhere."""
         self.running = self.parameter.grad = None
 
-    def settle(self) -> None:
-        """Put the own sum into `.grad`, rounded to its dtype once."""
+    def flush(self) -> None:
+        """Adds the sum to `.grad`, rounded to its dtype once."""
         running, self.running = self.running, None
         if running is not None:
-            self._accumulate(running)
+            self._add_to_grad(running)
 
 
 class Gradients(dict[str, GradientSum]):
-    """The sums of one rank by parameter, created at first use; a step begins and ends with empty
-    ones.
+    """The sums of one rank by parameter, created at first use; all are empty between steps.
 
     Attributes:
         shared: The parameters of several stages.
@@ -154,25 +138,13 @@ class Gradients(dict[str, GradientSum]):
         self[name] = GradientSum(parameter, dtype, choices.exact, name in self.shared)
         return self[name]
 
-    def settle(self, names: Iterable[str] | None = None) -> None:
-        """Put the own sums of `names` (default: all) into `.grad`."""
-        for each in (
-            self.values() if names is None else [self[name] for name in names if name in self]
-        ):
-            if each.running is not None:
-                each.settle()
+    def flush(self, names: Iterable[str] | None = None) -> None:
+        """Adds the sums of `names`, or of all parameters, to `.grad`."""
+        for name in list(self) if names is None else names:
+            if name in self:
+                self[name].flush()
 
 
 def grad_dtype(parameter: nn.Parameter) -> torch.dtype:
-    """The dtype of `.grad`: the parameter's, unless its `grad_dtype` says another (torch 2.10 has
-    it)."""
+    """Returns the dtype of `.grad`: the parameter's unless `grad_dtype` (torch 2.10) is set."""
     return getattr(parameter, "grad_dtype", None) or parameter.dtype
-
-
-def add_uses(
-    later: Sequence[torch.Tensor], earlier: Sequence[Sequence[torch.Tensor]]
-) -> list[torch.Tensor]:
-    """Add the uses of a stage, one at a time, to the sums of the stages behind it (none at first),
-    per microbatch."""
-    sums = [[total] for total in later] or [[] for _ in earlier]
-    return [reduce(torch.add, [*total, *uses]) for total, uses in zip(sums, earlier, strict=True)]

@@ -10,8 +10,7 @@ from torch.profiler import record_function
 
 from zbcompile.backends.types import Run
 from zbcompile.distributed.transport import Transport
-from zbcompile.engine.stage import StageRun
-from zbcompile.engine.stage_plan import SHARD, CompiledStage, Tensors
+from zbcompile.engine.stage import SHARD, CompiledStage, StageRun, Tensors
 from zbcompile.engine.vocabulary import Collectives
 from zbcompile.faults.fault_report import Position
 from zbcompile.passes.graph.roles import TensorSpec

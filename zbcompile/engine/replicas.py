@@ -7,7 +7,7 @@ ranks continue. The factor 1/replicas of a mean loss enters as the tangent of th
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
@@ -24,7 +24,7 @@ from zbcompile.model.held_elsewhere import is_held_elsewhere
 from zbcompile.model.placements import PARTIAL, along
 from zbcompile.program.program import Program
 
-Way = tuple[dist.ProcessGroup, torch.dtype | None]
+Route = tuple[dist.ProcessGroup, torch.dtype | None]  # the group, and the dtype of the messages
 
 
 @dataclass(frozen=True)
@@ -36,22 +36,28 @@ class Sum:
 
 
 def sums_of(program: Program, mesh: Mesh, rank: int) -> dict[str, Sum]:
-    """The sums of the parameters that pipeline rank `rank` trains, by name, and of its buffers.
-    Makes the groups."""
-    names = [n for n, stages in program.homes.items() if set(stages) & set(program.stages_of(rank))]
-    over = {name: along(program.placement(name), PARTIAL) for name in names}
-    groups = {each: mesh.group(*each) for each in sorted(set(over.values()))}
-    found = {name: (groups[each], mesh.index(*each) == 0) for name, each in over.items()}
-    return {name: Sum(group, first) for name, (group, first) in found.items() if group is not None}
+    """Returns over whom the gradients of pipeline rank `rank`, and its buffers, are summed, by
+    name. Creates the process groups, so all ranks call it."""
+    stages = set(program.stages_of(rank))
+    names = [name for name, homes in program.homes.items() if stages.intersection(homes)]
+    dimensions = {name: along(program.placement(name), PARTIAL) for name in names}
+    groups = {each: mesh.group(*each) for each in sorted(set(dimensions.values()))}
+    return {
+        name: Sum(group, mesh.index(*each) == 0)
+        for name, each in dimensions.items()
+        if (group := groups[each]) is not None
+    }
 
 
 @dataclass(frozen=True)
 class SumPlan:
-    """When the gradients of a rank are complete, and which of them are summed over other ranks, as
-    `over` says.
+    """When the gradients of a rank are complete, and when they are summed over other ranks.
 
-    `complete` are those that the last W of a stage completes, by stage, and `early` those of them
-    that are summed then; `late` are summed at the end of the step.
+    Attributes:
+        complete: The parameters that the last W of a stage completes, by stage.
+        early: Those of them that are summed then.
+        late: Those that are summed at the end of the step.
+        over: Over whom each is summed.
     """
 
     complete: Mapping[int, tuple[str, ...]]
@@ -65,36 +71,26 @@ class SumPlan:
 
 
 def plan_sums(program: Program, rank: int, over: Mapping[str, Sum]) -> SumPlan:
-    """The plan of pipeline rank `rank`."""
+    """Returns the plan of pipeline rank `rank`."""
     complete = {stage: program.complete_with(stage) for stage in program.stages_of(rank)}
-    early = {
-        stage: tuple(name for name in names if name in over) for stage, names in complete.items()
-    }
-    held = {name for stage in complete for name in program.stages[stage].trained}
-    late = sorted(name for name in program.late - (program.shared - held) if name in over)
+    early = {stage: tuple(filter(over.__contains__, names)) for stage, names in complete.items()}
+    trained = {name for stage in complete for name in program.stages[stage].trained}
+    late = sorted(name for name in program.late - (program.shared - trained) if name in over)
     return SumPlan(complete, early, tuple(late), over)
 
 
-def _require_all(parts: Iterable[str]) -> None:
-    """Refuse a step that would leave parts unsummed."""
-    left = sorted(parts)
-    if left:
-        raise PipelineError(
-            f"inside no_sync, a batch trained {left[0]}, which this batch does not train, so that"
-            " its gradient would never be summed over the ranks. End no_sync with a batch that"
-            " trains the same parameters."
-        )
-
-
-def unobserved(name: str, part: torch.Tensor) -> None:
-    """Nobody looks at the parts of sums."""
+def unobserved(name: str, gradient: torch.Tensor) -> None:
+    """Ignores a gradient."""
 
 
 @dataclass
 class Reduction:
-    """The reductions of one step on a rank: `parcels[stage]` are under way. `slices` are those of
-    all optimizers: what replicas divide in them is summed to its owners. `observe` sees what this
-    rank adds to each sum.
+    """The reductions of one step on a rank.
+
+    Attributes:
+        slices: Those of all optimizers. What replicas divide in them is summed to its owners.
+        observe: Receives what this rank adds to each sum.
+        buckets: All-reduces under way, by stage.
     """
 
     replicas: Replicas
@@ -102,94 +98,102 @@ class Reduction:
     gradients: Gradients
     slices: Sequence[OptimizerParameters] = ()
     observe: Observe = unobserved
-    parcels: defaultdict[int, list[Parcel[str]]] = field(default_factory=lambda: defaultdict(list))
+    buckets: defaultdict[int, list[Parcel[str]]] = field(default_factory=lambda: defaultdict(list))
 
     def __post_init__(self) -> None:
-        """Let `.grad` of what all replicas hold be counted once. Raises PipelineError for a sum
-        that would be lost."""
+        """Zeroes gradients of earlier steps on all but the first rank, so that the sum counts them
+        once. Raises PipelineError if a gradient would never be summed."""
         plan, partial, parameters = self.plan, self.replicas.partial, self.gradients.parameters
-        self.divided = [each for each in self.slices if each.zero]
+        self.divided = [slices for slices in self.slices if slices.zero]
         self.reduces = bool(plan.over or self.divided) and self.replicas.synchronise
-        if self.reduces:
-            _require_all(
-                name for name in partial - plan.summed if parameters[name].grad is not None
+        unsummed = [name for name in partial - plan.summed if parameters[name].grad is not None]
+        if self.reduces and unsummed:
+            raise PipelineError(
+                f"inside no_sync, a batch trained {min(unsummed)}, which this batch does not train,"
+                " so that its gradient would never be summed over the ranks. End no_sync with a"
+                " batch that trains the same parameters."
             )
         for name in plan.summed - partial:
             if not plan.over[name].first and (gradient := parameters[name].grad) is not None:
                 gradient.zero_()
 
     def start(self, stage: int) -> None:
-        """Begin to reduce a stage's gradients; returns at once. What no microbatch here trained,
-        those of another replica did: it takes part with zeros."""
-        for each in self.divided:
-            each.reduce(stage, self.gradients, self.observe)
-        names = sorted(
-            self._whole(self.plan.early[stage]), key=lambda name: self.order[self._way(name)]
-        )
-        for way, found in groupby(names, key=self._way):
-            self._send(stage, way, ((name, self._part(name, stage)) for name in found))
+        """Starts the sums of a stage's gradients.
 
-    def _send(self, stage: int, way: Way, gradients: Iterable[tuple[str, torch.Tensor]]) -> None:
-        group, travel = way
-        self.parcels[stage] += send(
-            gradients, lambda flat: dist.all_reduce(flat, group=group, async_op=True), travel
-        )
+        A parameter without a gradient here may have one on another replica, so zeros are sent.
+        """
+        for slices in self.divided:
+            slices.reduce(stage, self.gradients, self.observe)
+        names = sorted(self._undivided(self.plan.early[stage]), key=self._route_number)
+        for route, group in groupby(names, key=self._route):
+            gradients = []
+            for name in group:
+                total = self.gradients[name].total()
+                gradients.append(
+                    (name, self.gradients[name].buffer(stage) if total is None else total)
+                )
+            self._send(stage, route, gradients)
 
-    def _part(self, name: str, stage: int) -> torch.Tensor:
-        own = self.gradients[name].total()
-        part = self.gradients[name].buffer(stage) if own is None else own
-        self.observe(name, part)
-        return part
+    def _send(
+        self, stage: int, route: Route, gradients: Sequence[tuple[str, torch.Tensor]]
+    ) -> None:
+        for name, gradient in gradients:
+            self.observe(name, gradient)
+        group, dtype = route
+        self.buckets[stage] += send(
+            gradients, lambda flat: dist.all_reduce(flat, group=group, async_op=True), dtype
+        )
 
     def finish_stage(self, stage: int) -> None:
-        """Wait for the sums of a stage."""
-        for parcel in self.parcels.pop(stage, ()):
-            parcel.unpack()
-        for each in self.divided:
-            each.finish(stage)
+        """Waits for the sums of a stage."""
+        for bucket in self.buckets.pop(stage, ()):
+            bucket.unpack()
+        for slices in self.divided:
+            slices.finish(stage)
 
     def finish(self) -> None:
-        """Reduce what several stages share, and wait for everything.
+        """Sums what several stages share, and waits for everything.
 
-        Shared gradients are sent alone: their holders must add in the same order, or they would
-        drift apart.
+        Shared gradients are sent one by one: their holders must add in the same order, or they
+        would drift apart.
         """
         self.replicas.partial = set() if self.reduces else self.replicas.partial | self.plan.summed
-        for each in self.divided if self.reduces else ():
-            each.reduce(LATE, self.gradients, self.observe)
-        for name in self._whole(self.plan.late) if self.reduces else ():
-            found = self.gradients[name].total()
-            if found is not None:
-                self.observe(name, found)
-                self._send(LATE, self._way(name), [(name, found)])
-        for stage in list(self.parcels):
-            for parcel in self.parcels.pop(stage):
-                parcel.unpack()
-        for each in self.divided:
-            each.finish()
+        if self.reduces:
+            for slices in self.divided:
+                slices.reduce(LATE, self.gradients, self.observe)
+            for name in self._undivided(self.plan.late):
+                total = self.gradients[name].total()
+                if total is not None:
+                    self._send(LATE, self._route(name), [(name, total)])
+        for stage in list(self.buckets):
+            for bucket in self.buckets.pop(stage):
+                bucket.unpack()
+        for slices in self.divided:
+            slices.finish()
 
     def results(self) -> dict[str, torch.Tensor | None]:
-        """The gradients that this rank has after the step, whole or its part."""
-        found = self.gradients.parameters.items()
-        whole = {
+        """Returns the gradients on this rank after the step, whole or its part."""
+        gradients = {
             name: None if is_held_elsewhere(parameter) else parameter.grad
-            for name, parameter in found
+            for name, parameter in self.gradients.parameters.items()
         }
-        return whole | {name: part for each in self.divided for name, part in each.sums().items()}
+        for slices in self.divided:
+            gradients |= slices.sums()
+        return gradients
 
-    def _whole(self, names: Sequence[str]) -> list[str]:
-        """Those of which every replica gets the whole sum."""
+    def _undivided(self, names: Sequence[str]) -> list[str]:
         return [
             name for name in names if not any(name in each.local_names for each in self.divided)
         ]
 
-    def _way(self, name: str) -> Way:
-        """Over whom a whole gradient is summed, and how it travels."""
-        return self.plan.over[name].group, next(
-            (s.reduce_dtype for s in self.slices if name in s.local_names), None
-        )
+    def _route(self, name: str) -> Route:
+        dtypes = [slices.reduce_dtype for slices in self.slices if name in slices.local_names]
+        return self.plan.over[name].group, dtypes[0] if dtypes else None
+
+    def _route_number(self, name: str) -> int:
+        return self.routes[self._route(name)]
 
     @cached_property
-    def order(self) -> dict[Way, int]:
-        """The ways, numbered as all ranks of a group do: as the parameters come."""
-        return {way: i for i, way in enumerate(dict.fromkeys(map(self._way, self.plan.over)))}
+    def routes(self) -> dict[Route, int]:
+        """The routes, numbered as on all ranks of a group: in the order of the parameters."""
+        return {each: i for i, each in enumerate(dict.fromkeys(map(self._route, self.plan.over)))}

@@ -24,10 +24,9 @@ from zbcompile.engine.gradients import Gradients
 from zbcompile.engine.optimizer_parameters import LATE
 from zbcompile.engine.rank import RankRun
 from zbcompile.engine.replicas import Reduction, unobserved
-from zbcompile.engine.stage import StageRun
-from zbcompile.engine.stage_plan import LOOKUPS, SHARD
+from zbcompile.engine.stage import LOOKUPS, SHARD, StageRun
 from zbcompile.engine.step_agreement import integer_marks, require_same_integers
-from zbcompile.engine.tied import TiedSums
+from zbcompile.engine.tied import reduce_tied
 from zbcompile.engine.vocabulary import ShardStep
 from zbcompile.errors import PipelineError
 from zbcompile.faults.watchdog import LocalWatch, Watch
@@ -105,13 +104,13 @@ class Engine:
                 if program.shared:
                     with waiting("the sum of tied gradients"):
                         gradients = {rank: each.gradients for rank, each in reductions.items()}
-                        TiedSums(program, ranks, gradients).run()
+                        reduce_tied(program, ranks, gradients)
                 if step.agreement is not None:  # before replicas exchange anything
                     step.agreement.require()
                 with waiting("the end of the sums of gradients"):
                     for reduction in reductions.values():
                         reduction.finish()
-                        reduction.gradients.settle()
+                        reduction.gradients.flush()
                 if executable.first.sums:
                     with waiting("the buffers of the first replica"):
                         self._share_buffers(executable)
@@ -299,7 +298,7 @@ def _hooks(
     def update(stage: int) -> None:
         if not differs():
             reduction.finish_stage(stage)
-            reduction.gradients.settle(reduction.plan.complete[stage])
+            reduction.gradients.flush(reduction.plan.complete[stage])
             run_all("OPT", stage)
 
     return {

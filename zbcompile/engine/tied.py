@@ -1,193 +1,105 @@
-"""The sum of the gradients of a parameter that several stages, or two model copies, train.
+"""Gradients of parameters that several stages, or two model copies, train.
 
-Eager autograd adds the uses of a parameter per microbatch, the last use first, and then accumulates
-the sums in microbatch order. So the stages' gradients are added from the last stage to the first,
-before they are folded. Of two model copies (DualPipe) the first has the lower microbatches: its
-sums are folded first.
+They are added when all passes of a step have run. Eager autograd adds the uses of a parameter per
+microbatch, the last use first, and accumulates the sums in microbatch order. With `exact=True` a
+graph that the compiler extracted adds the parts of each microbatch in that order. Otherwise every
+stage has one sum; these are added from the last stage to the first.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from functools import reduce
 
 import torch
 import torch.distributed as dist
 
 from zbcompile.distributed.packing import laid_out
 from zbcompile.distributed.ranks import Ranks
-from zbcompile.engine.gradients import WHOLE, Gradients, add_uses
-from zbcompile.passes.graph.fx import output_values
+from zbcompile.engine.gradients import Gradients
 from zbcompile.passes.stage.pass_graph import PassGraph
 from zbcompile.passes.stage.stage_program import tensor_spec
 from zbcompile.passes.torch_private import boxed
 from zbcompile.program.program import Program
 
-
-@dataclass(frozen=True)
-class Walk:
-    """How the gradients of a shared parameter are summed for one model copy: `stages` that train
-    it, the last first, on `ranks`, for `microbatches`: a gradient is one tensor per microbatch in
-    exact mode, else one of the WHOLE.
-    """
-
-    stages: tuple[int, ...]
-    ranks: tuple[int, ...]
-    microbatches: Sequence[int]
+LocalGradients = Mapping[int, Gradients]  # of the ranks of this process
 
 
-def walks(program: Program, name: str) -> list[Walk]:
-    """One walk per model copy, in the order in which their sums accumulate."""
-    stages = tuple(stage.stage for stage in reversed(program.stages) if name in stage.trained)
-    per_copy = program.schedule.microbatches // program.copies
-    copies = [
-        range(first, first + per_copy)
-        for first in range(0, program.schedule.microbatches, per_copy)
-    ]
-    return [
-        Walk(
-            stages,
-            tuple(program.rank_of(s, each[0]) for s in stages),
-            each if program.exact else (WHOLE,),
-        )
-        for each in copies
-    ]
+def reduce_tied(program: Program, ranks: Ranks, gradients: LocalGradients) -> None:
+    """Adds the gradients of every shared parameter on all ranks that hold it. All ranks call it."""
+    reducer = _Reducer(program, ranks, gradients)
+    names = [name for graph in program.ends.values() for _, name in graph.outputs]
+    for stage, graph in sorted(program.ends.items()):
+        reducer.run_graph(stage, graph)
+    for name in sorted(program.shared.difference(names)):
+        reducer.add_stages(name)
 
 
-@dataclass(frozen=True)
-class TiedSums:
-    """The exchange of one step: `gradients` are those of this process's ranks.
+class _Reducer:
+    def __init__(self, program: Program, ranks: Ranks, gradients: LocalGradients) -> None:
+        self.program, self.ranks, self.gradients = program, ranks, gradients
 
-    The running sum walks from the rank of the last use to that of the first, which gives all
-    holders the total.
-    """
+    def run_graph(self, stage: int, graph: PassGraph) -> None:
+        """Runs the graph that adds the parts of gradients, for one microbatch after the other."""
+        program, run = self.program, boxed(graph.module).forward
+        senders = {name: stage.stage for stage in program.stages for name in stage.parts}
+        for microbatch in range(program.schedule.microbatches):
+            owner = program.rank_of(stage, microbatch)
+            values = []
+            for (_, name), node in zip(graph.inputs, graph.placeholders, strict=True):
+                source = program.rank_of(senders[name], microbatch)
+                part = None
+                if source in self.gradients:
+                    part = self.gradients[source].parts[name].pop(microbatch)
+                values.append(self._move(part, node.meta["val"], source, owner))
+            sums: Sequence[torch.Tensor | None] = [None] * len(graph.outputs)
+            if owner in self.gradients:
+                sums = run(values)
+            for (_, name), node, total in zip(graph.outputs, graph.results, sums, strict=True):
+                self._share(name, node.meta["val"], total, owner)
 
-    program: Program
-    ranks: Ranks
-    gradients: Mapping[int, Gradients]
+    def add_stages(self, name: str) -> None:
+        """Adds the sums of the stages. Of two model copies (DualPipe) the first has the lower
+        microbatches, so its sums come first."""
+        program, schedule = self.program, self.program.schedule
+        local = [rank for rank in program.holders(name) if rank in self.gradients]
+        if not local:
+            return
+        sum_here = self.gradients[local[0]][name]
+        like = torch.empty_like(sum_here.parameter, dtype=sum_here.dtype_of_parts, device="meta")
+        stages = [stage.stage for stage in reversed(program.stages) if name in stage.trained]
+        per_copy = schedule.microbatches // program.copies
+        for first in range(0, schedule.microbatches, per_copy):
+            owner = program.rank_of(stages[-1], first)
+            for microbatch in range(first, first + per_copy) if program.exact else [None]:
+                parts = list[torch.Tensor]()
+                for stage in stages:
+                    source = program.rank_of(stage, first)
+                    part = None
+                    if source in self.gradients:
+                        part = self.gradients[source][name].take_part(stage, microbatch)
+                    if (moved := self._move(part, like, source, owner)) is not None:
+                        parts.append(moved)
+                total = reduce(torch.add, parts) if parts else None
+                self._share(name, like, total, owner)
 
-    def run(self) -> None:
-        """Fold the total of every shared parameter, in the processes of its holders."""
-        added = self._add_parts()
-        for name in sorted(self.program.shared - added):
-            holders = sorted(self.program.holders(name))
-            totals = [
-                self._share(name, walk, self._walk(name, walk), holders)
-                for walk in walks(self.program, name)
-            ]
-            own = next(
-                (self.gradients[rank][name] for rank in self.gradients if rank in holders), None
-            )
-            if own is not None:
-                own.fold(gradient for total in totals for gradient in total)
+    def _share(self, name: str, like: torch.Tensor, total: torch.Tensor | None, owner: int) -> None:
+        """Accumulates a gradient in every process that holds its parameter."""
+        holders = sorted(self.program.holders(name))
+        copies = [self._move(total, like, owner, holder) for holder in holders]
+        for holder, gradient in zip(holders, copies, strict=True):
+            if gradient is not None:  # once in a process
+                self.gradients[holder][name].accumulate(gradient)
+                return
 
-    def _add_parts(self) -> set[str]:
-        """Adds the parts of gradients that several stages compute, in autograd's order, and returns
-        their names.
-
-        The graphs in `ends` do it, for one microbatch after the other."""
-        program, added = self.program, set[str]()
-        makers = {name: stage.stage for stage in program.stages for name in stage.parts}
-        for stage, piece in sorted(program.ends.items()):
-            names = [slot.name for slot in piece.outputs]
-            added.update(names)
-            holders = {name: set(program.holders(name)) & self.gradients.keys() for name in names}
-            for microbatch in range(program.schedule.microbatches):
-                owner = program.rank_of(stage, microbatch)
-                values = self._parts_at(owner, piece, makers, microbatch)
-                sums = (
-                    boxed(piece.module).forward(values)
-                    if owner in self.gradients
-                    else [None] * len(names)
-                )
-                for name, node, gradient in zip(
-                    names, output_values(piece.module.graph), sums, strict=True
-                ):
-                    total = self._to_holders(name, node.meta["val"], gradient, owner)
-                    for rank in list(holders[name])[:1]:
-                        assert total is not None
-                        self.gradients[rank][name].fold([total])
-        return added
-
-    def _parts_at(
-        self, owner: int, piece: PassGraph, makers: Mapping[str, int], microbatch: int
-    ) -> list[torch.Tensor]:
-        """The parts of one microbatch on the rank that adds them; an empty list on other ranks."""
-        values = []
-        for node, slot in zip(
-            piece.module.graph.find_nodes(op="placeholder"), piece.inputs, strict=True
-        ):
-            source = self.program.rank_of(makers[slot.name], microbatch)
-            value = (
-                self.gradients[source].parts[slot.name].pop(microbatch)
-                if source in self.gradients
-                else None
-            )
-            value = self._moved(value, node.meta["val"], source, owner)
-            if value is not None:
-                values.append(value)
-        return values
-
-    def _to_holders(
-        self, name: str, like: torch.Tensor, gradient: torch.Tensor | None, owner: int
-    ) -> torch.Tensor | None:
-        """The gradient in every process that holds its parameter."""
-        total = gradient
-        for holder in sorted(self.program.holders(name)):
-            moved = self._moved(gradient, like, owner, holder)
-            total = moved if moved is not None else total
-        return total
-
-    def _moved(
+    def _move(
         self, value: torch.Tensor | None, like: torch.Tensor, source: int, destination: int
     ) -> torch.Tensor | None:
-        """The value on rank `destination`, None in other processes; from its process if that is
-        another one."""
+        """Returns the value on rank `destination`, None in other processes."""
         if destination in self.gradients:
             if source in self.gradients:
                 return value
-            found = torch.empty(like.shape, dtype=like.dtype, device=self.ranks.device)
-            dist.recv(found, group=self.ranks.group, group_src=source)
-            return laid_out(found, tensor_spec(like))
-        if source in self.gradients:
-            assert value is not None
+            received = torch.empty(like.shape, dtype=like.dtype, device=self.ranks.device)
+            dist.recv(received, group=self.ranks.group, group_src=source)
+            return laid_out(received, tensor_spec(like))
+        if value is not None:
             dist.send(value.contiguous(), group=self.ranks.group, group_dst=destination)
         return None
-
-    def _walk(self, name: str, walk: Walk) -> list[torch.Tensor]:
-        """The total, on the rank of the first use; other processes end with an empty list."""
-        running: list[torch.Tensor] = []
-        before, local = walk.ranks[0], self.gradients
-        for stage, here in zip(walk.stages, walk.ranks, strict=True):
-            if before in local and here not in local:
-                self._send(running, here)
-                running = []
-            if here in local:
-                running = running if before in local else self._receive(name, before, walk)
-                running = add_uses(running, local[here][name].take(stage, walk.microbatches))
-            before = here
-        return running
-
-    def _share(
-        self, name: str, walk: Walk, total: list[torch.Tensor], holders: Sequence[int]
-    ) -> list[torch.Tensor]:
-        """The total, in the processes of all holders."""
-        owner, local = walk.ranks[-1], self.gradients
-        if owner not in local:
-            return self._receive(name, owner, walk) if local.keys() & set(holders) else []
-        for holder in holders:
-            if holder not in local:
-                self._send(total, holder)
-        return total
-
-    def _send(self, tensors: Sequence[torch.Tensor], to: int) -> None:
-        for tensor in tensors:
-            dist.send(tensor.contiguous(), group=self.ranks.group, group_dst=to)
-
-    def _receive(self, name: str, source: int, walk: Walk) -> list[torch.Tensor]:
-        (gradients,) = self.gradients.values()
-        like, dtype = gradients[name].parameter, gradients[name].dtype_of_parts
-        buffers = [
-            torch.empty(like.shape, dtype=dtype, device=like.device) for _ in walk.microbatches
-        ]
-        for buffer in buffers:
-            dist.recv(buffer, group=self.ranks.group, group_src=source)
-        return buffers

@@ -1,11 +1,11 @@
-"""The collectives of the vocabulary passes: messages among all shards, between passes of theirs.
+"""Collectives among the shards of an output layer, between their passes.
 
-CAST carries the last stage's output to all shards, STATS gathers what S made and, with one barrier,
+CAST broadcasts the last stage's output. STATS gathers the statistics of S and, with one barrier,
 sums the parts of the input gradient on the rank of the last stage; with two barriers SUM does that
-after T. LOOKUP sums the looked up rows of a sharded embedding on the rank of the first stage,
-SPREAD carries their gradient to all shards. Every rank posts all of them in one order
-(`zbcompile.schedules.lowering.collectives`) and posting never waits. What a collective takes and
-brings are messages in the boxes of the transport.
+after T. LOOKUP sums the rows of a sharded embedding on the rank of the first stage, SPREAD
+broadcasts their gradient. Every rank posts all of them in one order
+(`zbcompile.schedules.lowering.collectives`), and posting does not block. Their inputs and outputs
+are messages of the transport.
 """
 
 from collections import Counter
@@ -34,11 +34,10 @@ from zbcompile.schedules.lowering.edges import (
 )
 
 Job = Callable[[], None]
-Held = Callable[[], list[torch.Tensor]]
 
 
 class EndRanks(NamedTuple):
-    """The ranks of the first and of the last stage, and the number of the latter."""
+    """The ranks of the first and of the last stage, and the number of the last stage."""
 
     first: int
     last: int
@@ -46,14 +45,17 @@ class EndRanks(NamedTuple):
 
 
 @dataclass
-class InProcess:
-    """All shards are in one process: a collective happens when the last of them has posted it. Sums
-    are in rank order."""
+class LocalCollectives:
+    """Collectives among `count` shards in one process. One runs when the last shard has posted it;
+    sums are in rank order."""
 
     count: int
     posted: Counter[tuple[str, int]] = field(default_factory=Counter)
 
-    def start(self, op: str, microbatch: int, job: Job, held: Held) -> Job:
+    def start(
+        self, op: str, microbatch: int, job: Job, tensors: Callable[[], list[torch.Tensor]]
+    ) -> Job:
+        """Runs the collective, or returns before; returns a function that waits for it."""
         self.posted[op, microbatch] += 1
         if self.posted[op, microbatch] == self.count:
             job()
@@ -65,20 +67,23 @@ class InProcess:
         assert value is not None
         return dict.fromkeys(range(self.count), value)
 
-    def gather(self, own: Mapping[int, torch.Tensor]) -> torch.Tensor:
-        return torch.stack([own[rank] for rank in sorted(own)])
+    def gather(self, values: Mapping[int, torch.Tensor]) -> torch.Tensor:
+        return torch.stack([values[rank] for rank in sorted(values)])
 
-    def total(self, own: Mapping[int, torch.Tensor], root: int) -> torch.Tensor | None:
-        return reduce(torch.add, [own[rank] for rank in sorted(own)])
+    def reduce_sum(self, values: Mapping[int, torch.Tensor], root: int) -> torch.Tensor | None:
+        return reduce(torch.add, [values[rank] for rank in sorted(values)])
 
     def finish(self) -> None:
         pass
 
 
 @dataclass
-class OverGroup:
-    """This process is one rank of `group`. Collectives run in the order of their posts alongside
-    the passes: on a separate thread if the host carries them out (gloo), on `stream` on CUDA."""
+class GroupCollectives:
+    """Collectives of a process that is one rank of `group`.
+
+    They run in the order of their posts alongside the passes: on a thread with gloo, on `stream`
+    on CUDA.
+    """
 
     group: dist.ProcessGroup
     device: torch.device
@@ -90,19 +95,20 @@ class OverGroup:
             ThreadPoolExecutor(1, "zbcompile-collectives") if self.stream is None else None
         )
 
-    def start(self, op: str, microbatch: int, job: Job, held: Held) -> Job:
+    def start(
+        self, op: str, microbatch: int, job: Job, tensors: Callable[[], list[torch.Tensor]]
+    ) -> Job:
+        """Starts the collective, which uses `tensors`; returns a function that waits for it."""
         if self._thread is None:
-            return self._on_stream(job, held)
+            return self._on_stream(job, tensors)
         self.started.append(self._thread.submit(torch.no_grad()(job)))
         return self.started[-1].result
 
-    def _on_stream(self, job: Job, held: Held) -> Job:
-        """Run after everything that the compute stream has been given so far; a wait makes the
-        compute stream wait. The allocator is told which of what is `held` the other stream uses, so
-        that it is not reused too early.
-        """
+    def _on_stream(self, job: Job, tensors: Callable[[], list[torch.Tensor]]) -> Job:
+        """Runs the job after the work that the compute stream has so far. A wait makes the compute
+        stream wait. The allocator must know which tensors the other stream uses."""
         assert self.stream is not None
-        for value in held():
+        for value in tensors():
             value.record_stream(self.stream)
         self.stream.wait_stream(gpu.current_stream(self.device))
         with gpu.on_stream(self.stream):
@@ -113,7 +119,7 @@ class OverGroup:
         def wait() -> None:
             stream = gpu.current_stream(self.device)
             stream.wait_event(event)
-            for value in held():
+            for value in tensors():
                 value.record_stream(stream)
 
         return wait
@@ -125,23 +131,22 @@ class OverGroup:
         dist.broadcast(value, group=self.group, group_src=root)
         return {dist.get_rank(self.group): value}
 
-    def gather(self, own: Mapping[int, torch.Tensor]) -> torch.Tensor:
-        (value,) = own.values()
+    def gather(self, values: Mapping[int, torch.Tensor]) -> torch.Tensor:
+        (value,) = values.values()
         gathered = value.new_empty(dist.get_world_size(self.group), *value.shape)
         dist.all_gather(list(gathered.unbind(0)), value, group=self.group)
         return gathered
 
-    def total(self, own: Mapping[int, torch.Tensor], root: int) -> torch.Tensor | None:
-        ((rank, part),) = own.items()
+    def reduce_sum(self, values: Mapping[int, torch.Tensor], root: int) -> torch.Tensor | None:
+        ((rank, part),) = values.items()
         part = part.contiguous()
         dist.reduce(part, group=self.group, group_dst=root)
         return part if rank == root else None
 
     def finish(self) -> None:
-        """Every collective has ended (on CUDA, for what the compute stream is given next); raises
-        what failed."""
-        for each in self.started:
-            each.result()
+        """Waits for all collectives; raises the error of one that failed."""
+        for future in self.started:
+            future.result()
         if self.stream is not None:
             gpu.current_stream(self.device).wait_stream(self.stream)
         if self._thread is not None:
@@ -150,13 +155,16 @@ class OverGroup:
 
 @dataclass
 class ShardStep:
-    """A rank's shard during one step: its passes, and those of its rows of the embedding. `stage`
-    names it.
+    """A rank's shard during one step.
 
-    Gradients of looked up rows arrive with SPREAD and wait in `spread` until a collective that was
-    posted after it is awaited: then they have certainly arrived, and are always added at the same
-    place of the step. `posted` are the microbatches in the order of their SPREAD, of which `added`
-    have been added.
+    Attributes:
+        stage: The first stage of the rank, which names the shard in actions.
+        output: The passes of the output layer.
+        lookups: The passes of the embedding.
+        spread: Gradients of looked up rows by microbatch. They are added when a collective that was
+            posted after their SPREAD has ended, so always at the same place of the step.
+        posted: The microbatches in the order of their SPREAD, the first `added` of which have been
+            added.
     """
 
     stage: int
@@ -167,15 +175,14 @@ class ShardStep:
     added: int = 0
 
     def add_rows(self, count: int) -> None:
-        """Add the gradients of the first `count` posted microbatches that have not been
-        added yet."""
+        """Adds the gradients of the first `count` posted microbatches."""
         for microbatch in self.posted[self.added : count]:
             assert self.lookups is not None
             self.lookups.run(SPREAD, microbatch, [self.spread.pop(microbatch)])
         self.added = max(self.added, count)
 
-    def held(self, microbatch: int) -> Iterator[torch.Tensor]:
-        """What waits here of a microbatch, and all gradients of rows."""
+    def tensors(self, microbatch: int) -> Iterator[torch.Tensor]:
+        """Yields the registers of a microbatch, and all gradients of rows."""
         frame = self.output.frames.get(microbatch, [])
         yield from (value for value in frame if value is not None)
         yield from self.spread.values()
@@ -183,15 +190,15 @@ class ShardStep:
 
 @dataclass(frozen=True)
 class CollectiveWait:
-    """Waits for a collective, and adds the gradients of rows that SPREAD has brought before it."""
+    """Waits for a collective, then adds the gradients of rows of earlier SPREADs."""
 
     complete: Job
     shard: ShardStep
-    before: int
+    spreads: int
 
     def wait(self) -> None:
         self.complete()
-        self.shard.add_rows(self.before)
+        self.shard.add_rows(self.spreads)
 
 
 @dataclass
@@ -200,36 +207,36 @@ class Collectives:
 
     program: VocabularyProgram
     ends: EndRanks
-    carrier: InProcess | OverGroup
+    backend: LocalCollectives | GroupCollectives
     transport: Transport
     shards: dict[int, ShardStep] = field(default_factory=dict)
 
     def post(self, op: str, rank: int, microbatch: int) -> None:
-        """Let a rank take part in a collective."""
+        """Starts a rank's part of a collective."""
         shard = self.shards[rank]
         if op == SPREAD:
             shard.posted.append(microbatch)
-        complete = self.carrier.start(
+        complete = self.backend.start(
             op,
             microbatch,
             partial(_JOBS[op], self, microbatch),
-            partial(self._held, shard, microbatch),
+            partial(self._tensors, shard, microbatch),
         )
-        arrived = CollectiveWait(complete, shard, len(shard.posted))
-        for message in self._brought(op, rank, microbatch):
-            self.transport.receives[message] = [arrived]
+        wait = CollectiveWait(complete, shard, len(shard.posted))
+        for message in self._outputs(op, rank, microbatch):
+            self.transport.receives[message] = [wait]
 
     def finish(self, rank: int) -> None:
-        """All collectives have ended, and all gradients of rows are added."""
-        self.carrier.finish()
+        """Waits for all collectives, and adds all gradients of rows of a rank."""
+        self.backend.finish()
         self.shards[rank].add_rows(len(self.shards[rank].posted))
 
     @property
     def _trains(self) -> bool:
         return self.program.barriers > 0
 
-    def _brought(self, op: str, rank: int, microbatch: int) -> Iterator[Message]:
-        """The messages with which a rank waits for a collective."""
+    def _outputs(self, op: str, rank: int, microbatch: int) -> Iterator[Message]:
+        """Yields the messages that a collective delivers on a rank."""
         if op == CAST or (op == STATS and self._trains):
             yield Message(op, self.shards[rank].stage, microbatch)
         if rank == self.ends.last and op == {1: STATS, 2: SUM}.get(self.program.barriers):
@@ -237,67 +244,72 @@ class Collectives:
         if rank == self.ends.first and op == LOOKUP:
             yield Message(op, 0, microbatch)
 
-    def _held(self, shard: ShardStep, microbatch: int) -> list[torch.Tensor]:
-        boxes = [each for each in self.transport.boxes.items() if each[0].kind not in (F, B)]
+    def _tensors(self, shard: ShardStep, microbatch: int) -> list[torch.Tensor]:
+        boxes = self.transport.boxes.items()
         messages = [
-            value for message, found in boxes if message.microbatch == microbatch for value in found
+            value
+            for message, values in boxes
+            if message.kind not in (F, B) and message.microbatch == microbatch
+            for value in values
         ]
-        return [*shard.held(microbatch), *messages]
+        return [*shard.tensors(microbatch), *messages]
 
     def _take(self, kind: str, stage: int, microbatch: int) -> torch.Tensor:
         (value,) = self.transport.take(Message(kind, stage, microbatch))
         return value.contiguous()
 
-    def _bring(self, kind: str, stage: int, microbatch: int, values: list[torch.Tensor]) -> None:
+    def _deliver(self, kind: str, stage: int, microbatch: int, values: list[torch.Tensor]) -> None:
         self.transport.deliver(Message(kind, stage, microbatch), values)
 
     def _cast(self, microbatch: int) -> None:
-        own = self.ends.last in self.shards
-        hidden = self._take(HIDDEN_MESSAGE, self.ends.last_stage, microbatch) if own else None
-        for rank, value in self.carrier.broadcast(
-            hidden, self.program.hidden, self.ends.last
-        ).items():
-            self._bring(CAST, self.shards[rank].stage, microbatch, [value])
+        hidden = None
+        if self.ends.last in self.shards:
+            hidden = self._take(HIDDEN_MESSAGE, self.ends.last_stage, microbatch)
+        values = self.backend.broadcast(hidden, self.program.hidden, self.ends.last)
+        for rank, value in values.items():
+            self._deliver(CAST, self.shards[rank].stage, microbatch, [value])
 
     def _stats(self, microbatch: int) -> None:
         shards = self.shards.items()
-        gathered = self.carrier.gather(
-            {rank: self._take(S, each.stage, microbatch) for rank, each in shards}
+        gathered = self.backend.gather(
+            {rank: self._take(S, shard.stage, microbatch) for rank, shard in shards}
         )
-        parts = {rank: each.output.run(STATS, microbatch, [gathered]) for rank, each in shards}
-        for each in self.shards.values() if self._trains else ():
-            self._bring(STATS, each.stage, microbatch, [])
+        parts = {rank: shard.output.run(STATS, microbatch, [gathered]) for rank, shard in shards}
+        for _, shard in shards if self._trains else ():
+            self._deliver(STATS, shard.stage, microbatch, [])
         if self.program.barriers == 1:
             self._sum_up(microbatch, {rank: part for rank, (part,) in parts.items()})
 
     def _sum(self, microbatch: int) -> None:
-        parts = {rank: self._take(T, each.stage, microbatch) for rank, each in self.shards.items()}
+        parts = {
+            rank: self._take(T, shard.stage, microbatch) for rank, shard in self.shards.items()
+        }
         self._sum_up(microbatch, parts)
 
     def _sum_up(self, microbatch: int, parts: Mapping[int, torch.Tensor]) -> None:
-        total = self.carrier.total(parts, self.ends.last)
+        total = self.backend.reduce_sum(parts, self.ends.last)
         if total is not None:
             total = total.to(dtype_named(self.program.hidden.dtype))
-            self._bring(GRADIENT_MESSAGE, self.ends.last_stage, microbatch, [total])
+            self._deliver(GRADIENT_MESSAGE, self.ends.last_stage, microbatch, [total])
 
     def _lookup(self, microbatch: int) -> None:
-        """Sum the looked up rows: one shard has a token's row, the others have zeros, so the sum is
-        exact."""
-        runs = {
-            rank: each.lookups for rank, each in self.shards.items() if each.lookups is not None
-        }
-        rows = {rank: run.run(LOOKUP, microbatch, [])[0] for rank, run in runs.items()}
-        total = self.carrier.total(rows, self.ends.first)
+        """Sums the rows that were looked up. One shard has a token's row and the others have
+        zeros, so the sum is exact."""
+        rows = {}
+        for rank, shard in self.shards.items():
+            if shard.lookups is not None:
+                (rows[rank],) = shard.lookups.run(LOOKUP, microbatch, [])
+        total = self.backend.reduce_sum(rows, self.ends.first)
         if total is not None:
-            self._bring(LOOKUP, 0, microbatch, [total])
+            self._deliver(LOOKUP, 0, microbatch, [total])
 
     def _spread(self, microbatch: int) -> None:
         assert self.program.lookup is not None
-        own = self.ends.first in self.shards
-        gradient = self._take(ROWS_MESSAGE, 0, microbatch) if own else None
-        for rank, value in self.carrier.broadcast(
-            gradient, self.program.lookup.rows, self.ends.first
-        ).items():
+        gradient = None
+        if self.ends.first in self.shards:
+            gradient = self._take(ROWS_MESSAGE, 0, microbatch)
+        values = self.backend.broadcast(gradient, self.program.lookup.rows, self.ends.first)
+        for rank, value in values.items():
             self.shards[rank].spread[microbatch] = value
 
 

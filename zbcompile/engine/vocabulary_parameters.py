@@ -1,8 +1,7 @@
-"""The parameters of the output layer, sharded by rows: what each rank trains, and what a step needs
-of it.
+"""The parameters of an output layer that is sharded by rows.
 
-In one process all shards exist, as views of the model's own parameter, and an optimizer sees that
-parameter. As one rank of a group it sees a separate parameter that holds this rank's rows.
+In one process all shards are views of the model's parameter, which an optimizer sees. A process
+that is one rank of a group has a separate parameter with the rows of that rank.
 """
 
 from collections.abc import Mapping
@@ -15,23 +14,25 @@ from torch import nn
 
 from zbcompile.backends.backend import CompiledPasses
 from zbcompile.distributed.transport import Transport
-from zbcompile.engine.stage_plan import LOOKUPS, SHARD, CompiledStage, prepare_stage
-from zbcompile.engine.vocabulary import Collectives, EndRanks, InProcess, OverGroup
+from zbcompile.engine.stage import LOOKUPS, SHARD, CompiledStage, prepare_stage
+from zbcompile.engine.vocabulary import Collectives, EndRanks, GroupCollectives, LocalCollectives
 from zbcompile.model.materialize import Share
 from zbcompile.model.tensor_shard import Chunk
 from zbcompile.passes import gpu
-from zbcompile.passes.graph.roles import Slot
+from zbcompile.passes.graph.roles import LOSS, Slot
 from zbcompile.passes.vocabulary.shard_program import VocabularyProgram
 from zbcompile.torch_private import without_overrides
 
 
 @dataclass
 class VocabularyShards:
-    """The shards that live in this process. `rank` is None if all do; `own` are the parameters of
-    its rows.
+    """The shards in this process.
 
-    `whole` are the model's own parameters. One that is on the meta device stays there, and only the
-    rows get memory.
+    Attributes:
+        whole: The model's parameters. One on the meta device stays there, and only the rows of
+            this rank get memory.
+        rank: This process's rank; None if it has all shards.
+        own: The parameters with the rows of this rank.
     """
 
     bounds: tuple[tuple[int, int], ...]
@@ -58,12 +59,12 @@ class VocabularyShards:
         )
 
     def rows(self, rank: int, name: str) -> torch.Tensor:
-        """The rows of a rank; in one process a view of the whole parameter."""
+        """Returns the rows of a rank; in one process a view of the whole parameter."""
         low, high = self.bounds[rank]
         return self.own[name].detach() if rank == self.rank else self.whole[name].detach()[low:high]
 
     def fill(self, share: Share) -> None:
-        """Give rows without values those of the whole parameter."""
+        """Fills rows on a model that is on the meta device."""
         for name, own in self.own.items():
             if self.whole[name].is_meta:
                 share.fill_rows(
@@ -71,17 +72,17 @@ class VocabularyShards:
                 )
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Take this rank's rows out of the whole parameters in `state`, by name."""
+        """Loads this rank's rows of the whole parameters in `state`."""
         low, high = self.bounds[self.rank or 0]
         for name, own in self.own.items():
             own.detach().copy_(state[name][low:high])
 
     def within_sums(self, rank: int) -> slice | None:
-        """The rows of a rank within the gradients' sums; None if these are of its rows alone."""
+        """Returns the rows of a rank in the sums of gradients; None if these have no other rows."""
         return slice(*self.bounds[rank]) if self.rank is None else None
 
     def gathered(self, name: str, group: dist.ProcessGroup) -> torch.Tensor:
-        """A whole parameter with the rows of all ranks: the model's own if that has memory."""
+        """Returns a whole parameter with the rows of all ranks: the model's if that has memory."""
         with without_overrides():  # the model refuses to show it
             whole = self.whole[name].detach()
         if whole.is_meta:
@@ -96,13 +97,10 @@ class VocabularyShards:
     def sharded_state(
         self, state: dict[str, Any], names: Mapping[str, str], group: dist.ProcessGroup
     ) -> dict[str, Any]:
-        """`state` with this rank's rows as DTensors under the original names, as
-        torch.distributed.checkpoint reads them; `names` are the first names of tied parameters."""
-        firsts = {key: names.get(key, key) for key in state}
-        shown = {
-            name: self.distributed(name, own.detach(), group) for name, own in self.own.items()
-        }
-        return {key: shown.get(firsts[key], value) for key, value in state.items()}
+        """Returns `state` with this rank's rows as DTensors, as torch.distributed.checkpoint reads
+        them. `names` are the first names of tied parameters."""
+        rows = {name: self.distributed(name, own.detach(), group) for name, own in self.own.items()}
+        return {key: rows.get(names.get(key, key), value) for key, value in state.items()}
 
     def chunk(self, name: str) -> Chunk:
         """Returns where this rank's rows are in a parameter."""
@@ -110,8 +108,8 @@ class VocabularyShards:
         return shape, (self.bounds[self.rank or 0][0], *(0 for _ in shape[1:]))
 
     def distributed(self, name: str, rows: torch.Tensor, group: dist.ProcessGroup) -> Any:
-        """This rank's `rows` of a parameter, or of something of its shape (a moment of Adam), as a
-        DTensor."""
+        """Returns this rank's `rows` of a parameter, or of a tensor with its shape such as a
+        moment of Adam, as a DTensor."""
         from torch.distributed.device_mesh import DeviceMesh
         from torch.distributed.tensor import DTensor, Shard
 
@@ -124,8 +122,8 @@ class VocabularyShards:
 
 @dataclass(frozen=True)
 class VocabularyExecutable:
-    """A program's shards here, those of a rank by SHARD and LOOKUPS. `group` is the collectives'
-    own, None in one process, and `stream` theirs on CUDA."""
+    """The shards of a program in this process, by rank and by SHARD or LOOKUPS. Collectives have a
+    `group` of their own, None in one process, and on CUDA a stream."""
 
     program: VocabularyProgram
     shards: Mapping[int, Mapping[int, CompiledStage]]
@@ -135,13 +133,11 @@ class VocabularyExecutable:
     stream: gpu.Stream | None
 
     def collectives(self, transport: Transport) -> Collectives:
-        """The collectives of one step, which knows no shards yet."""
-        carrier = (
-            OverGroup(self.group, self.rows.device, self.stream)
-            if self.group
-            else InProcess(len(self.shards))
-        )
-        return Collectives(self.program, self.ends, carrier, transport)
+        """Returns the collectives of one step, still without its shards."""
+        backend: LocalCollectives | GroupCollectives = LocalCollectives(len(self.shards))
+        if self.group is not None:
+            backend = GroupCollectives(self.group, self.rows.device, self.stream)
+        return Collectives(self.program, self.ends, backend, transport)
 
 
 def make_executable_shards(
@@ -152,7 +148,7 @@ def make_executable_shards(
     group: dist.ProcessGroup | None,
     passes: CompiledPasses,
 ) -> VocabularyExecutable:
-    """Bind the graphs of this process's shards, as `passes` has them, to their rows."""
+    """Binds the compiled graphs of this process's shards to their rows."""
     compiled, device = {}, shards.device
     for rank in range(len(shards.bounds)) if shards.rank is None else [shards.rank]:
         own = {
@@ -166,8 +162,10 @@ def make_executable_shards(
         }
         if rank != ends.last:  # every shard knows the loss, which has one owner
             shard = compiled[rank][SHARD]
-            compiled[rank][SHARD] = replace(
-                shard, calls={n: replace(c, loss=None) for n, c in shard.calls.items()}
-            )
+            calls = {
+                name: replace(call, results=tuple(r for r in call.results if r[0].role != LOSS))
+                for name, call in shard.calls.items()
+            }
+            compiled[rank][SHARD] = replace(shard, calls=calls)
     stream = gpu.new_stream(device) if group is not None and gpu.is_gpu(device) else None
     return VocabularyExecutable(program, compiled, ends, group, shards, stream)

@@ -12,17 +12,15 @@ from zbcompile.compiler.stage_price import (
     costs_of,
     pass_seconds,
     price_of,
-    running_bytes,
 )
 from zbcompile.compiler.vocabulary_sharding import with_shard_times
 from zbcompile.errors import PipelineError
-from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.machine.hardware import Hardware, hardware_for
 from zbcompile.passes.stage.stage_program import StageProgram
 from zbcompile.prediction.measure_passes import measure_passes
 from zbcompile.program.program import Program
 from zbcompile.program.step_record import is_record, record_from
-from zbcompile.schedules import Costs, Placement, simulate
+from zbcompile.schedules import Costs, simulate
 from zbcompile.schedules.ir.actions import SENDS, flatten
 from zbcompile.schedules.ir.costs import Link
 from zbcompile.schedules.ir.kinds import MESSAGE_OPS
@@ -86,26 +84,7 @@ def prices_of(program: Program) -> tuple[StagePrice, ...]:
     how = hardware_of(program), program.choices, program.device_type
     distinct = {stage.original: stage for stage in reversed(program.stages)}
     found = {original: price_of(stage, *how) for original, stage in distinct.items()}
-    local = [_local(stage, program.schedule.placement) for stage in program.stages]
-    return tuple(
-        (
-            found[stage.original]._replace(running=running_bytes(stage, own))
-            if own
-            else found[stage.original]
-        )
-        for stage, own in zip(program.stages, local, strict=True)
-    )
-
-
-def _local(stage: StageProgram, placement: Placement) -> set[Slot]:
-    """What arrives for a stage from others on its rank."""
-
-    def is_near(hops: int) -> bool:
-        other = stage.stage + hops  # behind the last stage are the shards of the output layer
-        return other < placement.stages and placement.rank(other) == placement.rank(stage.stage)
-
-    activations = {Slot("activation", name) for name in stage.receives if is_near(-1)}
-    return activations | {Slot("gradient", name) for name in stage.gradients_in if is_near(1)}
+    return tuple(found[stage.original] for stage in program.stages)
 
 
 def predicted_costs(

@@ -11,7 +11,7 @@ import torch
 
 from zbcompile.compiler.stage_price import running_of
 from zbcompile.distributed.parcels import ALONE_BYTES
-from zbcompile.engine.stage_plan import received_specs
+from zbcompile.engine.stage import received_specs
 from zbcompile.passes.graph.fx import output_values, tensors_of
 from zbcompile.passes.graph.storage import storage_bytes
 from zbcompile.passes.partition.memory_estimate import (

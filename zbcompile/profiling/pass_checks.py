@@ -11,7 +11,7 @@ from torch.fx import Interpreter, Node
 from torch.fx.node import map_arg
 
 from zbcompile.backends.types import Run
-from zbcompile.engine.stage_plan import CompiledStage, Tensors
+from zbcompile.engine.stage import CompiledStage, Tensors
 from zbcompile.passes.graph.process_groups import is_async_collective, is_wait
 from zbcompile.passes.graph.source_location import origin_of
 from zbcompile.passes.stage.pass_graph import PassGraph

@@ -15,7 +15,7 @@ from zbcompile.distributed.mesh import broadcast
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.engine.executable import BoundGraphs
 from zbcompile.engine.replicas import sums_of
-from zbcompile.engine.stage_plan import prepare_stage
+from zbcompile.engine.stage import prepare_stage
 from zbcompile.engine.vocabulary import EndRanks
 from zbcompile.engine.vocabulary_parameters import (
     VocabularyExecutable,

@@ -39,7 +39,7 @@ from zbcompile.compiler.compile_model import (
 )
 from zbcompile.distributed.agreement import gathered, together
 from zbcompile.engine.executable import BoundGraphs, Executable
-from zbcompile.engine.stage_plan import rebind
+from zbcompile.engine.stage import rebind
 from zbcompile.engine.step_agreement import StepAgreement, require_same_batch
 from zbcompile.errors import PipelineError
 from zbcompile.model.held_elsewhere import readable

@@ -17,8 +17,7 @@ from zbcompile.batches.batch import whole_batch
 from zbcompile.distributed.packing import as_contiguous, packed, packed_buffer
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.engine.gradients import Gradients
-from zbcompile.engine.stage import StageRun
-from zbcompile.engine.stage_plan import CompiledStage
+from zbcompile.engine.stage import CompiledStage, StageRun
 from zbcompile.errors import PipelineError
 from zbcompile.model.model_info import module_with
 from zbcompile.model.seeds import microbatch_seed, undisturbed
@@ -235,7 +234,7 @@ class CompiledPipelineStage(PipelineStage):
             made = self._run.run(op, microbatch, arrived)
         self._finished += op != "B"
         if self._finished == len(self._run.seeds):
-            self._run.gradients.settle()
+            self._run.gradients.flush()
         return made
 
     def scale_grads(self, grad_scale_factor: int) -> None:

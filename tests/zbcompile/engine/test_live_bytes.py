@@ -18,8 +18,7 @@ from zbcompile.distributed.transport import Transport
 from zbcompile.engine.executable import BoundGraphs, plan_step
 from zbcompile.engine.gradients import Gradients
 from zbcompile.engine.rank import RankRun
-from zbcompile.engine.stage import StageRun
-from zbcompile.engine.stage_plan import prepare_stage
+from zbcompile.engine.stage import StageRun, prepare_stage
 from zbcompile.engine.step import interleave
 from zbcompile.faults.fault_report import Position
 from zbcompile.model.seeds import undisturbed
@@ -108,9 +107,7 @@ class Auditor(ActionTimes):
         everywhere = storages(
             [*run.stages[0].resident.values(), run.loss_factor, *_all(run.inputs)]
         )
-        held = storages(
-            frame[place] for frame in run.frames.values() for place in run.stages[0].passing
-        )
+        held = storages(value for frame in run.frames.values() for value in frame)
         assert sum(size for key, size in held.items() if key not in everywhere) == expected
 
     def _known(self) -> set[int]:
@@ -139,8 +136,7 @@ def _sums(gradients: Gradients) -> Iterator[Tensor | None]:
     assert all(name in gradients.shared for name, each in gradients.items() if each.parts)
     yield from (parameter.grad for parameter in gradients.parameters.values())
     yield from (each.running for each in gradients.values())
-    parts = (part for each in gradients.values() for part in each.parts.values())
-    yield from (gradient for part in parts for uses in part.values() for gradient in uses)
+    yield from (part for each in gradients.values() for part in each.parts.values())
     yield from (part for parts in gradients.parts.values() for part in parts.values())
 
 

@@ -82,7 +82,7 @@ def test_a_run_is_checked_recorded_and_predicted(pipe: zbcompile.Pipeline) -> No
     assert peaks == same
     for rank, peak in enumerate(peaks):
         own, trained = (
-            [transient_bytes(each.stages[i], "F", buffered=True) for i in program.stages_of(rank)]
+            [transient_bytes(each.stages[i], "F") for i in program.stages_of(rank)]
             for each in (program, pipe.program)
         )
         assert max(trained) >= max(own) == peak
