@@ -50,11 +50,6 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def identity(device: torch.device) -> str:
-    """A name that no other device of any machine has."""
-    return str(torch.cuda.get_device_properties(device).uuid)
-
-
 def architecture(device: torch.device) -> str:
     """What code is compiled for."""
     found = torch.cuda.get_device_properties(device)

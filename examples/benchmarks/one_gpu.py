@@ -78,7 +78,6 @@ def main() -> None:
         mock.patch.multiple("torch.distributed", **calls),
         mock.patch.multiple(TaggedLinks, send=staged_send, receive=staged_receive),
         mock.patch(f"{ranks}.backend_of", return_value="gloo"),
-        mock.patch(f"{ranks}.require_own_gpus", return_value=None),
     ):
         train_gpt.main()
 

@@ -57,8 +57,7 @@ EXITS_AT_ONCE = "exception in F and os._exit"  # as scripts do that fear to hang
 PASSES = {EXITS_AT_ONCE: Order("raise", 0, "F", 2)}
 PASSES |= {f"exception in {name}": Order("raise", 0, name, 2) for name in "FBW"}
 PASSES |= {"endless F": Order("sleep", 0, "F", 2)}
-GONE_WITH_THE_STORE = {"launcher SIGKILL": ["launcher"], "machine SIGSTOP": ["launcher", "0"]}
-FROZEN_FROM_THE_START = "launcher SIGSTOP"
+GONE_WITH_THE_STORE = {"launcher SIGKILL": ["launcher"]}
 OUTSIDE = ("exception between calls", "early end", "endless code between calls")
 ON_A_RANK = (*SENT, *PASSES, *OUTSIDE, "never arrives")
 ACTIVITIES = ("step", "eval", "compile", "save", "save in a thread", "load")
@@ -78,9 +77,7 @@ FAULTS = (
         for victim in (0, -1)
     ),
     *(Fault("never arrives", "start", victim) for victim in (0, -1)),
-    Fault(FROZEN_FROM_THE_START, "start"),
     *(Fault("launcher SIGKILL", activity) for activity in ("step", "compile", "save")),
-    *(Fault("machine SIGSTOP", activity) for activity in ("step", "compile", "save", "load")),
 )
 
 
@@ -180,8 +177,6 @@ class Cell:
                 return lambda: keep_store(self.folder)
             wait_for((self.folder / "port").exists)
             port = (self.folder / "port").read_text()
-            if self.fault.what == FROZEN_FROM_THE_START:
-                os.kill(self.pids["launcher"], signal.SIGSTOP)
         else:
             port = str(free_port())
         for rank in range(self.ranks):
@@ -226,7 +221,6 @@ class Cell:
     def _only_frozen(self) -> bool:
         silent = self.fault.what in (
             "SIGSTOP",
-            "machine SIGSTOP",
             "never arrives",
         ) and self.fault.rank(self.ranks)
         return silent is not False and set(range(self.ranks)) - self.ended.keys() == {silent}
@@ -277,7 +271,6 @@ class Cell:
         mute = what in (
             "SIGKILL",
             "SIGSTOP",
-            "machine SIGSTOP",
             "never arrives",
             "early end",
             "endless code between calls",
@@ -299,14 +292,10 @@ class Cell:
     def blames(self, rank: int) -> bool:
         """Whether a rank named what was broken."""
         what, victim, said = self.fault.what, self.fault.rank(self.ranks), self.said(rank)
-        if what in (*GONE_WITH_THE_STORE, FROZEN_FROM_THE_START):
+        if what in GONE_WITH_THE_STORE:
             return "the launcher at" in said
         if what == "never arrives":
-            return bool(
-                re.search(
-                    rf"rank {victim} did not arrive|rank {victim}, which keeps the store", said
-                )
-            )
+            return "found no process group" in said
         if what.startswith("exception in"):
             return "broken on order" in said
         return rank == victim or f"rank {victim} failed" in said

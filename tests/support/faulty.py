@@ -171,7 +171,7 @@ def failing_beside_a_stall(order: Order) -> Ended | None:
     """As `failing_step`; a rank that looks for the reason pauses 2.6 seconds between looks, as on a
     busy machine."""
     pause = SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: time.sleep(2.6))
-    with patch("zbcompile.faults.watchdog.time", pause):
+    with patch("zbcompile.faults.watch.time", pause):
         return failing_step(order)
 
 
@@ -226,17 +226,16 @@ def bad_batch(rank: int) -> Ended | None:
 
 def other_count(rank: int) -> Ended | None:
     """A rank's second batch runs in fewer microbatches."""
-    pipe = trained()
+    pipe = trained(timeout=3)
     x = rows(6 if dist.get_rank() == rank else 8)
     return attempt(pipe, lambda: pipe.step(x, target=x))
 
 
 def other_shape(rank: int) -> Ended | None:
     """A rank's second batch has another size."""
-    pipe = trained()
+    pipe = trained(timeout=3)
     x = rows(4 if dist.get_rank() == rank else 8)
-    with patch("zbcompile.faults.watchdog.STRAY", 1.0):
-        return attempt(pipe, lambda: pipe.step(x, target=x))
+    return attempt(pipe, lambda: pipe.step(x, target=x))
 
 
 def other_known_step(
@@ -247,18 +246,17 @@ def other_known_step(
     pipe.step(rows(samples), target=rows(samples), **usual)
     pipe.step(rows(), target=rows(), **other)
     _drop_gradients(pipe)
+    pipe._watch.timeout = 3  # type: ignore[union-attr]
     x, keywords = (rows(), other) if dist.get_rank() == rank else (rows(samples), usual)
-    with patch("zbcompile.faults.watchdog.STRAY", 1.0):
-        return attempt(pipe, lambda: pipe.step(x, target=x, **keywords))
+    return attempt(pipe, lambda: pipe.step(x, target=x, **keywords))
 
 
 def other_call(rank: int) -> Ended | None:
     """A rank evaluates while the others train."""
-    pipe = trained()
-    with patch("zbcompile.faults.watchdog.STRAY", 1.0):
-        if dist.get_rank() == rank:
-            return attempt(pipe, lambda: pipe.eval(rows()))
-        return attempt(pipe, lambda: pipe.step(rows(), target=rows()))
+    pipe = trained(timeout=3)
+    if dist.get_rank() == rank:
+        return attempt(pipe, lambda: pipe.eval(rows()))
+    return attempt(pipe, lambda: pipe.step(rows(), target=rows()))
 
 
 def one_call_ahead(rank: int) -> Ended | None:
@@ -296,17 +294,6 @@ OTHER: dict[str, Callable[[], dict[str, object]]] = {
 }
 
 
-@dataclass
-class NeverThere:
-    """The progress of a device that does not come to the end of what it was given."""
-
-    def mark(self) -> None:
-        pass
-
-    def behind(self) -> bool:
-        return True
-
-
 def peer_of_a_device(rank: int, timeout: float, what: str = "") -> Ended | None:
     """A rank does not come to a call that another one has given to its device, and goes on from; or
     what it is ordered to do instead."""
@@ -315,14 +302,14 @@ def peer_of_a_device(rank: int, timeout: float, what: str = "") -> Ended | None:
     if dist.get_rank() == rank:
         ACTS.get(what, int)()
         region = watch.position.region + 1
-        _wait_until(lambda: watch.board.posted(region) is not None)
+        _wait_until(lambda: watch.store.get_fault(region) is not None)
     else:
         # The fault may be known before the region ends; the call below must then say the same.
         with contextlib.suppress(zbcompile.FaultError), watch.region("step 1"):
             if watch.backend == "nccl":  # the stream stands still until the message comes
                 pipe._ranks.opened.inward[rank].recv([rows(1)], 0, 0).wait()  # type: ignore[attr-defined]
             else:
-                watch.progress = NeverThere()
+                watch._device_waits = lambda: True
         _wait_until(lambda: watch.fault is not None)
     return attempt(pipe, lambda: pipe.step(rows(), target=rows()))
 
@@ -410,7 +397,7 @@ SCENARIOS = (
         never_comes,
         (1, 2.0),
         "rank 1 failed at its first call: it never arrived; rank 0 waited 2 s for it at the"
-        " agreement of compiling",
+        " comparison of compiling",
         silent=True,
     ),
     Scenario(
@@ -439,7 +426,7 @@ SCENARIOS = (
         1,
         other_shape,
         (1,),
-        r"rank 1 failed at the agreement of compiling for microbatches of .* rank 0 is at"
+        r"rank 1 failed at the comparison of compiling microbatches of .* rank 0 is at"
         r" (F0|BW0).* of step 1",
     ),
     Scenario(
@@ -485,7 +472,11 @@ SCENARIOS = (
         r" float32 ",
     ),
     Scenario(
-        "another model", 1, other_program, (1, "model"), DIFFERENT + r"graphs\[1\] is \w+ on rank 0"
+        "another model",
+        1,
+        other_program,
+        (1, "model"),
+        DIFFERENT + r"graphs\[\d\] is \w+ on rank 0",
     ),
     Scenario(
         "another dtype",

@@ -62,15 +62,10 @@ class Case:
         if self.part < 1:
             return "; ".join(each for each in said if each)
         other, own = said[1 - self.late], said[self.late]
-        named = (
-            rf"rank {self.late} (failed at|did not arrive)|rank {self.late}, which keeps the store"
-        )
+        named = rf"rank {self.late} failed at|found no process group"
         if not re.search(named, other):
             return f"rank {1 - self.late} said {other!r}"
-        here = rf"{named}|rank {1 - self.late}, which keeps the store"  # it has ended
-        if self.late == 0 and self.kind == "start" and self.launcher == "none":
-            here += "|rank 1 did not arrive"  # nor any news of it: rank 0 keeps the store
-        return "" if re.search(here, own) else f"rank {self.late} said {own!r}"
+        return "" if re.search(named, own) else f"rank {self.late} said {own!r}"
 
 
 def come_late(case: Case, rank: int, port: int, folder: str) -> str:

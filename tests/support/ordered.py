@@ -10,7 +10,6 @@ from typing import Any
 from torch import Tensor
 
 from zbcompile.distributed.transport import OrderedLinks, Tensors, Transport
-from zbcompile.faults.abort import LinkGroup
 from zbcompile.passes.graph.roles import TensorSpec
 from zbcompile.schedules.lowering.edges import Message
 
@@ -61,7 +60,7 @@ class InTurn:
     """A link whose operations run one after the other, as on a stream. A send of gloo's ends when
     its receive has been posted, so one that stands behind another waits for that."""
 
-    def __init__(self, link: LinkGroup) -> None:
+    def __init__(self, link: Any) -> None:
         self.link = link
         self.stream = ThreadPoolExecutor(1)
 

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 import torch
 
 from zbcompile.errors import PipelineError
-from zbcompile.faults.board import Board
 from zbcompile.passes import gpu
 
 QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
@@ -24,7 +23,7 @@ def take_gpu() -> None:
 
 def own_gpu(environment: Mapping[str, str], count: int) -> int:
     """The index of this process's GPU among `count`. A single one is simply taken: a launcher may
-    show each process a different one, which `require_own_gpus` verifies.
+    show each process a different one. NCCL refuses two ranks on one GPU.
 
     >>> own_gpu({"LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "4"}, count=8)
     2
@@ -38,25 +37,6 @@ def own_gpu(environment: Mapping[str, str], count: int) -> int:
             f" {count}), or hide the GPUs (CUDA_VISIBLE_DEVICES=) to train on the CPU."
         )
     return local if count > 1 else 0
-
-
-def require_own_gpus(board: Board, device: torch.device, timeout: float) -> None:
-    """Raise PipelineError on every rank when two of them use one GPU: NCCL cannot connect it to
-    itself."""
-    require_different(board.exchange("gpu", gpu.identity(device), timeout), device)
-
-
-def require_different(gpus: Mapping[int, str], device: torch.device) -> None:
-    """`gpus` are the names of every rank's GPU, this one's is `device`."""
-    first: dict[str, int] = {}
-    for rank, name in gpus.items():
-        if name in first:
-            raise PipelineError(
-                f"ranks {first[name]} and {rank} use the same GPU ({name}); this rank's model is"
-                f" on {device}. Give every process its own:"
-                ' torch.cuda.set_device(int(os.environ["LOCAL_RANK"])) before model.cuda().'
-            )
-        first[name] = rank
 
 
 def warn_of_few_queues(environment: Mapping[str, str]) -> None:

@@ -9,16 +9,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zbcompile.distributed.arrival import Rendezvous
-from zbcompile.distributed.gpus import require_own_gpus, take_gpu, warn_of_few_queues
-from zbcompile.distributed.mesh import PARTS, Mesh, Replicas, mesh_of
+from zbcompile.distributed.gpus import take_gpu, warn_of_few_queues
+from zbcompile.distributed.mesh import PARTS, Mesh, Replicas, mesh_of, patience
 from zbcompile.distributed.ranks import GroupRanks, Ranks
 from zbcompile.env import ORDERED
 from zbcompile.errors import PipelineError
-from zbcompile.faults.board import Board
-from zbcompile.faults.device_progress import progress_of
-from zbcompile.faults.fault_report import Position
-from zbcompile.faults.watchdog import Watch
+from zbcompile.faults.fault_store import FaultStore
+from zbcompile.faults.rank_status import RankStatus
+from zbcompile.faults.watch import Watch
 from zbcompile.passes import gpu
 from zbcompile.passes.meta_device import is_on_meta
 
@@ -88,7 +86,16 @@ def start_group(find_device: FindDevice, timeout: float) -> None:
     if gpu.is_available():
         take_gpu()
     backend = gpu.BACKEND if gpu.is_gpu(find_device()) else "gloo"
-    Rendezvous(os.environ, timeout).join(backend)
+    try:
+        dist.init_process_group(backend, timeout=patience(backend, timeout))
+    except RuntimeError as error:
+        raise PipelineError(
+            f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} found no process group"
+            f" (timeout={timeout:g}): {str(error).partition(chr(10))[0]} Start all processes, with"
+            " the same MASTER_ADDR and MASTER_PORT, on machines that reach each other (set"
+            " GLOO_SOCKET_IFNAME to the interface; `ip address` shows them), or give them more"
+            " timeout=."
+        ) from error
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
@@ -124,12 +131,11 @@ def _group_ranks(
         device
     )  # torch gathers objects on that: on GPU 0 of all ranks, if a script only moved its model
     backend = backend_of(world, device)
-    board = Board(world, dist.get_process_group_ranks(world), own, timeout)
-    watch = Watch(Position(own), board, (world,), timeout, backend, progress_of(device))
+    store = FaultStore(world, dist.get_process_group_ranks(world), own)
+    watch = Watch(RankStatus(own), store, (world,), timeout, backend, device)
     try:
         with watch.region("the start"), watch.position.waiting("the making of groups"):
             if gpu.is_gpu(device):
-                require_own_gpus(board, device, timeout)
                 warn_of_few_queues(os.environ)
             everyone = mesh.group(*mesh.names) or mesh.only_me()
             for name in mesh.names:

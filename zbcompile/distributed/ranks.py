@@ -20,8 +20,8 @@ from zbcompile.distributed.transport import (
 from zbcompile.distributed.under_way import outlives_its_step
 from zbcompile.env import OF_MESSAGES
 from zbcompile.errors import PipelineError
-from zbcompile.faults.fault_report import Position
-from zbcompile.faults.watchdog import LocalWatch, Watch
+from zbcompile.faults.rank_status import RankStatus
+from zbcompile.faults.watch import LocalWatch, Watch
 from zbcompile.passes.torch_private import group_called
 from zbcompile.schedules.ir.dependencies import channels_of
 from zbcompile.schedules.ir.schedule import Schedule
@@ -55,7 +55,7 @@ class Ranks:
 
     count: int
     device: torch.device
-    watch: LocalWatch | Watch = field(default_factory=lambda: LocalWatch(Position()))
+    watch: LocalWatch | Watch = field(default_factory=lambda: LocalWatch(RankStatus()))
     mesh: Mesh = field(default_factory=Mesh)
     replicas: Replicas = field(default_factory=Replicas)
     rank: int | None = None
@@ -140,8 +140,8 @@ class GroupRanks(Ranks):
 
     def __post_init__(self) -> None:
         self.rank = self.mesh.index("pp")
-        self.members = self.watch.board.members
-        self.number = self.members.index(self.watch.board.rank)
+        self.members = self.watch.store.members
+        self.number = self.members.index(self.watch.store.rank)
         self.leads = self.mesh.index(*self.mesh.beside("pp")) == 0
         self.is_first = self.rank == 0 and self.leads
         self.terms = {
@@ -186,7 +186,7 @@ class GroupRanks(Ranks):
         if self.opened is None or needs not in self.opened_for:
             found = self.opened or OrderedLinks({}, {})
             store, pairs = (
-                self.watch.board.private_store(self.group),
+                self.watch.store.channel_store(self.group),
                 found.missing(channels_of(schedule), self.rank),
             )
             with self.watch.position.waiting("the opening of the channels"):

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from zbcompile.distributed.mesh import patience
 from zbcompile.distributed.packing import as_contiguous, packed, packed_buffer
 from zbcompile.errors import PipelineError
-from zbcompile.faults.abort import UNUSED_TAG, LinkGroup
+from zbcompile.faults.abort import UNUSED_TAG
 from zbcompile.passes import gpu
 from zbcompile.passes.graph.roles import TensorSpec
 from zbcompile.schedules.lowering.edges import Message
@@ -66,8 +66,8 @@ class TaggedLinks:
 class OrderedLinks:
     """A link per channel, to and from every peer; messages have no tags, only their order."""
 
-    outward: Mapping[int, LinkGroup]
-    inward: Mapping[int, LinkGroup]
+    outward: Mapping[int, Any]
+    inward: Mapping[int, Any]
 
     def send(self, tensor: torch.Tensor, message: Message, index: int, peer: int) -> dist.Work:
         return self.outward[peer].send([tensor], DESTINATION, 0)
@@ -87,7 +87,7 @@ class OrderedLinks:
         return [pair for pair in pairs if rank in pair and pair not in there]
 
     @property
-    def links(self) -> tuple[LinkGroup, ...]:
+    def links(self) -> tuple[Any, ...]:
         return (*self.outward.values(), *self.inward.values())
 
 
@@ -109,8 +109,8 @@ def open_channels(
     all ranks go through theirs in one common order: both ends of the lowest-numbered unopened
     channel are waiting on it, so this cannot deadlock.
     """
-    outward: dict[int, LinkGroup] = {}
-    inward: dict[int, LinkGroup] = {}
+    outward: dict[int, Any] = {}
+    inward: dict[int, Any] = {}
     for source, destination in in_rounds(pairs):
         if rank in (source, destination):
             end = SOURCE if rank == source else DESTINATION

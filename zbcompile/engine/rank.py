@@ -12,7 +12,7 @@ from zbcompile.backends.types import Run
 from zbcompile.distributed.transport import Transport
 from zbcompile.engine.stage import SHARD, CompiledStage, StageRun, Tensors
 from zbcompile.engine.vocabulary import Collectives
-from zbcompile.faults.fault_report import Position
+from zbcompile.faults.rank_status import RankStatus
 from zbcompile.passes.graph.roles import TensorSpec
 from zbcompile.passes.stage.overlap import merge
 from zbcompile.passes.torch_private import boxed
@@ -152,7 +152,7 @@ class RankRun:
     program: RankProgram
     runs: Mapping[int, StageRun]
     transport: Transport
-    position: Position
+    position: RankStatus
     times: ActionTimes | None = None
     hooks: Mapping[str, Callable[[int], None]] = field(default_factory=dict)
     collectives: Collectives | None = None

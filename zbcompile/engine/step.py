@@ -29,7 +29,7 @@ from zbcompile.engine.step_agreement import integer_marks, require_same_integers
 from zbcompile.engine.tied import reduce_tied
 from zbcompile.engine.vocabulary import ShardStep
 from zbcompile.errors import PipelineError
-from zbcompile.faults.watchdog import LocalWatch, Watch
+from zbcompile.faults.watch import LocalWatch, Watch
 from zbcompile.model.seeds import microbatch_seed, undisturbed
 from zbcompile.schedules import Schedule
 from zbcompile.schedules.ir.actions import Action

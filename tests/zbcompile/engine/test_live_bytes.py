@@ -20,7 +20,7 @@ from zbcompile.engine.gradients import Gradients
 from zbcompile.engine.rank import RankRun
 from zbcompile.engine.stage import StageRun, prepare_stage
 from zbcompile.engine.step import interleave
-from zbcompile.faults.fault_report import Position
+from zbcompile.faults.rank_status import RankStatus
 from zbcompile.model.seeds import undisturbed
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.profiling.observation import ActionTimes
@@ -202,6 +202,6 @@ def audit(example: zbcompile.Example, program: Program) -> Auditor:
                 )
                 for i in program.stages_of(rank)
             }
-            auditor.ranks.append(RankRun(plan, runs, mail, Position(), auditor))
+            auditor.ranks.append(RankRun(plan, runs, mail, RankStatus(), auditor))
         interleave(auditor.ranks)
     return auditor

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.pool import Pool
-from zbcompile.faults.abort import cut_connections
+from zbcompile.faults.abort import abort_group
 
 
 def wait_and_cut() -> bool:
@@ -17,14 +17,14 @@ def wait_and_cut() -> bool:
     assert world is not None
     dist.barrier()
     if dist.get_rank() == 1:
-        cut_connections(world, "gloo")
+        abort_group(world, "gloo")
     if dist.get_rank() != 0:
         time.sleep(2)
         return True
     raised = threading.Event()
     threading.Thread(target=_wait_for, args=(2, raised), daemon=True).start()
     time.sleep(0.5)
-    cut_connections(world, "gloo")
+    abort_group(world, "gloo")
     return raised.wait(30)
 
 

@@ -1,0 +1,73 @@
+"""Status and fault records in the process group's store. Usable while collectives are broken."""
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from zbcompile.faults.rank_status import Fault, RankStatus
+
+ANSWER = timedelta(seconds=3)  # for the answer of the store
+
+
+class FaultStore:
+    """The records of one pipeline, over a connection of its own, which a blocked call on the
+    group's connection does not block. All methods raise RuntimeError if the store is gone. `rank`
+    is this process's among the global ranks `members`."""
+
+    def __init__(self, group: dist.ProcessGroup, members: Sequence[int], rank: int) -> None:
+        self.members, self.rank = tuple(members), rank
+        shared: Any = group.get_group_store()  # `clone` is missing in torch's type stubs (2.13)
+        # Every rank makes its pipelines in the same order.
+        name = f"zbcompile/{shared.add(f'zbcompile/made/{rank}', 1)}"
+        self._group_store = dist.PrefixStore(name, shared)
+        self._store = dist.PrefixStore(name, shared.clone())
+        self._store.set_timeout(ANSWER)
+        while isinstance(shared, dist.PrefixStore):
+            shared = shared.underlying_store
+        port = shared.port if isinstance(shared, dist.TCPStore) else None
+        self.address = f"{os.environ.get('MASTER_ADDR', 'localhost')}:{port}"
+
+    def channel_store(self, group: dist.ProcessGroup) -> dist.Store:
+        """Returns a rendezvous store for the ranks of `group`, which no other pipeline uses."""
+        first = dist.get_process_group_ranks(group)[0]
+        return dist.PrefixStore(f"channels/{first}", self._group_store)
+
+    def publish(self, status: RankStatus) -> None:
+        self._store.set(f"status/{self.rank}", json.dumps(asdict(status)))
+
+    def statuses(self) -> dict[int, RankStatus | None]:
+        """Returns the latest status of every rank; None for one that has published none."""
+        return {
+            rank: RankStatus(**json.loads(self._store.get(f"status/{rank}")))
+            if self._store.check([f"status/{rank}"])
+            else None
+            for rank in self.members
+        }
+
+    def report(self, region: int, fault: Fault) -> Fault:
+        """Reports a fault in a call. Returns the first one that was reported, which all see."""
+        text = self._store.compare_set(f"fault/{region}", "", json.dumps(asdict(fault)))
+        return Fault(**json.loads(text))
+
+    def get_fault(self, region: int) -> Fault | None:
+        """Returns the fault of a call, or the one that ended the pipeline."""
+        for key in (f"fault/{region}", "ended"):
+            if self._store.check([key]):
+                return Fault(**json.loads(self._store.get(key)))
+        return None
+
+    def end(self, fault: Fault) -> None:
+        """Records that the pipeline has ended."""
+        self._store.set("ended", json.dumps(asdict(fault)))
+
+    def acknowledge(self, region: int) -> None:
+        """Records that this rank knows the fault of a call."""
+        self._store.add(f"known/{region}", 1)
+
+    def all_know(self, region: int) -> bool:
+        return self._store.add(f"known/{region}", 0) >= len(self.members)

@@ -1,0 +1,291 @@
+"""The watch over the calls in which ranks depend on each other: when one rank fails, all of them
+end.
+
+A rank that fails reports its fault in the store. A thread of every rank publishes its position
+there twice a second and looks for a fault; if there is one, it aborts the process groups, which
+makes the wait of its rank raise. A normal step pays for attribute writes only.
+"""
+
+import contextlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zbcompile.errors import PipelineError
+from zbcompile.faults.abort import abort_group
+from zbcompile.faults.fault_store import FaultStore
+from zbcompile.faults.rank_status import Fault, RankStatus, find_straggler
+from zbcompile.passes import gpu
+from zbcompile.schedules.ir.actions import Action
+
+INTERVAL = 0.5  # seconds between two signs of life
+# A process that shows none for this long counts as dead once a connection is lost.
+SILENCE = 4 * INTERVAL
+# How long a rank that knows of a fault stays until the others know: a launcher that sees one
+# process end kills the others.
+LEAVING = 3 * INTERVAL
+ANSWER = 10.0  # seconds for a report to a store that may be frozen
+
+
+@dataclass
+class LocalWatch:
+    """All ranks are in this process: nothing can be lost; a failure names its rank and action."""
+
+    position: RankStatus
+    fault: None = None
+
+    @contextlib.contextmanager
+    def region(self, doing: str) -> Iterator[None]:
+        self.position.enter(doing)
+        try:
+            yield
+        except Exception as error:
+            if isinstance(error, PipelineError) or not isinstance(self.position.action, Action):
+                raise
+            raise _local_fault(self.position, error).error() from error
+        self.position.leave()
+
+    def apart(self, what: str) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def known_to_all(self, error: Exception) -> Exception:
+        return error
+
+    def close(self) -> None:
+        pass
+
+
+def _local_fault(position: RankStatus, error: BaseException) -> Fault:
+    return Fault(position.rank, position.where, f"{type(error).__name__}: {error}")
+
+
+@dataclass(eq=False)
+class Watch:
+    """The watch of a process that is one rank of several. `groups` are the process groups of its
+    pipeline, all of `backend`; `inner` those that its graphs use together with ranks of other
+    pipelines. `timeout` is how many seconds it waits for another rank."""
+
+    position: RankStatus
+    store: FaultStore
+    groups: Sequence[Any]
+    timeout: float
+    backend: str
+    device: torch.device
+    fault: Fault | None = None
+    inner: tuple[dist.ProcessGroup, ...] = ()
+
+    def __post_init__(self) -> None:
+        self._in_call = False
+        self._known: BaseException | None = None
+        self._event: Any = None  # behind the work of the last call in the device's stream
+        self._beat, self._seen, self._since = 0, self.position.place, time.monotonic()
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="zbcompile-watch", daemon=True)
+        self._thread.start()
+
+    @contextlib.contextmanager
+    def region(self, doing: str) -> Iterator[None]:
+        """Context for a call that all ranks make: whatever ends it on one rank ends it on all."""
+        remedy = "Call pipe.close(), make a new process group and a new pipeline."
+        if self.fault is not None:
+            raise PipelineError(f"this pipeline has ended: {self.fault.error()}. {remedy}")
+        if self._stopped.is_set():
+            raise PipelineError(
+                f"this pipeline is closed, or its process group is destroyed. {remedy}"
+            )
+        self.position.enter(doing)
+        before, self._in_call = self._in_call, True
+        try:
+            yield
+            if self.fault is not None:  # this rank has given up, but its wait went on
+                raise self.fault.error()
+        except BaseException as error:
+            explained = self._explain(error)
+            if explained is error:
+                raise
+            raise explained from error
+        finally:
+            self._in_call = before
+            if not before:
+                self._known = None  # its traceback holds what the call held
+        self.position.leave()
+        if gpu.is_gpu(self.device):
+            event = gpu.Event()
+            event.record(gpu.current_stream(self.device))
+            self._event = event
+
+    @contextlib.contextmanager
+    def apart(self, what: str) -> Iterator[None]:
+        """Context for a wait outside of a call, for something that all ranks have begun."""
+        if self._in_call:
+            yield
+            return
+        try:
+            with self.position.waiting(what):
+                yield
+        except BaseException as error:
+            raise self._explain(error) from error
+
+    def known_to_all(self, error: Exception) -> Exception:
+        """Notes that every other rank raises an error for the same reason as `error`."""
+        self._known = error
+        return error
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._stopped.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join(4 * INTERVAL)
+
+    # On the thread that runs the pipeline: what to raise
+
+    def _explain(self, error: BaseException) -> BaseException:
+        """Returns the error that this rank raises for `error`, once the others know of it, or this
+        one knows what happened to them."""
+        if error is self._known:
+            self.position.waits = False
+            return error
+        explained: list[BaseException] = []
+        thread = threading.Thread(
+            target=lambda: explained.append(self._report(error)),
+            name="zbcompile-report",
+            daemon=True,
+        )
+        thread.start()
+        thread.join(ANSWER)
+        self.position.waits = False
+        if not explained:  # the store is frozen
+            self.fault = self.fault or self._store_fault()
+            return self.fault.error()
+        return explained[0]
+
+    def _report(self, error: BaseException) -> BaseException:
+        """Reports a fault to the other ranks, or finds theirs. Returns the error to raise."""
+        try:
+            region, action = self.position.region, self.position.action
+            if self.fault is not None or self._lost_connection(error):
+                fault = self.fault or self.store.report(region, self._find_cause(region, error))
+            else:
+                fault = self.store.report(region, _local_fault(self.position, error))
+                if not isinstance(action, Action) or not isinstance(error, Exception):
+                    self._leave(region)  # no message was sent: the connections are good
+                    return error
+            self.fault = fault
+            self.store.end(fault)
+            for group in self.inner:
+                abort_group(group, self.backend)
+            self._leave(region)
+            return fault.error()
+        except RuntimeError:  # the store is gone
+            if self.fault is None and not self._lost_connection(error):
+                return error
+            self.fault = self.fault or self._store_fault()
+            return self.fault.error()
+
+    def _lost_connection(self, error: BaseException) -> bool:
+        """Whether a process group raised `error`: only it raises while a rank waits or
+        communicates."""
+        action = self.position.action
+        communicates = isinstance(action, Action) and action.op.startswith(("SEND", "RECV"))
+        return isinstance(error, RuntimeError) and (self.position.waits or communicates)
+
+    def _find_cause(self, region: int, error: BaseException) -> Fault:
+        """Returns the fault that broke a connection: a reported one, or a rank without signs of
+        life."""
+        local, statuses = self.position, self.store.statuses()
+        end = time.monotonic() + SILENCE + INTERVAL
+        while time.monotonic() < end:
+            fault = self.store.get_fault(region)
+            if fault is not None:
+                return fault
+            time.sleep(INTERVAL / 10)
+        for rank, status in self.store.statuses().items():
+            before = statuses[rank]
+            if rank == local.rank or status is None or before is None:
+                continue
+            if status.beat == before.beat:
+                return Fault(
+                    rank,
+                    status.where if status.region == local.region else local.doing,
+                    "its process ended or is frozen, or its machine was lost. Its last sign of life"
+                    f" came from {status.where}; rank {local.rank} missed it at {local.where}",
+                )
+        cause = (
+            f"rank {local.rank} lost its connection to the other ranks, which all show signs of"
+            f" life: {error}"
+        )
+        return Fault(None, local.where, cause)
+
+    def _leave(self, region: int) -> None:
+        """Waits until all ranks know of a fault, for at most `LEAVING` seconds."""
+        self.store.acknowledge(region)
+        end = time.monotonic() + LEAVING
+        while time.monotonic() < end and not self.store.all_know(region):
+            time.sleep(INTERVAL / 10)
+
+    def _store_fault(self) -> Fault:
+        lost = (
+            f"ended, is frozen, or cannot be reached from rank {self.position.rank}; it hosts the"
+            " store of the process group"
+        )
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            cause = f"the launcher at {self.store.address} {lost}"
+            return Fault(None, self.position.where, cause)
+        return Fault(self.store.members[0], self.position.doing, f"its process {lost}")
+
+    # On the watching thread
+
+    def _watch(self) -> None:
+        world = dist.group.WORLD
+        try:
+            while dist.group.WORLD is world and not self._stopped.wait(INTERVAL):
+                self._look()
+        except RuntimeError:  # the store is gone
+            if dist.group.WORLD is world and not self._stopped.is_set():
+                self._abort(self._store_fault())
+        self._stopped.set()
+
+    def _look(self) -> None:
+        """Publishes this rank's position; ends its wait if there is a fault, or it has waited for
+        `timeout` seconds. With NCCL the device waits, not the host."""
+        position, device_waits = self.position, self._device_waits()
+        if position.place != self._seen:
+            self._seen, self._since = position.place, time.monotonic()
+        self._beat += 1
+        self.store.publish(position.published(self._beat))
+        if self.fault is not None:
+            return
+        waits = position.waits or device_waits
+        fault = None
+        if waits or self.backend != "gloo":
+            fault = self.store.get_fault(position.region)
+        if fault is None and waits and time.monotonic() - self._since > self.timeout + INTERVAL:
+            statuses = self.store.statuses()
+            fault = find_straggler(position, statuses, self.timeout, not position.waits)
+            fault = self.store.report(position.region, fault)
+        if fault is not None:
+            self._abort(fault)
+
+    def _device_waits(self) -> bool:
+        """Whether the device still works on the last call, which has returned."""
+        if self._event is None:
+            return False
+        with contextlib.suppress(RuntimeError), gpu.as_current(self.device):
+            return not self._event.query()
+        return False  # the device has failed: its next use says why
+
+    def _abort(self, fault: Fault) -> None:
+        """Ends this rank's wait. If its device waits, no call may be there to raise the fault, so
+        it is printed at once."""
+        self.fault = fault
+        if self._device_waits():
+            print(f"zbcompile: {fault.error()}", file=sys.stderr, flush=True)
+        for group in (*self.groups, *self.inner):
+            abort_group(group, self.backend)
