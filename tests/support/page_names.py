@@ -285,28 +285,15 @@ def optimizer(_: dict[str, Any]) -> dict[str, Any]:
 
 def checkpoints(names: dict[str, Any]) -> dict[str, Any]:
     import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import (
-        StateDictOptions,
-        get_state_dict,
-        set_state_dict,
-    )
+    from torch.distributed.checkpoint.state_dict import get_state_dict
 
-    options = StateDictOptions(flatten_optimizer_state_dict=True)
     moments = names["torch"].optim.AdamW(names["model"].parameters())
-    weights, state = get_state_dict(names["model"], moments, options=options)
+    weights, state = get_state_dict(names["model"], moments)
     dcp.save({"model": weights, "optimizer": state}, checkpoint_id="old")
     model, loss = common()["model"], names["loss_fn"]
     pipe = names["zbcompile"].pipeline(model, schedule="zb-h1", microbatches=4, ranks=2, loss=loss)
     pipe.compile(names["inputs"], target=names["targets"])
-    return {
-        "dcp": dcp,
-        "options": options,
-        "get_state_dict": get_state_dict,
-        "set_state_dict": set_state_dict,
-    } | {
-        "optimizer": moments,
-        "pipe": pipe,
-    }
+    return {"dcp": dcp, "optimizer": moments, "pipe": pipe}
 
 
 def schedules(_: dict[str, Any]) -> dict[str, Any]:
