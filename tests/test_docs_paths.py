@@ -13,7 +13,8 @@ import zbcompile
 from zbcompile import schedules
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+DOCUMENTS = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *PAGES)
 FOLDERS = ("schedules", "passes", "zbcompile")
 
 PATH = re.compile(
@@ -94,7 +95,7 @@ def test_rooms_are_described_in_the_order_of_their_imports(top: str) -> None:
 
 def test_every_page_is_linked() -> None:
     linked = set(LINK.findall((ROOT / "README.md").read_text(encoding="utf-8")))
-    assert {f"docs/{page.name}" for page in DOCUMENTS[1:]} <= linked
+    assert {f"docs/{page.name}" for page in PAGES} <= linked
 
 
 TEST = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
