@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 import torch
 
+from zbcompile.passes.cost.hardware import Hardware
 from zbcompile.passes.errors import CompileError
-from zbcompile.passes.machine.hardware import Hardware
 
 Policy = str | int | float  # of POLICIES; bytes; a share of what is kept otherwise
 POLICIES = ("off", "hints", "selective", "full")

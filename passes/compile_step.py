@@ -12,6 +12,7 @@ from zbcompile.passes.capture.forward_only import Function, export_forward
 from zbcompile.passes.capture.refusals import refuse_inexact
 from zbcompile.passes.capture.training_step import LossFunction
 from zbcompile.passes.check import check_pass_graphs
+from zbcompile.passes.cost.hardware import Hardware, default_hardware
 from zbcompile.passes.partition.assign_stages import (
     assign_stages,
     cuts_of_owners,
@@ -69,7 +70,7 @@ class CompiledStep:
         owners: The stages that read each parameter, lowest first.
         line: The forward operations in the order in which they are cut, and `cuts`: the numbers of
             operations before each cut.
-        loads: The FLOPs of each operation of the line with its backward.
+        loads: The seconds of each operation of the line with its backward.
         parts: With `exact=True`, the stages that compute parts of a gradient which is added at the
             end of the step, by parameter.
         saved_without_recompute: The bytes that each stage would keep for its backward if it
@@ -124,15 +125,18 @@ def compile_graph(
     owners: Mapping[str, Sequence[int]] | None = None,
     recompute: Policy | Sequence[Policy] = "hints",
     choose_cuts: Callable[[StepGraph, ForwardLine], Sequence[int]] | None = None,
+    hardware: Hardware | None = None,
     observe: Observer = no_observer,
 ) -> CompiledStep:
     """Compiles an exported training step. The passes change its graph in place.
 
     Args:
         owners: The stages of every parameter if another program of the model has placed them.
-        choose_cuts: Returns the cuts of the line; balanced by FLOPs if None.
+        choose_cuts: Returns the cuts of the line; balanced if None.
+        hardware: The machine whose seconds are balanced; a nominal one if None.
         observe: Called after each pass.
     """
+    hardware = hardware or default_hardware(step.device_type)
     if exact:
         refuse_inexact(step.inexact_calls)
     else:
@@ -149,8 +153,8 @@ def compile_graph(
     elif choose_cuts is not None:
         cuts = tuple(choose_cuts(step, line))
     else:
-        cuts = balanced_cuts(step, line, ranks_of)
-    loads = node_loads(step, line)
+        cuts = balanced_cuts(step, line, ranks_of, hardware)
+    loads = node_loads(step, line, hardware)
     stages = assign_stages(step, line, cuts)
     parameter_stages = parameter_owners(step, line, stages)
     observe("assign_stages", step)
@@ -161,7 +165,7 @@ def compile_graph(
     parts = label_tied_gradients(step, labels, exact)
     observe("label_tied_gradients", labels)
     saved = saved_bytes(step, labels)
-    duplicate_recomputed(step, labels, policies_of(recompute, len(ranks_of)))
+    duplicate_recomputed(step, labels, policies_of(recompute, len(ranks_of)), hardware)
     observe("recompute", labels)
     passes, fused = extract(step, labels)
     observe("extract", [*passes.values(), *fused.values()])

@@ -122,6 +122,12 @@ class StepGraph:
         """Returns the operations in the order of the trace."""
         return [node for node in self.graph.nodes if node.op == "call_function"]
 
+    @property
+    def device_type(self) -> str:
+        """Returns the type of the device of the parameters; "cpu" without any."""
+        tensors = (node.meta["val"] for node in self.parameters.values())
+        return next((tensor.device.type for tensor in tensors), "cpu")
+
     def forward_nodes(self) -> list[Node]:
         """Returns the operations of the forward and of the loss, in order."""
         backward = self.backward_nodes()

@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from zbcompile.inspection.explain_model import Explanation as Explanation, explain as explain
     from zbcompile.model.experts import ExpertExchange as ExpertExchange
     from zbcompile.model.seeds import microbatch_seed as microbatch_seed
+    from zbcompile.passes.cost.hardware import Hardware as Hardware
     from zbcompile.passes.errors import (
         CaptureError as CaptureError,
         CompileError as CompileError,
         PartitionError as PartitionError,
     )
-    from zbcompile.passes.machine.hardware import Hardware as Hardware
     from zbcompile.persistence.checkpoint import (
         Checkpoint as Checkpoint,
         load_checkpoint as load_checkpoint,
@@ -51,7 +51,7 @@ _HOME = {
     "model.experts": ("ExpertExchange",),
     "model.seeds": ("microbatch_seed",),
     "errors": ("FaultError", "PipelineError"),
-    "passes.machine.hardware": ("Hardware",),
+    "passes.cost.hardware": ("Hardware",),
     "passes.errors": ("CompileError", "CaptureError", "PartitionError"),
     "schedules.errors": ("ScheduleError",),
 }

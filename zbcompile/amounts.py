@@ -1,7 +1,6 @@
 """Formats times, shares, sizes and counts for every report and message."""
 
 import math
-from collections.abc import Callable
 from decimal import Decimal
 
 
@@ -24,15 +23,6 @@ def format_bytes(count: float) -> str:
         return f"{count:.0f} B"
     power = min(int(math.log(count, 1024)), 5)
     return f"{count / 1024**power:.1f} {' KMGTP'[power]}iB"
-
-
-def format_signed(value: float, write: Callable[[float], str]) -> str:
-    """A difference, as `write` writes its size; nothing has no sign.
-
-    >>> format_signed(-2048, format_bytes), format_signed(0, format_bytes)
-    ('-2.0 KiB', '0 B')
-    """
-    return f"{'-' if value < 0 else '+' if value > 0 else ''}{write(abs(value))}"
 
 
 def format_count(count: float, billion: str = "G") -> str:

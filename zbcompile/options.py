@@ -26,8 +26,8 @@ from zbcompile.passes.compile_options import (
     is_real,
     read_bytes,
 )
+from zbcompile.passes.cost.hardware import Hardware, hardware_names, read_hardware
 from zbcompile.passes.errors import CompileError
-from zbcompile.passes.machine.hardware import Hardware, hardware_names, read_hardware
 from zbcompile.passes.torch_names import NAMED
 from zbcompile.schedules import Schedule, load
 from zbcompile.schedules.generators.registry import find

@@ -21,6 +21,7 @@ import zbcompile
 from zbcompile.compiler.compile_example import one_microbatch
 from zbcompile.compiler.compile_model import compile_program, export_step
 from zbcompile.passes.compile_options import Choices
+from zbcompile.passes.cost.hardware import Hardware
 from zbcompile.passes.partition.balance_stages import balanced_cuts
 from zbcompile.passes.partition.cut_points import forward_line
 from zbcompile.schedules import build
@@ -52,8 +53,11 @@ def measure(layers: int, schedule_name: str, ranks: int) -> list[float]:
     example_, schedule, choices = example(layers), build(schedule_name, ranks, 2 * ranks), Choices()
     microbatch = one_microbatch(example_)
     export, exported = timed(lambda: export_step(example_.model, microbatch, example_.loss))
+    hardware = Hardware.find("cpu-core")
     ranks_of = [schedule.placement.rank(stage) for stage in range(schedule.stages)]
-    cuts, _ = timed(lambda: balanced_cuts(exported.step, forward_line(exported.step), ranks_of))
+    cuts, _ = timed(
+        lambda: balanced_cuts(exported.step, forward_line(exported.step), ranks_of, hardware)
+    )
     seconds_, program = timed(
         lambda: compile_program(example_.model, microbatch, exported, schedule, choices)
     )

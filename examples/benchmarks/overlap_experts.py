@@ -42,7 +42,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.flop_counter import register_flop_formula
 
 import zbcompile
-from zbcompile.passes.machine.hardware import Connection, Hardware
+from zbcompile.passes.cost.hardware import Connection, Hardware
 from zbcompile.schedules import Schedule, build
 
 ROWS, RANKS = 4, 2  # tokens of a microbatch; ranks along "ep", with one expert each
@@ -198,7 +198,7 @@ def stepper(
     model = Model(PER_RANK * mesh["pp"].size(), attention, mesh["ep"].get_group())
     x = torch.ones(microbatches * ROWS, WIDTH)
     hardware = replace(
-        Hardware.find("cpu-core"), exchange=Connection(0.0, ROWS * WIDTH * 4 / seconds)
+        Hardware.find("cpu-core"), within=Connection(0.0, ROWS * WIDTH * 4 / seconds)
     )
     options = {
         "schedule": schedule,

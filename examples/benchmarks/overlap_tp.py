@@ -44,7 +44,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from zbcompile.passes.machine.hardware import Connection, Hardware
+from zbcompile.passes.cost.hardware import Connection, Hardware
 from zbcompile.schedules import Costs, Schedule, build, simulate
 from zbcompile.schedules.ir.actions import BW, Action, flatten
 from zbcompile.schedules.searching.pairs import with_pairs
@@ -131,7 +131,7 @@ def ours(
 ) -> Callable[[], object]:
     """A step of our pipeline."""
     x = torch.ones(microbatches * ROWS, WIDTH)
-    hardware = replace(Hardware.find("cpu-core"), exchange=Connection(seconds, 1e12))
+    hardware = replace(Hardware.find("cpu-core"), within=Connection(seconds, 1e12))
     options = {
         "schedule": schedule,
         "microbatches": microbatches,

@@ -21,6 +21,7 @@ import zbcompile
 from zbcompile.amounts import format_bytes
 from zbcompile.compiler.compile_example import one_microbatch
 from zbcompile.compiler.compile_model import export_step
+from zbcompile.passes.cost.hardware import Hardware
 from zbcompile.passes.partition.balance import LoadRow, best_cuts, heaviest_piece
 from zbcompile.passes.partition.balance_stages import balanced_cuts, node_loads
 from zbcompile.passes.partition.cut_points import forward_line
@@ -38,7 +39,7 @@ HEADERS = (
     "schedule",
     "ranks",
     "cut after",
-    "by FLOPs",
+    "heaviest rank",
     "of the best",
     "boundary bytes",
 )
@@ -64,10 +65,10 @@ def of_zoo(name: str) -> zbcompile.Example:
 
 def line_of(name: str, step: StepGraph, schedule: Schedule) -> list[object]:
     """One line of the table."""
-    line = forward_line(step)
+    line, hardware = forward_line(step), Hardware.find("cpu-core")
     ranks_of = [schedule.placement.rank(stage) for stage in range(schedule.stages)]
-    cuts = balanced_cuts(step, line, ranks_of)
-    totals = [0.0, *accumulate(node_loads(step, line))]
+    cuts = balanced_cuts(step, line, ranks_of, hardware)
+    totals = [0.0, *accumulate(node_loads(step, line, hardware))]
     framed = [0, *line.cuts, len(line.nodes)]
     row = LoadRow(totals, ranks_of, heaviest_piece(totals, framed))
     best = best_cuts(row, framed)

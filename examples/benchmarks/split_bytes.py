@@ -22,11 +22,11 @@ from torch.distributed.pipelining._backward import stage_backward_input
 from tqdm import tqdm
 
 from zbcompile.passes.compile_options import Choices
+from zbcompile.passes.cost.node_cost import node_flops
 from zbcompile.passes.graph.fx import tensors_of
 from zbcompile.passes.graph.storage import storage_bytes
-from zbcompile.passes.machine.flops import count_flops
 from zbcompile.passes.stage.pass_graph import PassGraph
-from zbcompile.passes.torch_private import FakeTensorMode, storage_key
+from zbcompile.passes.torch_private import storage_key
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.stages import LAYERS, Stage, compile_stages
@@ -68,11 +68,10 @@ def torch_keeps(stage: Stage) -> int | None:
 
 def operands(piece: PassGraph) -> int:
     """Bytes of the storages that W's products (and the gradients of embeddings) read."""
-    flops = count_flops(piece.module, FakeTensorMode(allow_non_fake_inputs=True))
     products = [
         node
         for node in piece.module.graph.nodes
-        if flops.get(node) or "embedding" in str(node.target)
+        if node_flops(node) or "embedding" in str(node.target)
     ]
     there = [
         node.meta["val"]

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from zbcompile.passes.graph.fx import is_getitem, is_view, tensors_of
+from zbcompile.passes.graph.fx import tensors_of
 from zbcompile.passes.torch_private import is_in_place, storage_key
 
 
@@ -59,10 +59,3 @@ def alive_bytes(
 def storages_read(node: Node) -> dict[int, torch.Tensor]:
     """Returns one tensor for each storage that a node reads."""
     return {storage_key(t): t for source in node.all_input_nodes for t in tensors_of(source)}
-
-
-def bytes_moved(node: Node) -> int:
-    """Returns the bytes that an operation reads and writes; 0 for views."""
-    if is_view(node) or is_getitem(node):
-        return 0
-    return storage_bytes(node.all_input_nodes) + storage_bytes([node])

@@ -31,6 +31,7 @@ class LoadRow:
     totals: Sequence[float]
     ranks_of: Sequence[int]
     piece: float = 0.0
+    chunk_share: float = CHUNK_SHARE
 
     @property
     def stages(self) -> int:
@@ -62,7 +63,7 @@ class LoadRow:
             return chunk
         return max(
             *self.rank_loads(cuts),
-            chunk / CHUNK_SHARE if chunk > self.piece * PIECE_SLACK * (1 + SAME) else 0,
+            chunk / self.chunk_share if chunk > self.piece * PIECE_SLACK * (1 + SAME) else 0,
         )
 
 
@@ -178,7 +179,7 @@ class _Vee:
     def __init__(self, row: LoadRow, edges: Sequence[int], limit: float) -> None:
         self.row, self.edges, self.limit = row, edges, limit * (1 + SAME)
         self.at = [row.totals[edge] for edge in edges]
-        self.chunk = max(limit * CHUNK_SHARE, row.piece * PIECE_SLACK) * (1 + SAME)
+        self.chunk = max(limit * row.chunk_share, row.piece * PIECE_SLACK) * (1 + SAME)
         self.few = len(edges) <= 4 * row.stages
         self.ranks = row.stages // 2
         self.thorough = False  # whether what looks worse is kept, too, because of indivisible parts

@@ -7,9 +7,9 @@ import torch
 from torch.fx import Node
 
 from zbcompile.passes.capture.backward_marks import forward_number
+from zbcompile.passes.cost.node_cost import node_flops
 from zbcompile.passes.graph.fx import is_random, is_view, operator_name, tensors_of
 from zbcompile.passes.graph.storage import storage_bytes
-from zbcompile.passes.node_cost import node_flops
 from zbcompile.passes.step_graph import StepGraph
 from zbcompile.passes.torch_private import TO_COPY
 

@@ -12,9 +12,10 @@ import torch
 from torch.fx import Node
 
 from zbcompile.passes.capture.checkpoint_hints import checkpoint_region
+from zbcompile.passes.cost.hardware import Hardware
+from zbcompile.passes.cost.node_cost import node_flops, node_seconds
 from zbcompile.passes.errors import CompileError
 from zbcompile.passes.graph.fx import is_random, is_view, operator_name, tensors_of
-from zbcompile.passes.node_cost import node_cost, node_flops
 from zbcompile.passes.recompute.saved_values import (
     Candidates,
     SavedValues,
@@ -28,7 +29,9 @@ Policy = str | int | float  # "off", "hints", "selective", "full", bytes, or a s
 RECOMPUTED = "recomputed"  # key in node.meta of the duplicates
 
 
-def recompute(step: StepGraph, labels: Labels, policies: Sequence[Policy]) -> None:
+def recompute(
+    step: StepGraph, labels: Labels, policies: Sequence[Policy], hardware: Hardware
+) -> None:
     """Duplicates forward nodes under the label B, in place.
 
     Args:
@@ -37,6 +40,7 @@ def recompute(step: StepGraph, labels: Labels, policies: Sequence[Policy]) -> No
             2022, section 5). "full": whatever can be. An int: the cheapest choice that keeps at
             most so many bytes per microbatch between F and B. A float: the same with that share
             of the bytes that are kept without recomputation, or the fewest possible.
+        hardware: The machine on which recomputation takes time.
 
     Raises:
         CompileError: A stage cannot keep as few bytes as its int says.
@@ -45,7 +49,7 @@ def recompute(step: StepGraph, labels: Labels, policies: Sequence[Policy]) -> No
     for stage, policy in enumerate(policies):
         if policy == "off":
             continue
-        forward = StageForward(step, labels, stage)
+        forward = StageForward(step, labels, stage, hardware)
         if policy == "hints" and not any(map(_is_hinted, forward.computed)):
             continue
         candidates = forward.candidates("full" if isinstance(policy, int | float) else policy)
@@ -63,8 +67,8 @@ class StageForward:
         wanted: Values of either kind that B or W of this stage reads.
     """
 
-    def __init__(self, step: StepGraph, labels: Labels, stage: int) -> None:
-        self.stage = stage
+    def __init__(self, step: StepGraph, labels: Labels, stage: int, hardware: Hardware) -> None:
+        self.stage, self.hardware = stage, hardware
         self.labels = labels
         self.forward, self.backward = Label(stage, FORWARD), Label(stage, BACKWARD)
         self.readers = (self.backward, Label(stage, WEIGHT))
@@ -111,7 +115,11 @@ class StageForward:
                 for node in values
             },
             bytes={node: _bytes(node) for node in values if _can_keep(node, node in allowed)},
-            cost={node: int(node_cost(node)) for node in self.computed if node in allowed},
+            cost={  # in picoseconds
+                node: int(1e12 * node_seconds(node, self.hardware))
+                for node in self.computed
+                if node in allowed
+            },
         )
 
     def _may_recompute(self, node: Node, policy: str) -> bool:

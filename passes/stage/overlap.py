@@ -16,9 +16,9 @@ from typing import Any
 
 from torch.fx import Graph, GraphModule, Node
 
+from zbcompile.passes.cost.node_cost import node_bytes
 from zbcompile.passes.graph.fx import output_values
 from zbcompile.passes.graph.process_groups import is_collective, is_wait
-from zbcompile.passes.graph.storage import bytes_moved
 from zbcompile.passes.stage.pass_graph import PassGraph
 from zbcompile.passes.torch_private import LazyGraphModule, OpOverload
 
@@ -222,7 +222,7 @@ def _began(begun: Mapping[Node, tuple[float, float]], wait: Node) -> float:
 def _work(node: Node) -> int:
     """Returns the bytes that a node moves; 0 for collectives, which run elsewhere, and waits."""
     is_exchange = is_collective(node) or is_wait(node)
-    return bytes_moved(node) if isinstance(node.target, OpOverload) and not is_exchange else 0
+    return node_bytes(node) if isinstance(node.target, OpOverload) and not is_exchange else 0
 
 
 def _before_a_wait(half: Sequence[Node]) -> float:

@@ -6,10 +6,10 @@ from functools import cached_property
 
 from torch.fx import GraphModule, Node
 
+from zbcompile.passes.cost.node_cost import node_flops
 from zbcompile.passes.graph.fx import graph_text, tensors_of
 from zbcompile.passes.graph.roles import ACTIVATION, GRADIENT, Slot
 from zbcompile.passes.graph.storage import storage_bytes
-from zbcompile.passes.node_cost import node_flops
 
 KINDS = ("F", "B", "W", "BW", "E")
 

@@ -7,12 +7,12 @@ from torch.fx import Graph, Node
 
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.compile_step import CompiledStep, Observer, no_observer
+from zbcompile.passes.cost.node_cost import node_flops
 from zbcompile.passes.errors import PartitionError
 from zbcompile.passes.graph import roles
 from zbcompile.passes.graph.fx import is_random
 from zbcompile.passes.graph.roles import Role, Slot, TensorSpec
 from zbcompile.passes.graph.strides import overlaps
-from zbcompile.passes.node_cost import node_flops
 from zbcompile.passes.recompute.recompute import RECOMPUTED
 from zbcompile.passes.stage.accumulate import accumulate, gradients_of_their_own
 from zbcompile.passes.stage.pass_graph import PassGraph

@@ -17,7 +17,7 @@ from zbcompile.model.materialize import Init
 from zbcompile.options import PipelineOptions, require_known
 from zbcompile.passes.capture.training_step import LossFunction
 from zbcompile.passes.compile_options import Barriers, Policy
-from zbcompile.passes.machine.hardware import Hardware
+from zbcompile.passes.cost.hardware import Hardware
 from zbcompile.schedules import Schedule
 from zbcompile.torch_private import warn_of_untried
 

@@ -15,7 +15,7 @@ from zbcompile.compiler.compile_example import Compile, CompiledExample, compile
 from zbcompile.compiler.torch_logs import silenced, with_torchs_logs
 from zbcompile.options import OPTIONS, PipelineOptions, is_searched
 from zbcompile.passes.compile_step import PASSES, Observer, no_observer
-from zbcompile.passes.machine.hardware import Hardware
+from zbcompile.passes.cost.hardware import Hardware
 from zbcompile.planning.auto import compile_auto
 from zbcompile.planning.choose_schedule import choose_schedule
 from zbcompile.prediction.memory_limit import compile_within_memory

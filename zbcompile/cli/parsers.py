@@ -119,7 +119,7 @@ def add_inspect_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--costs",
         default="flops",
-        metavar="flops|uniform|measured|FILE",
+        metavar="flops|measured|FILE",
         help="times to predict with; a FILE holds costs, or the record of a step (default: flops)",
     )
     _add_output(parser.add_argument_group("what to show, one after the other (default: a summary)"))

@@ -24,6 +24,7 @@ from zbcompile.passes.compile_step import (
     compile_graph,
     no_observer,
 )
+from zbcompile.passes.cost.hardware import default_hardware
 from zbcompile.passes.errors import PartitionError
 from zbcompile.passes.graph.fx import graph_text
 from zbcompile.passes.partition.assign_stages import cuts_of_owners
@@ -123,6 +124,7 @@ def compile_program(
         ranks_of=ranks_of,
         exact=choices.exact,
         recompute=choices.recompute,
+        hardware=choices.hardware or default_hardware(step.device_type),
         choose_cuts=lambda step, line: choose_cuts(step, line, choices, ranks_of, like),
         observe=observe,
     )
@@ -141,7 +143,7 @@ def compile_program(
         model=facts_of(model, compiled.step.constant_values),
         cuts=describe_cuts(compiled, choices),
         stages=programs,
-        lowered=lower_for(programs, schedule, choices, device_of(compiled.step)),
+        lowered=lower_for(programs, schedule, choices, compiled.step.device_type),
         homes=like.homes if like else parameter_homes(model, programs, vocabulary),
         choices=choices,
         loss_dtype=_loss_dtype(exported.step),
@@ -174,7 +176,8 @@ def choose_cuts(
         owners = {name: like.homes[name] for name in names}
         return cuts_of_owners(step, line, owners, len(ranks_of))
     if isinstance(choices.balance, str):
-        return balanced_cuts(step, line, ranks_of)
+        hardware = choices.hardware or default_hardware(step.device_type)
+        return balanced_cuts(step, line, ranks_of, hardware)
     return edges_named(line, choices.balance, len(ranks_of))
 
 
@@ -228,7 +231,7 @@ def _refuse_buffer_updates(programs: Sequence[StageProgram]) -> None:
 
 
 def describe_cuts(compiled: CompiledStep, choices: Choices) -> Cuts:
-    """Returns the cuts with the FLOPs of stages and ranks, for reports."""
+    """Returns the cuts with the seconds of stages and ranks, for reports."""
     line, cuts = compiled.line, compiled.cuts
     sharded = compiled.step.vocabulary_values is not None
     totals = [0.0, *accumulate(compiled.loads)]
@@ -237,18 +240,12 @@ def describe_cuts(compiled: CompiledStep, choices: Choices) -> Cuts:
         after=tuple(cut - 1 for cut in cuts),
         names=tuple(line.nodes[cut - 1].name for cut in cuts),
         basis="flops" if isinstance(choices.balance, str) else "names",
-        unit="FLOP",
+        unit="s",
         loads=row.stage_loads(list(cuts)),
         rank_loads=row.rank_loads(list(cuts)),
         boundary=tuple(line.crossing_bytes[cut] for cut in cuts),
         overweight=explain_overweight(line, compiled.loads, row, cuts, sharded),
     )
-
-
-def device_of(step: StepGraph) -> str:
-    """Returns the kind of device that a step computes on."""
-    tensors = (node.meta["val"] for node in step.parameters.values())
-    return next((tensor.device.type for tensor in tensors), "cpu")
 
 
 def is_program_of(program: Program, exported: ExportedModel) -> bool:

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
+from zbcompile.passes.cost.node_cost import node_flops
 from zbcompile.passes.graph.source_location import origin_of
-from zbcompile.passes.node_cost import node_flops
 from zbcompile.passes.partition.balance import LoadRow
 from zbcompile.passes.partition.cut_points import ForwardLine
 

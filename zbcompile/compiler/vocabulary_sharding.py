@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
-from zbcompile.compiler.stage_price import bytes_of
 from zbcompile.passes.compile_options import Choices
+from zbcompile.passes.cost.hardware import Hardware, default_hardware
 from zbcompile.passes.errors import CompileError, PartitionError
 from zbcompile.passes.partition.balance import LoadRow
 from zbcompile.passes.partition.balance_stages import balanced_cuts, node_loads
@@ -26,7 +26,6 @@ from zbcompile.schedules import (
     Placement,
     Schedule,
     ScheduleError,
-    peak_memory,
     simulate,
     with_vocabulary,
 )
@@ -61,14 +60,22 @@ def choose_sharding(
         raise CompileError(f'vocab={choices.vocab}: {reason} Use vocab="off".') from reason
     if choices.vocab != "auto" or schedule is None or schedule.shards:
         return sharded
-    whole, divided = predict_steps(sharded, schedule)
+    hardware = choices.hardware or default_hardware(step.device_type)
+    whole, divided = predict_steps(sharded, schedule, hardware)
     return sharded if divided < WORTH * whole else None
 
 
-def predict_steps(sharded: ShardedStep, schedule: Schedule) -> tuple[float, float]:
+def predict_steps(
+    sharded: ShardedStep, schedule: Schedule, hardware: Hardware
+) -> tuple[float, float]:
     """Returns the length of the step with the output layer on the last stage, and with an equal
-    part of its words on every rank, in FLOPs. Messages are free; infinite if there are no cuts."""
-    whole, trunk = (_loads(step, schedule.placement) for step in (sharded.whole, sharded.trunk))
+    part of its words on every rank, in seconds.
+
+    Messages are free; infinite if there are no cuts.
+    """
+    whole, trunk = (
+        _loads(step, schedule.placement, hardware) for step in (sharded.whole, sharded.trunk)
+    )
     if whole is None or trunk is None:
         return INFINITE if whole is None else _step(schedule, _costs(whole)), INFINITE
     share = max(0.0, sum(whole) - sum(trunk)) / schedule.ranks
@@ -82,15 +89,15 @@ def predict_steps(sharded: ShardedStep, schedule: Schedule) -> tuple[float, floa
     return _step(schedule, _costs(whole)), divided
 
 
-def _loads(step: StepGraph, placement: Placement) -> tuple[float, ...] | None:
-    """Returns the FLOPs of each stage with balanced cuts; None if there are no such cuts."""
+def _loads(step: StepGraph, placement: Placement, hardware: Hardware) -> tuple[float, ...] | None:
+    """Returns the seconds of each stage with balanced cuts; None if there are no such cuts."""
     line = forward_line(step)
     ranks_of = [placement.rank(stage) for stage in range(placement.stages)]
     try:
-        cuts = balanced_cuts(step, line, ranks_of)
+        cuts = balanced_cuts(step, line, ranks_of, hardware)
     except PartitionError:
         return None
-    totals = [0.0, *accumulate(node_loads(step, line))]
+    totals = [0.0, *accumulate(node_loads(step, line, hardware))]
     return LoadRow(totals, ranks_of).stage_loads(list(cuts))
 
 
@@ -113,52 +120,17 @@ def shard(
     """Returns the passes of every rank's shard, and the schedule with these passes.
 
     `bounds` are given if rows have their ranks already.
-
-    Raises:
-        CompileError: A rank holds more than `memory=`.
     """
     bounds = bounds or even_bounds(sharded.words, schedule.ranks)
     barriers = choices.vocab if isinstance(choices.vocab, int) else 1
     vocabulary = shard_passes(sharded, bounds, barriers, choices.dtype_of_sum)
     inserted = insert(schedule, vocabulary, stages)
-    most = _most_bytes(sharded, choices, stages, vocabulary, inserted)
-    if choices.memory is not None and most > choices.memory:
-        raise CompileError(
-            f"with its shard of the output layer a rank holds {most:,.0f} bytes, more than "
-            f"memory={choices.memory:.15g}. Use more ranks, smaller microbatches, or "
-            'recompute="selective".'
-        )
     return vocabulary, inserted
 
 
 def forward_shards(sharded: ShardedStep, bounds: Bounds) -> VocabularyProgram:
     """Returns the passes of every rank's shard for a forward alone."""
     return shard_passes(sharded, bounds, barriers=0)
-
-
-def _most_bytes(
-    sharded: ShardedStep,
-    choices: Choices,
-    stages: tuple[StageProgram, ...],
-    vocabulary: VocabularyProgram,
-    schedule: Schedule,
-) -> float:
-    """Returns the bytes of the fullest rank: parameters, gradients, optimizer state,
-    activations."""
-    parameters = sharded.whole.parameters
-    sizes = {name: node.meta["val"].nbytes for name, node in parameters.items()}
-    costs = replace(flop_costs(schedule, vocabulary, stages), **bytes_of(stages))
-    waiting = peak_memory(schedule, costs)
-    times = 2 + choices.optimizer_state
-    held = []
-    for rank, (low, high) in enumerate(vocabulary.bounds):
-        placed = schedule.placement.stages_of(rank)
-        names = {name for stage in placed for name in stages[stage].parameters}
-        share = (high - low) / sharded.words
-        rows = sum(sizes[name] * share for name in vocabulary.parameters)
-        own = sum(sizes[name] for name in names - set(vocabulary.parameters))
-        held.append(times * (own + rows) + waiting[rank])
-    return max(held)
 
 
 def insert(

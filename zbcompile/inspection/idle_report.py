@@ -9,22 +9,22 @@ from zbcompile.schedules.simulation.critical_path import by_rank, time_by_kind
 from zbcompile.tables import Figure, Table
 
 
-def critical_table(timeline: Timeline, unit: str) -> Table:
-    """The chain of actions that determines the step's length, divided wherever it changes
+def critical_table(timeline: Timeline) -> Table:
+    """Returns the chain of actions that determines the step's length, divided wherever it changes
     the rank."""
     path = critical_path(timeline)
     kinds = ", ".join(
         f"{kind} {format_share(time / (timeline.finish or 1))}"
         for kind, time in time_by_kind(path).items()
     )
-    order, length = timeline.schedule, format_time(timeline.finish, unit)
+    order, length = timeline.schedule, format_time(timeline.finish, "s")
     rows = [
         [
-            Figure("from", legs[0].start, unit),
-            Figure("takes", legs[-1].end - legs[0].start, unit),
+            Figure("from", legs[0].start, "s"),
+            Figure("takes", legs[-1].end - legs[0].start, "s"),
             Figure("rank", legs[0].rank),
             Figure("actions", _actions(legs)),
-            *([Figure("then on its way", legs[-1].travel, unit)] if legs[-1].travel else []),
+            *([Figure("then on its way", legs[-1].travel, "s")] if legs[-1].travel else []),
         ]
         for legs in by_rank(path)
     ]

@@ -2,10 +2,16 @@
 
 import argparse
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
+from zbcompile.batches.example import Example
 from zbcompile.cli.command_line import split_options
+from zbcompile.cli.compile_arguments import Plan, compiled, example_of, schedule_of
+from zbcompile.compiler.compile_example import CompiledExample, read_saved
+from zbcompile.errors import PipelineError
 from zbcompile.inspection.compared_schedules import compare, compared_names
 from zbcompile.inspection.graphs import (
     PassLog,
@@ -16,113 +22,162 @@ from zbcompile.inspection.graphs import (
     write_graphs,
 )
 from zbcompile.inspection.idle_report import critical_table
+from zbcompile.inspection.measured_report import StepComparison, compare_step
 from zbcompile.inspection.report import Summary
-from zbcompile.inspection.request import SCHEMA, Request, Subject, compile_for
+from zbcompile.passes.compile_step import Observer, no_observer
+from zbcompile.prediction.predict import CostSource, load_costs, require_costs
+from zbcompile.program.directory import MANIFEST
+from zbcompile.program.step_record import StepRecord, read_record
 from zbcompile.progress import Say
-from zbcompile.schedules import Timeline, write_comparison, write_picture
+from zbcompile.schedules import Schedule, Timeline, simulate, write_comparison, write_picture
+from zbcompile.schedules.visualization.write import ENDINGS
 from zbcompile.tables import Figure, Table, to_data, to_text
 
-
-def run(chosen: argparse.Namespace, say: Say) -> None:
-    """Print the requested tables, or the summary."""
-    request = Request(**split_options(chosen), say=say)
-    subject = Subject(request)
-    asked = [part for name, part in PARTS.items() if getattr(request, name) not in (None, False)]
-    tables = [table for part in _checked(subject, asked) for table in part(subject)]
-    print(
-        json.dumps({"schema": SCHEMA, **to_data(tables)}, indent=1)
-        if request.json
-        else to_text(tables).rstrip("\n")
-    )
+SCHEMA = "zbcompile.inspect/4"
 
 
-Part = Callable[[Subject], Iterator[Table]]
+@dataclass(frozen=True)
+class Request(Plan):
+    """The arguments of the command line; `python -m zbcompile.inspect --help` explains them."""
+
+    costs: str
+    graph: str | None
+    graphs: Path | None
+    passes: bool
+    compare: str | None
+    critical_path: bool
+    timeline: Path | None
+    measured: Path | None
+    json: bool
+    say: Say
+
+    def __post_init__(self) -> None:
+        """Raises for files that cannot be written or read, before anything is compiled."""
+        if self.fake and self.costs == "measured":
+            raise PipelineError("--costs measured runs the graphs for real; leave out --fake.")
+        if self.graphs:
+            self.graphs.mkdir(parents=True, exist_ok=True)
+        if self.timeline and self.timeline.suffix not in ENDINGS:
+            raise PipelineError(
+                f"--timeline {self.timeline}: expected a file that ends in {', '.join(ENDINGS)}."
+            )
+        if self.timeline and not self.timeline.exists():
+            self.timeline.touch()
+            self.timeline.unlink()
+        require_costs(self.costs)
 
 
-def _checked(subject: Subject, asked: list[Part]) -> list[Part]:
-    """What is shown. Raises PipelineError, before anything is compiled, for what the schedule or a
-    directory lacks."""
-    request = subject.request
-    needing = [f"--{name}" for name in ("passes", "compare") if getattr(request, name)]
-    subject.require_model([*request.changed, *needing])
-    compared_names(request)
-    if request.graph:
-        require_stage(subject.schedule, stage_and_pass(request.graph)[0])
-    return [*([] if subject.record is None else [_measured]), *asked] or [_summary]
-
-
-def _graph(subject: Subject) -> Iterator[Table]:
-    yield graph_table(subject.inspected, *stage_and_pass(subject.request.graph or ""))
-
-
-def _files(paths: list[Path]) -> Table:
-    return Table(
-        "files",
-        rows=[[Figure("file", str(path))] for path in paths],
-        picture="\n".join(map(str, paths)),
-    )
-
-
-def _graphs(subject: Subject) -> Iterator[Table]:
-    assert subject.request.graphs is not None
-    yield _files(write_graphs(subject.inspected, subject.request.graphs))
-
-
-def _passes(subject: Subject) -> Iterator[Table]:
-    log = PassLog()
-    compile_for(subject.example, subject.schedule, subject.request, log)
-    yield pass_table(log)
-
-
-def _compare(subject: Subject) -> Iterator[Table]:
-    table, steps = compare(subject)
-    yield table
-    if file := subject.request.timeline:
-        shown = [step.shown for step in steps]
-        yield _files([write_comparison(shown, file)])
-
-
-def _step(subject: Subject) -> tuple[Timeline, str]:
-    """The recorded step, or the predicted one, and its unit."""
-    if subject.comparison is not None:
-        return subject.comparison.measured, "s"
-    return subject.prediction.shown, subject.prediction.unit
-
-
-def _critical_path(subject: Subject) -> Iterator[Table]:
-    step, unit = _step(subject)
-    yield critical_table(step, unit)
-
-
-def _timeline(subject: Subject) -> Iterator[Table]:
-    """The timelines to draw: the step, for a recorded one also its prediction. Those of --compare
-    are drawn there."""
-    file, compared = subject.request.timeline, subject.comparison
-    assert file is not None
-    if subject.request.compare:
-        return
-    if compared is None:
-        yield _files([write_picture(subject.prediction.for_file(file), file)])
-    elif file.suffix == ".json":
-        yield _files([write_picture(compared.measured, file)])
+def run(args: argparse.Namespace, say: Say) -> None:
+    """Prints the requested tables, or the summary."""
+    request = Request(**split_options(args), say=say)
+    tables = list(Inspection(request).tables())
+    if request.json:
+        print(json.dumps({"schema": SCHEMA, **to_data(tables)}, indent=1))
     else:
-        yield _files([write_comparison([compared.predicted, compared.measured], file)])
+        print(to_text(tables).rstrip("\n"))
 
 
-def _measured(subject: Subject) -> Iterator[Table]:
-    assert subject.comparison is not None
-    yield from subject.comparison.tables()
+class Inspection:
+    """What a request is about; each part is computed when it is first asked for."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.record: StepRecord | None = read_record(request.measured) if request.measured else None
+
+    def tables(self) -> Iterator[Table]:
+        """Yields the requested tables, or those of the summary."""
+        request, record = self.request, self.record
+        self._require_model(request.changed)
+        self._require_model([f"--{name}" for name in ("passes", "compare") if vars(request)[name]])
+        names = compared_names(request.compare or "")
+        if request.graph:
+            require_stage(self.schedule, stage_and_pass(request.graph)[0])
+        if self.comparison is not None:
+            yield from self.comparison.tables()
+        if request.graph:
+            yield graph_table(self.compiled, *stage_and_pass(request.graph))
+        if request.graphs:
+            yield _files(write_graphs(self.compiled, request.graphs))
+        if request.passes:
+            log = PassLog()
+            self.compile(request, self.schedule, log)
+            yield pass_table(log)
+        if names:
+            table, steps = compare(self.compile, request, names)
+            yield table
+            if request.timeline:
+                yield _files([write_comparison(steps, request.timeline)])
+        elif request.timeline:
+            yield _files([self._draw(request.timeline)])
+        if request.critical_path:
+            yield critical_table(self.comparison.measured if self.comparison else self.timeline)
+        asked = ("graph", "graphs", "passes", "compare", "timeline", "critical_path")
+        if record is None and not any(vars(request)[name] for name in asked):
+            yield from Summary(self.compiled, self.costs).tables()
+
+    def _draw(self, file: Path) -> Path:
+        """Writes the step; a recorded one beside its prediction."""
+        if self.comparison is None:
+            return write_picture(self.timeline, file)
+        if file.suffix == ".json":
+            return write_picture(self.comparison.measured, file)
+        return write_comparison([self.comparison.predicted, self.comparison.measured], file)
+
+    @property
+    def _is_saved(self) -> bool:
+        """True for a saved program, whose model is not available."""
+        return (Path(self.request.target) / MANIFEST).exists()
+
+    def _require_model(self, options: Sequence[str]) -> None:
+        if self._is_saved and options:
+            raise PipelineError(
+                f"{self.request.target} is a compiled program: {', '.join(options)} needs its"
+                " model. Leave it out, or inspect the function that makes the model."
+            )
+
+    @cached_property
+    def example(self) -> Example:
+        return example_of(self.request)
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """The requested schedule; that of a record unless another one is requested."""
+        if self._is_saved:
+            return self.compiled.program.schedule
+        recorded = self.record is not None and "schedule" not in self.request.given
+        return schedule_of(self.request, self.record.schedule if recorded and self.record else None)
+
+    @cached_property
+    def compiled(self) -> CompiledExample:
+        if self._is_saved:
+            return read_saved(Path(self.request.target))
+        return self.compile(self.request, self.schedule)
+
+    def compile(
+        self, request: Plan, schedule: Schedule, observe: Observer = no_observer
+    ) -> CompiledExample:
+        """Compiles the example for a schedule. `observe` is called after each pass."""
+        name, say = type(self.example.model).__name__, self.request.say
+        say(f"capturing {name} for {schedule.name}, {schedule.stages} stages")
+        example = compiled(self.example, schedule, request, say, observe)
+        return replace(example, program=replace(example.program, step=request.options.step))
+
+    @cached_property
+    def costs(self) -> CostSource:
+        return load_costs(self.compiled.program, self.request.costs)
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        return simulate(self.compiled.program.schedule, self.costs.costs)
+
+    @cached_property
+    def comparison(self) -> StepComparison | None:
+        if self.record is None:
+            return None
+        manifest = self.compiled.program.manifest
+        return compare_step(self.record, self.timeline, self.costs, manifest)
 
 
-def _summary(subject: Subject) -> Iterator[Table]:
-    yield from Summary(subject.inspected, subject.prediction).tables()
-
-
-PARTS: dict[str, Part] = {
-    "graph": _graph,
-    "graphs": _graphs,
-    "passes": _passes,
-    "compare": _compare,
-    "critical_path": _critical_path,
-    "timeline": _timeline,
-}
+def _files(paths: Sequence[Path]) -> Table:
+    rows = [[Figure("file", str(path))] for path in paths]
+    return Table("files", rows=rows, picture="\n".join(map(str, paths)))

@@ -1,72 +1,46 @@
-"""The summary of a compiled program: its tables, from the model to the order of every rank."""
+"""The summary of a compiled program: stages, ranks, the picture of a step, one line of
+prediction."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import fields
+from collections import Counter
+from collections.abc import Iterator
 
+from zbcompile.amounts import format_bytes, format_share, format_time
 from zbcompile.compiler.compile_example import CompiledExample
-from zbcompile.compiler.stage_price import running_of
 from zbcompile.inspection.idle_report import format_idle, idle_by_cause
-from zbcompile.inspection.request import Prediction
-from zbcompile.inspection.stage_tables import cuts, place_of, stage_tables
-from zbcompile.passes.machine.flops import without_formula
-from zbcompile.prediction.predict import count_messages, hardware_of, prices_of
-from zbcompile.prediction.rank_memory import RankMemory, copies_bytes, rank_memories
-from zbcompile.schedules import format_schedule, format_timeline
-from zbcompile.schedules.ir.actions import flatten
+from zbcompile.passes.cost.node_cost import operators_without_formula
+from zbcompile.passes.graph.fx import output_values
+from zbcompile.passes.graph.source_location import origin_of
+from zbcompile.passes.stage.stage_program import StageProgram, collectives_of
+from zbcompile.prediction.predict import CostSource, count_messages, hardware_of
+from zbcompile.prediction.rank_memory import RankMemory, rank_memories
+from zbcompile.program.program import Program
+from zbcompile.schedules import Timeline, format_timeline, simulate
 from zbcompile.schedules.visualization.step_tables import idle_share
-from zbcompile.tables import WIDTH, Figure, Table, facts
+from zbcompile.tables import WIDTH, Figure, Table, facts, wrap
 
-_BASES = {
-    "flops": "FLOPs and bytes",
-    "names": "names (loads from FLOPs and bytes)",
-}
-_SPEED = (
-    "Times are in FLOPs of a nominal core, which moves a byte in the time of five: this machine is"
-    " not known. For seconds: --hardware with the profile of a machine; --costs measured; or the"
-    " record of a step as --costs."
-)
+_LONGEST_PLACE = 22
 
 
 class Summary:
-    """The tables of a compiled example under a prediction."""
+    """The tables of a compiled example under some costs."""
 
-    def __init__(
-        self,
-        inspected: CompiledExample,
-        prediction: Prediction,
-    ) -> None:
-        self.inspected, self.prediction = inspected, prediction
-        self.program, self.model = inspected.program, inspected.example.model
-        self.timeline, self.unit = prediction.shown, prediction.unit
-        self.sizes = {
-            name: (p.numel(), p.numel() * p.element_size())
-            for name, p in self.model.named_parameters()
-        }
-        tensors = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
-        self.prices = prediction.basis.prices or prices_of(self.program)
-        running = running_of(self.prices)
-        self.memory = rank_memories(
-            self.program, prediction.timeline.costs, tensors, running=running
-        )
+    def __init__(self, inspected: CompiledExample, source: CostSource) -> None:
+        self.inspected, self.source, self.program = inspected, source, inspected.program
+        model = inspected.example.model
+        self.sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+        tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+        self.memory = rank_memories(self.program, source.costs, tensors)
+        self.timeline = simulate(self.program.schedule, source.costs)
 
     def tables(self) -> Iterator[Table]:
+        """Yields the tables in order."""
         yield self._model()
-        yield Table("plan", notes=self.program.plan.splitlines())
-        yield cuts(self.program, self.sizes)
-        yield self._balance()
-        yield from stage_tables(self.program, self.prices)
+        yield self._stages()
         yield self._ranks()
-        yield self._memory()
-        yield self._vocabulary()
-        picture = format_timeline(self.timeline, width=WIDTH).partition("\n")[2]
-        yield Table("step", "The predicted step, to scale (dots are idle time)", picture=picture)
-        yield self._orders()
-        yield Table(
-            "notes",
-            "Notes" if (notes := [f"- {each}" for each in self._notes()]) else "",
-            notes=notes,
-        )
+        yield _picture(self.timeline)
         yield self._prediction()
+        notes = [f"- {note}" for note in self._notes()]
+        yield Table("notes", "Notes" if notes else "", notes=notes)
 
     def _model(self) -> Table:
         program = self.program
@@ -77,193 +51,175 @@ class Summary:
         return facts(
             "model",
             [
-                Figure("model", type(self.model).__name__),
-                Figure("parameters", sum(count for count, _ in self.sizes.values()), "parameters"),
-                Figure("size", sum(size for _, size in self.sizes.values()), "B"),
-                Figure("one microbatch", tuple(inputs)),
+                Figure("model", type(self.inspected.example.model).__name__),
+                Figure("parameters", sum(self.sizes.values()), "parameters"),
+                Figure("microbatch", tuple(inputs)),
+                Figure("microbatches", program.schedule.microbatches),
                 Figure("schedule", program.schedule.name),
                 Figure("ranks", program.schedule.ranks),
-                Figure("stages", len(program.stages)),
-                Figure("microbatches", program.schedule.microbatches),
                 Figure("loss", f"{program.step.loss_reduction} of those of the microbatches"),
                 Figure("gradients", "exact" if program.exact else "accumulated in place"),
+                Figure("predicted", self.source.text),
             ],
         )
 
-    def _prediction(self) -> Table:
-        now, sent, limit = self.timeline, count_messages(self.program), self._memory_limit
-        notes = [format_idle(idle_by_cause(self.prediction.timeline)), self.program.cuts.overweight]
-        notes = [note for note in notes if note] + ([_SPEED] if self.unit == "FLOP" else [])
-        figures = [
-            Figure("step", now.makespan, self.unit, "step"),
-            Figure("predicted", self.prediction.basis.text),
-            Figure("bubble of the busiest rank", now.bubble, "share", "step"),
-            Figure("idle of all ranks", idle_share(now), "share", "step"),
-            Figure("without the barrier", now.cost_bubble, "share", "step"),
-            Figure("peak memory", max(each.peak for each in self.memory), "B", "rank"),
-            Figure("memory limit", limit, "B", "rank"),
-            Figure("messages", sent.count, "", "step"),
-            Figure("sent", sent.bytes, "B", "step"),
-        ]
-        return facts(
-            "prediction",
-            [each for each in figures if each.value is not None],
-            "One step, predicted",
-            notes,
+    def _stages(self) -> Table:
+        costs, rows = self.source.costs, []
+        for stage in self.program.stages:
+            index, crossing = stage.stage, stage.crossing
+            times = costs.forward[index], costs.backward[index], costs.weight[index]
+            rows.append(
+                [
+                    Figure("stage", index),
+                    Figure("rank", tuple(sorted(self.program.ranks_of(index)))),
+                    Figure("cut after", last_operation(stage)),
+                    *(
+                        Figure(op, time, "s", "microbatch")
+                        for op, time in zip("FBW", times, strict=True)
+                    ),
+                    Figure("keeps", crossing.kept, "B", "microbatch"),
+                    Figure("residue", crossing.residue, "B", "microbatch"),
+                    Figure("sends", stage.send_bytes, "B", "microbatch"),
+                ]
+            )
+        distinct = len({stage.original for stage in self.program.stages})
+        busy = self.timeline.busy
+        ratio = max(busy) * len(busy) / (sum(busy) or 1.0)
+        note = (
+            f"{len(rows)} stages, {distinct} distinct graphs; the heaviest rank has {ratio:.2f}"
+            " times the mean work."
         )
-
-    @property
-    def _memory_limit(self) -> float | None:
-        return self.program.choices.memory or hardware_of(self.program).memory
-
-    def _loads(self) -> tuple[Sequence[float], str]:
-        """The load of every stage and its unit: that of the predicted step, or without times that
-        of the cuts."""
-        cuts, costs = self.program.cuts, self.prediction.timeline.costs
-        if self.prediction.basis.unit != "s":
-            return cuts.loads, cuts.unit
-        scale = self.prediction.speed or 1.0
-        columns = zip(costs.forward, costs.backward, costs.weight, strict=True)
-        return [scale * sum(times) for times in columns], self.unit
-
-    def _balance(self) -> Table:
-        loads, unit = self._loads()
-        stages, placement = self.program.stages, self.program.schedule.placement
-        mean, ranks = sum(loads) / len(loads) or 1.0, [0.0] * placement.ranks
-        for stage, load in enumerate(loads):
-            for rank in placement.owners[stage]:
-                ranks[rank] += load
-        ratio = max(ranks) * len(ranks) / sum(ranks) if sum(ranks) else 1.0
-        rows = [
-            [
-                Figure("stage", stage.stage),
-                Figure("rank", tuple(sorted(self.program.ranks_of(stage.stage)))),
-                Figure("F + B + W", load, unit, "microbatch"),
-                Figure("of the mean", load / mean, "ratio"),
-                Figure("crosses", stage.send_bytes, "B", "microbatch"),
-                Figure("last operation", place_of(stage)[1]),
-                Figure(
-                    "graphs",
-                    "its own" if stage.original == stage.stage else f"of stage {stage.original}",
-                ),
-            ]
-            for stage, load in zip(stages, loads, strict=True)
-        ]
-        counts = (
-            f"{_number(len(stages), 'stage')},"
-            f" {_number(len({s.original for s in stages}), 'distinct graph')}"
-        )
-        note = f"{counts}; the heaviest rank carries {ratio:.2f} times the mean load."
-        return Table("balance", f"Cut by {_BASES[self.program.cuts.basis]}", rows, [note])
+        overweight = self.program.cuts.overweight
+        return Table("stages", "Stages, per microbatch", rows, [note, *filter(None, [overweight])])
 
     def _ranks(self) -> Table:
-        program, rows = self.program, []
-        of_rank = [
-            sum(program.stages[a.stage].flops.get(a.op, 0) for a in flatten(order))
-            for order in program.schedule.orders
-        ]
-        for rank, flops in enumerate(of_rank):
-            stages, busy = program.schedule.placement.stages_of(rank), self.timeline.busy[rank]
-            names = {name for stage in stages for name in program.stages[stage].parameters}
-            idle = 1 - busy / self.timeline.makespan if self.timeline.makespan else 0.0
+        rows = []
+        for rank, memory in enumerate(self.memory):
+            busy, length = self.timeline.busy[rank], self.timeline.makespan
             rows.append(
                 [
                     Figure("rank", rank),
-                    Figure("stages", tuple(stages)),
-                    Figure("parameters", sum(self.sizes[name][0] for name in names), "parameters"),
-                    Figure("FLOPs", flops, "FLOP", "step"),
-                    Figure("share", flops / (sum(of_rank) or 1), "share"),
-                    Figure("busy", busy, self.unit, "step"),
-                    Figure("idle", idle, "share", "step"),
-                    Figure("peak waiting", int(self.prediction.timeline.peak_memory[rank]), "B"),
-                    Figure("peak running", self.memory[rank].activations, "B"),
+                    Figure("busy", busy, "s", "step"),
+                    Figure("idle", 1 - busy / length if length else 0.0, "share", "step"),
+                    *(
+                        Figure(name.removesuffix("_state"), getattr(memory, name), "B")
+                        for name in RankMemory.__dataclass_fields__
+                    ),
                 ]
             )
-        return Table("ranks", f"Ranks in one step, predicted {self.prediction.basis.text}", rows)
+        return Table("ranks", "Ranks, in one step", rows)
 
-    def _memory(self) -> Table:
-        names = [each.name for each in fields(RankMemory)]
-        rows = [
-            [
-                Figure("rank", rank),
-                *(Figure(name.replace("_state", ""), getattr(memory, name), "B") for name in names),
-                Figure("copies", copies_bytes(self.program, rank, self.sizes), "B"),
-            ]
-            for rank, memory in enumerate(self.memory)
-        ]
-        notes = [
-            'Copies are what pipe.optimizer(validate="after") keeps besides.',
-            *self._fit(),
-        ]
-        return Table(
-            "memory",
-            "Memory of the ranks: the most at any moment, and of all together",
-            rows,
-            notes,
+    def _prediction(self) -> Table:
+        now, (count, sent) = self.timeline, count_messages(self.program)
+        peaks = [memory.peak for memory in self.memory]
+        limit = self.program.choices.memory or hardware_of(self.program).memory
+        fullest = peaks.index(max(peaks))
+        idle = format_idle(idle_by_cause(now))
+        room = ""
+        if limit is not None:
+            verb = "fits in" if max(peaks) <= limit else "DOES NOT FIT in"
+            room = f", which {verb} {format_bytes(limit)}"
+        text = (
+            f"One step takes {format_time(now.makespan, 's')} (bubble {format_share(now.bubble)})"
+            f" and at most {format_bytes(max(peaks))}, on rank {fullest}{room};"
+            f" {count} messages carry {format_bytes(sent)}. {idle}"
         )
-
-    def _fit(self) -> Iterator[str]:
-        """Whether the fullest rank is within the limit."""
-        limit, peaks = self._memory_limit, [memory.peak for memory in self.memory]
-        if limit is None:
-            return
-        rank, left = peaks.index(max(peaks)), (limit - max(peaks)) / 1e9
-        if left < 0:
-            yield f"Rank {rank} does not fit in {limit / 1e9:g} GB: {-left:.3g} GB are missing."
-        else:
-            yield f"Rank {rank}, the fullest, fits in {limit / 1e9:g} GB with {left:.3g} to spare."
-
-    def _vocabulary(self) -> Table:
-        found = self.program.vocabulary
-        if found is None:
-            return Table("vocabulary")
         figures = [
-            Figure("found", found.text),
-            Figure("embedding", found.lookup.weight if found.lookup else None),
-            Figure("words by rank", tuple(high - low for low, high in found.bounds)),
-            *(Figure(op, found.flops[0][op], "FLOP", "microbatch") for op in ("S", "T")),
-            Figure("barriers", found.barriers),
+            Figure("step", now.makespan, "s", "step"),
+            Figure("bubble", now.bubble, "share", "step"),
+            Figure("idle of all ranks", idle_share(now), "share", "step"),
+            Figure("peak", max(peaks), "B", "rank"),
+            Figure("limit", limit, "B", "rank"),
+            Figure("messages", count, "", "step"),
+            Figure("sent", sent, "B", "step"),
         ]
-        return facts("vocabulary", figures, "Output layer sharded over all ranks")
-
-    def _orders(self) -> Table:
-        rows = [
-            [
-                Figure("rank", rank),
-                Figure("actions", [*map(str, order)]),
-                Figure("with messages", [*map(str, program)]),
-            ]
-            for rank, (order, program) in enumerate(
-                zip(self.program.schedule.orders, self.program.lowered.orders, strict=True)
-            )
-        ]
-        picture = format_schedule(self.program.schedule, width=WIDTH)
-        return Table("orders", "The order of every rank", rows, picture=picture)
+        picture = "\n".join(wrap(text, ""))
+        return Table("prediction", rows=[figures], upright=True, picture=picture)
 
     def _notes(self) -> Iterator[str]:
-        dropped, program = self.inspected.dropped, self.program
-        if dropped:
+        program = self.program
+        yield from program.plan.splitlines()
+        if dropped := self.inspected.dropped:
             yield f"{', '.join(dropped)}: returned besides the loss, dropped in training."
-        random = [str(stage.stage) for stage in program.stages if stage.random]
-        if random:
-            stages = ", ".join(random)
+        if random := [str(stage.stage) for stage in program.stages if stage.random]:
             yield (
-                f"stages that draw random numbers: {stages}; the generator's state travels with the"
-                " activations."
+                f"stages that draw random numbers: {', '.join(random)}; the generator's state"
+                " travels with the activations."
             )
-        pieces = {id(piece): piece for stage in program.stages for piece in stage.pieces.values()}
-        unknown = sorted(
-            {name for piece in pieces.values() for name in without_formula(piece.module)}
-        )
-        if unknown:
+        if unknown := sorted(_unknown_operators(program)):
             yield f"FLOPs unknown, so timed by the bytes that they move: {', '.join(unknown)}."
         if program.shared:
-            yield (
-                "on several stages, gradients summed over them:"
-                f" {', '.join(sorted(program.shared))}."
-            )
+            names = ", ".join(sorted(program.shared))
+            yield f"on several stages, gradients summed over them: {names}."
+        if program.vocabulary is not None:
+            words = ", ".join(str(high - low) for low, high in program.vocabulary.bounds)
+            yield f"output layer over all ranks: {program.vocabulary.text}; words by rank: {words}."
+        yield from _recomputation(program)
+        yield from _collectives(program)
         yield from (f"warning while capturing: {text}" for text in self.inspected.warnings)
 
 
-def _number(count: int, word: str) -> str:
-    return f"{count} {word}{'s' * (count != 1)}"
+def last_operation(stage: StageProgram) -> str:
+    """Returns the last operation of a stage whose value is sent on, and its module; "(the loss)"
+    for the last stage. `balance=` takes the operation."""
+    piece = stage.pieces["F"]
+    order = {node: index for index, node in enumerate(piece.module.graph.nodes)}
+    values = zip(piece.outputs, output_values(piece.module.graph), strict=True)
+    sent = {node: slot.name for slot, node in values if slot.role == "activation" and node in order}
+    computed = [node for node in sent if node.op == "call_function"]
+    if not computed:
+        return "(the loss)"
+    last = max(computed, key=order.__getitem__)
+    origin, name = origin_of(last), sent[last]
+    module = origin.module if origin is not None else ""
+    room = _LONGEST_PLACE - len(name) - 1
+    return f"{name} {module if len(module) <= room else f'...{module[3 - room :]}'}".rstrip()
+
+
+def _picture(timeline: Timeline) -> Table:
+    text = format_timeline(timeline, width=WIDTH).partition("\n")[2]
+    return Table("step", "The step, to scale (dots are idle time)", picture=text)
+
+
+def _unknown_operators(program: Program) -> set[str]:
+    pieces = {id(piece): piece for stage in program.stages for piece in stage.pieces.values()}
+    return {
+        name for piece in pieces.values() for name in operators_without_formula(piece.module.graph)
+    }
+
+
+def _recomputation(program: Program) -> Iterator[str]:
+    again = [stage.recomputed for stage in program.stages if stage.recomputed is not None]
+    if operations := sum(each.operations for each in again):
+        before, after = (
+            format_bytes(sum(getattr(each, name) for each in again))
+            for name in ("kept_before", "kept_after")
+        )
+        flops = sum(stage.flops["F"] for stage in program.stages) or 1
+        share = format_share(sum(each.flops for each in again) / flops)
+        yield (
+            f"recomputation: {operations} operations, {share} of the forward's FLOPs; all stages"
+            f" keep {after} of {before} per microbatch."
+        )
+
+
+def _collectives(program: Program) -> Iterator[str]:
+    """Yields what the stages exchange with ranks outside of the pipeline."""
+    hardware = hardware_of(program)
+    counts: Counter[tuple[str, str]] = Counter()
+    sizes: Counter[tuple[str, str]] = Counter()
+    seconds: dict[tuple[str, str], float] = {}
+    for stage in program.stages:
+        for each in collectives_of(stage):
+            if each.name != "BW":  # the same as those of B and W
+                key = each.kind, each.dimension
+                counts[key] += 1
+                sizes[key] += each.bytes
+                duration = hardware.collective_seconds(each.bytes, each.kind)
+                seconds[key] = seconds.get(key, 0.0) + duration
+    for (kind, dimension), count in counts.items():
+        key = kind, dimension
+        yield (
+            f"{count} {kind} along {dimension} per microbatch: {format_bytes(sizes[key])},"
+            f" {format_time(seconds[key], 's')}."
+        )

@@ -10,7 +10,7 @@ from zbcompile.compiler.paired_schedule import in_order
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.errors import CompileError
 from zbcompile.prediction.memory_limit import peak_bytes, policies_of, too_little_memory
-from zbcompile.prediction.predict import hardware_of, predicted_costs, prices_of
+from zbcompile.prediction.predict import hardware_of, predicted_costs
 from zbcompile.program.program import Program
 from zbcompile.schedules import Placement, Schedule, ScheduleError, build, names, simulate
 from zbcompile.schedules.checking.schedule_rules import OWN_WEIGHT_ORDER
@@ -84,14 +84,10 @@ def _candidates(
     found, needed = list[NamedStep](), dict[int, Program]()
     for policy in policies_of(choices):
         program = compile_(build_(names_[0]), replace(choices, recompute=policy))
-        prices = prices_of(program)
-        costs = predicted_costs(program, prices)
+        costs = predicted_costs(program)
         for name in names_:
             ordered = in_order(program, build_(name, costs=costs))
-            if (
-                choices.memory is not None
-                and (peak := peak_bytes(ordered, prices)) > choices.memory
-            ):
+            if choices.memory is not None and (peak := peak_bytes(ordered)) > choices.memory:
                 needed[peak] = ordered
                 continue
             timeline = simulate(ordered.schedule, costs)

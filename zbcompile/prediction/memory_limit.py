@@ -1,13 +1,12 @@
 """`memory=`: the first way to recompute with which every rank holds less than the limit."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from zbcompile.compiler.stage_price import StagePrice, running_of
 from zbcompile.model.model_info import module_of
 from zbcompile.passes.compile_options import Choices, Recompute
 from zbcompile.passes.errors import PartitionError
-from zbcompile.prediction.predict import predicted_costs, prices_of
+from zbcompile.prediction.predict import predicted_costs
 from zbcompile.prediction.rank_memory import rank_memories
 from zbcompile.program.program import Program
 
@@ -24,14 +23,11 @@ def policies_of(choices: Choices) -> tuple[Recompute, ...]:
     )
 
 
-def peak_bytes(program: Program, prices: Sequence[StagePrice] = ()) -> int:
-    """Returns the most bytes that any rank holds in a step of the program, as inspect predicts it.
-    `prices` are those of its stages, if they are known already."""
-    model, prices = module_of(program.model), prices or prices_of(program)
+def peak_bytes(program: Program) -> int:
+    """Returns the most bytes that any rank holds in a step of the program."""
+    model = module_of(program.model)
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
-    memories = rank_memories(
-        program, predicted_costs(program, prices), tensors, running=running_of(prices)
-    )
+    memories = rank_memories(program, predicted_costs(program), tensors)
     return max(memory.peak for memory in memories)
 
 

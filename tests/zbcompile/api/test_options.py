@@ -19,7 +19,7 @@ from zbcompile.cli.command_line import split_options
 from zbcompile.cli.option_flags import FLAGS, OPTION_FLAGS, add_flags, flag_of
 from zbcompile.options import OPTIONS, REMOVED, PipelineOptions, checked
 from zbcompile.passes.compile_options import Choices, read_bytes
-from zbcompile.passes.machine.hardware import Hardware
+from zbcompile.passes.cost.hardware import Hardware
 from zbcompile.schedules import build
 
 SPELLED = {

@@ -101,20 +101,11 @@ def refuse(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("model", "options"),
-    [
-        ("gpt", []),
-        pytest.param("llama", [], marks=pytest.mark.beyond_sample),
-        pytest.param("unet", [], marks=pytest.mark.beyond_sample),
-    ],
-)
-def test_summary(
-    model: str, options: list[str], inspect: Callable[..., str], golden: Callable[[str, str], None]
-) -> None:
-    text = inspect(f"{TARGETS}:{model}", *options)
+def test_summary(inspect: Callable[..., str], golden: Callable[[str, str], None]) -> None:
+    text = inspect(f"{TARGETS}:gpt", "--ranks", 4)
     assert max(map(len, text.splitlines())) <= WIDTH
-    golden(f"inspect_{model}.txt", text)
+    assert len(text.splitlines()) <= 60
+    golden("inspect_gpt.txt", text)
 
 
 def test_graph(inspect: Callable[..., str], tiny: Path) -> None:
@@ -149,18 +140,10 @@ def test_causes(
     tiny: Path, inspect: Callable[..., str], golden: Callable[[str, str], None]
 ) -> None:
     """The critical path; with equal times, so for any torch."""
-    plan = (
-        f"{tiny}:two",
-        "--ranks",
-        4,
-        "--microbatches",
-        4,
-        "--schedule",
-        "1f1b",
-        "--costs",
-        "uniform",
-    )
-    text = inspect(*plan, "--critical-path")
+    costs = tiny.with_name("costs.json")
+    costs.write_text(json.dumps(dict.fromkeys(("forward", "backward", "weight"), [1] * 4)))
+    plan = ("--ranks", 4, "--microbatches", 4, "--schedule", "1f1b", "--costs", costs)
+    text = inspect(f"{tiny}:two", *plan, "--critical-path")
     assert max(len(line) for line in text.splitlines()) <= WIDTH
     golden("inspect_causes.txt", text)
 
@@ -265,7 +248,7 @@ def test_all_graphs_are_written(tmp_path: Path, tiny: Path, inspect: Callable[..
 @pytest.mark.slow
 def test_parts_do_not_exclude_each_other(tiny: Path, inspect: Callable[..., str]) -> None:
     """Whatever is asked for is shown, one after the other."""
-    plan = (f"{tiny}:two", "--schedule", "1f1b", "--costs", "uniform")
+    plan = (f"{tiny}:two", "--schedule", "1f1b")
     asked = (("--graph", "0.W"), ("--critical-path",), ("--compare", "1f1b,zb-h1"))
     shown = inspect(*plan, *(word for each in asked for word in each), "--passes")
     for each in asked:
@@ -284,39 +267,30 @@ def test_json_agrees_with_itself(inspect: Callable[..., str]) -> None:
         inspect(f"{TARGETS}:unet", "--json", "--microbatches", 4, "--schedule", "zbh1")
     )
     model, stages = data["model"], data["stages"]
-    assert data["schema"] == "zbcompile.inspect/3"
+    assert data["schema"] == "zbcompile.inspect/4"
     assert (model["schedule"], model["ranks"], model["microbatches"], len(stages)) == (
         "zb-h1",
         2,
         4,
         2,
     )
-    assert sum(stage["parameters"] for stage in stages) == model["parameters"]
     assert [stage["rank"] for stage in stages] == [[0], [1]]
-    assert data["bytes"][0]["sends"] == data["bytes"][1]["receives"] > 0
-    assert stages[0]["cut after"].split()[1].startswith("targets.py:")
+    assert (stages[0]["sends"] > 0, stages[1]["sends"]) == (True, 0)
     assert stages[1]["cut after"] == "(the loss)"
     assert data["notes"]["notes"][0].startswith("- image: returned besides the loss")
-    assert data["units"]["bytes"]["sends"] == "B per microbatch"
-    for rank, stage, kept, memory in zip(
-        data["ranks"], stages, data["bytes"], data["memory"], strict=True
-    ):
-        assert rank["FLOPs"] == 4 * sum(stage[op] for op in "FBW")
-        assert rank["peak waiting"] >= kept["kept F..B"]
-        assert memory["copies"] == 3 * 4 * stage["parameters"]  # with AdamW's two moments
-    sends = [
-        action
-        for order in data["orders"]
-        for action in order["with messages"]
-        if action.startswith("SEND")
-    ]
-    assert data["prediction"]["messages"] == len(sends) == 8
+    assert data["units"]["stages"]["sends"] == "B per microbatch"
+    assert sum(rank["parameters"] for rank in data["ranks"]) == 4 * model["parameters"]
+    for rank, stage in zip(data["ranks"], stages, strict=True):
+        assert rank["busy"] == pytest.approx(4 * sum(stage[op] for op in "FBW"))
+        assert rank["activations"] >= stage["keeps"]
+        assert rank["optimizer"] == 2 * rank["parameters"]
+    assert data["prediction"]["messages"] == 8
+    assert data["prediction"]["peak"] == max(rank["peak"] for rank in data["ranks"])
 
 
 def test_a_sharded_output_layer_is_described(inspect: Callable[..., str]) -> None:
     data = json.loads(inspect(f"{TARGETS}:gpt", "--vocab", 1, "--schedule", "zb-h1", "--json"))
-    assert data["vocabulary"]["words by rank"] == [128, 128]
-    assert data["vocabulary"]["S"] > 0
+    assert any("words by rank: 128, 128" in note for note in data["notes"]["notes"])
     assert data["prediction"]["step"] > 0
 
 
@@ -344,10 +318,8 @@ def test_every_figure_is_explained(tiny: Path, inspect: Callable[..., str]) -> N
 
 
 @pytest.mark.slow
-def test_uniform_costs_are_the_textbooks(tiny: Path, inspect: Callable[..., str]) -> None:
+def test_costs_of_a_file_are_the_textbooks(tiny: Path, inspect: Callable[..., str]) -> None:
     given = (f"{tiny}:two", "--schedule", "1f1b", "--ranks", 2, "--microbatches", 4, "--json")
-    data = json.loads(inspect(*given, "--costs", "uniform"))
-    assert data["prediction"]["step"] == (4 + 2 - 1) * 3
     costs = tiny.with_name("costs.json")
     costs.write_text('{"forward": [2, 2], "backward": [2, 2], "weight": [2, 2]}')
     assert json.loads(inspect(*given, "--costs", costs))["prediction"]["step"] == (4 + 2 - 1) * 6
@@ -448,7 +420,7 @@ def test_the_command_itself_piped(tiny: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert all(re.match(r" +\d+\.\d s  ", line) for line in done.stderr.splitlines()), done.stderr
     assert "\x1b" not in done.stdout
-    assert done.stdout.startswith("model           Net\nparameters      432\n")
+    assert done.stdout.startswith("model         Net\nparameters    432\n")
 
 
 def test_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
@@ -485,16 +457,4 @@ def test_exchanges_beside_the_pipeline(tmp_path: Path, inspect: Callable[..., st
     (path := tmp_path / "exchanging.py").write_text(EXCHANGING)
     text = inspect(f"{path}:exchanging", "--schedule", "zb-h1", "--ranks", "2")
     assert not torch.distributed.is_initialized()  # the group that the target made is gone
-    rows = (
-        text.partition("Exchanges with ranks outside of the pipeline")[2]
-        .split("\n\n")[1]
-        .splitlines()[2:]
-    )
-    sent, found = ["group0", "all_reduce", "1", "64", "B"], [row.split() for row in rows]
-    assert [row[:7] for row in found] == [
-        [str(stage), name, *sent] for stage in (0, 1) for name in ("F", "B")
-    ]
-    assert {"".join(row[9:]) for row in found if row[:2] == ["0", "B"]} <= {
-        "ownW4x",
-        "nothing4x",
-    }, found
+    assert "- 4 all_reduce along group0 per microbatch: 256 B, " in text

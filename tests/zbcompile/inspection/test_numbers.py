@@ -2,7 +2,7 @@
 be.
 
 What is held while messages travel is counted in tests/zbcompile/prediction/test_rank_memory.py;
-FLOPs of experts in tests/passes/machine/test_flops.py.
+FLOPs of experts in tests/passes/cost/test_node_cost.py.
 """
 
 import json
@@ -22,15 +22,15 @@ from zbcompile.amounts import format_bytes, format_share
 from zbcompile.compiler.compile_example import compile_example
 from zbcompile.inspect import main
 from zbcompile.passes.compile_options import Choices
-from zbcompile.passes.machine.hardware import Hardware
-from zbcompile.passes.machine.roofline import seconds_of
+from zbcompile.passes.cost.hardware import Hardware
+from zbcompile.passes.cost.node_cost import graph_seconds
 from zbcompile.prediction.predict import predicted_costs
 from zbcompile.prediction.rank_memory import rank_memories
 from zbcompile.program.program import Program
 from zbcompile.schedules import Costs, build, simulate, to_svg
 from zbcompile.schedules.visualization.step_tables import rank_table
 from zbcompile.schedules.visualization.text import summary
-from zbcompile.tables import grid, written
+from zbcompile.tables import format_figure, grid
 
 TARGET = """
 import torch
@@ -101,7 +101,6 @@ def test_an_operation_of_unknown_cost_is_named_and_takes_its_bytes(
         "FLOPs unknown, so timed by the bytes that they move: numbers.twice."
         in found["notes"]["notes"][0]
     )
-    assert found["balance"][0]["F + B + W"] > 0
 
 
 def test_one_schedule_named_twice_is_one_number(inspect: Callable[..., Any]) -> None:
@@ -124,39 +123,38 @@ def test_what_is_alive_while_b_rebuilds_counts() -> None:
 
 @pytest.mark.slow
 def test_the_cut_and_the_step_are_of_one_balance(inspect: Callable[..., Any]) -> None:
-    """The ratio of the heaviest rank's load is that of its work in the step."""
+    """The ratio of the heaviest rank's work is that of its time in the step."""
     found = inspect("net", "--schedule", "zb-h1")
     busy = [rank["busy"] for rank in found["ranks"]]
     ratio = max(busy) / (sum(busy) / len(busy))
-    assert (
-        f"the heaviest rank carries {ratio:.2f} times the mean load" in found["notes"]["balance"][0]
-    )
+    assert f"the heaviest rank has {ratio:.2f} times the mean work" in found["notes"]["stages"][0]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param("net", marks=pytest.mark.beyond_sample), "half"])
 def test_fake_models_run_on_a_gpu(name: str, inspect: Callable[..., Any]) -> None:
     """Not on a CPU core, where a step takes a quarter of an hour; of half precision too."""
-    prediction = inspect(name, "--schedule", "zb-h1", "--fake")["prediction"]
-    assert "NVIDIA H100" in prediction["predicted"]
-    assert prediction["step"] < 0.01
+    found = inspect(name, "--schedule", "zb-h1", "--fake")
+    assert "NVIDIA H100" in found["model"]["predicted"]
+    assert found["prediction"]["step"] < 0.01
 
 
 def test_bytes_make_f_longer_than_w() -> None:
     """Both have one product: by FLOPs alone they would take as long."""
     first = layers().stages[0]
     assert first.flops["F"] == first.flops["W"]
-    seconds = {op: seconds_of(first.pieces[op].module, Hardware.find("a100-80g")) for op in "FW"}
+    seconds = {
+        op: graph_seconds(first.pieces[op].module.graph, Hardware.find("a100-80g")) for op in "FW"
+    }
     assert seconds["W"] < 0.8 * seconds["F"]
 
 
 def test_a_split_costs_something() -> None:
+    """Whatever B and W both compute."""
     costs = predicted_costs(layers())
-    assert min(costs.saved) >= 0.99 * Hardware.find("a100-80g").start
     fused = simulate(build("1f1b", 2, 4), costs).busy[0]
-    assert fused == pytest.approx(
-        simulate(build("zb-h1", 2, 4), costs).busy[0] - 4 * costs.saved[0]
-    )
+    split = simulate(build("zb-h1", 2, 4), costs).busy[0]
+    assert fused == pytest.approx(split - 4 * costs.saved[0])
 
 
 def test_numbers_have_units_and_no_sign_of_nothing() -> None:
@@ -168,7 +166,7 @@ def test_numbers_have_units_and_no_sign_of_nothing() -> None:
     shown = simulate(build("1f1b", 2, 4), costs)
     assert "makespan 15 ms" in summary(shown)
     assert summary(shown).endswith(" KiB")
-    first = [written(figure) for figure in rank_table(shown).rows[0]]
+    first = [format_figure(figure) for figure in rank_table(shown).rows[0]]
     assert (first[0], first[1], first[-1]) == ("0", "12 ms", "308.2 KiB")
 
 
@@ -193,16 +191,6 @@ def test_no_number_has_an_exponent() -> None:
 
 
 @pytest.mark.slow
-def test_parameters_are_elements_on_every_page(inspect: Callable[..., Any]) -> None:
-    found = inspect("net", "--schedule", "zb-h1")
-    elements = 4 * (64 * 64 + 64)
-    assert found["model"]["parameters"] == elements
-    assert sum(stage["parameters"] for stage in found["stages"]) == elements
-    assert sum(rank["parameters"] for rank in found["ranks"]) == elements
-    assert sum(rank["parameters"] for rank in found["memory"]) == 4 * elements
-
-
-@pytest.mark.slow
 def test_a_bubble_beside_idle_ranks_says_whose_it_is(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -216,10 +204,8 @@ def test_a_bubble_beside_idle_ranks_says_whose_it_is(
     assert main([f"{tmp_path / 'numbers_net.py'}:net", *options]) == 0
     text = " ".join(capsys.readouterr().out.split())
     share, idle = (
-        re.search(pattern, text)
-        for pattern in (r"bubble of the busiest rank (\S+)%", r"idle of all ranks (\S+)%")
+        re.search(pattern, text) for pattern in (r"bubble (\S+)%", r"Ranks are idle (\S+)%")
     )
     assert share is not None
     assert idle is not None
     assert float(share[1]) < float(idle[1])
-    assert "bubble 0.0%, peak" not in text

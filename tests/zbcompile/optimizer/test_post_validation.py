@@ -27,7 +27,6 @@ from tests.support.pool import FORKS, Pool
 from tests.support.replicated import REPLICAS, mesh_of_replicas
 from tests.support.training import ROWS, Case, assert_same_tensors, compiled_once, pipeline_of
 from zbcompile.optimizer.post_validation import PostValidation
-from zbcompile.prediction.rank_memory import copies_bytes
 
 
 @pytest.mark.mostly_slow(every=3)
@@ -62,47 +61,6 @@ def test_half_precision_is_corrected_as_well() -> None:
         found.append(trained(pipe, halves, validate=when))
     assert_bitwise(found[1], found[0])
     assert "undone" in found[1][3]
-
-
-@pytest.mark.mostly_slow(every=4)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(
-    "given", [("mlp", "zb-v", "off"), ("small-dropout", "zb-h1", 1)], ids=lambda given: given[0]
-)
-def test_the_copies_are_those_that_inspect_states(
-    given: tuple[str, str, Any], dtype: torch.dtype
-) -> None:
-    """Per rank, counted by storage, but for AdamW's counters of steps."""
-    problem = PROBLEMS[given[0]]
-    options: dict[str, Any] = {
-        "schedule": given[1],
-        "microbatches": MICROBATCHES,
-        "vocab": given[2],
-    }
-    pipe = zbcompile.pipeline(problem.model().to(dtype), ranks=2, loss=problem.loss, **options)
-    optimizer = pipe.optimizer(AdamW, clip=1e9, validate="after")
-    for batch in problem.batches(2, MICROBATCHES * ROWS):
-        cast = [x.to(dtype) if x.is_floating_point() else x for x in (*batch.args, batch.target)]
-        pipe.step(*cast[:-1], target=cast[-1])
-        kept = optimizer._unsettled.snapshots
-        optimizer.step()
-        optimizer.zero_grad()
-    copies = [[each.value, *(v for v in each.state.values() if v.dim())] for each in kept]
-    counted = sum(copy.untyped_storage().nbytes() for own in copies for copy in own)
-    sizes = {name: (p.numel(), p.nbytes) for name, p in pipe._model.named_parameters()}
-    stated = [copies_bytes(pipe.program, rank, sizes) for rank in range(2)]
-    assert sum(stated) == counted
-    if not pipe.program.late:
-        here = {id(each.tensor): own for each, own in zip(kept, copies, strict=True)}
-        for rank in range(2):
-            tensors = [
-                each.tensor
-                for stage in pipe.program.stages_of(rank)
-                for each in optimizer.parameters.of_stage(stage)
-            ]
-            assert stated[rank] == sum(
-                copy.nbytes for tensor in tensors for copy in here[id(tensor)]
-            )
 
 
 class Annealed(SGD):

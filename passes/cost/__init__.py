@@ -1,0 +1,1 @@
+"""The cost of operations: FLOPs, bytes and seconds on a machine."""

@@ -1,1 +1,0 @@
-"""What operations take on a machine: its profile, FLOPs, fused kernels, seconds."""
