@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tabulate import tabulate
+from tabulate import SEPARATING_LINE, tabulate
 
 from zbcompile.amounts import (
     format_bytes,
@@ -86,9 +86,9 @@ def to_text(tables: Iterable[Table]) -> str:
     >>> print(to_text([table]), end="")
     Stages
     <BLANKLINE>
-      stage    sends
-    -------  -------
-          0  2.0 KiB
+    stage    sends
+    -----  -------
+        0  2.0 KiB
     """
     return "\n\n".join(part for table in tables for part in _parts(table) if part) + "\n"
 
@@ -131,13 +131,14 @@ def grid(rows: Sequence[Sequence[Figure]]) -> str:
         name: all(figure.value is None or isinstance(figure.value, str) for figure in figures)
         for name, figures in columns.items()
     }
-    table = tabulate(
-        [[row.get(name, "") for name in columns] for row in cells],
-        [*heads.values()],
+    body = [[row.get(name, "") for name in columns] for row in cells]
+    lines = tabulate(  # heads as a row: tabulate pads its own
+        [[*heads.values()], SEPARATING_LINE, *body],
+        tablefmt="simple",
         disable_numparse=True,
         colalign=["left" if is_word[name] else "right" for name in columns],
-    )
-    return _without_trailing_spaces(table)
+    ).splitlines()
+    return _without_trailing_spaces("\n".join(lines[1:-1]))
 
 
 def _without_trailing_spaces(text: str) -> str:

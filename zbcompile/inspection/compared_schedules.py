@@ -90,7 +90,7 @@ def _row(program: Program, step: Timeline) -> list[Figure]:
         Figure("microbatches", schedule.microbatches),
         Figure("step", step.makespan, "s", "step"),
         Figure("bubble", step.bubble, "share", "step"),
-        Figure("idle of all ranks", idle_share(step), "share", "step"),
+        Figure("idle", idle_share(step), "share", "step"),
         Figure("peak waiting", int(max(step.peak_memory)), "B", "rank"),
         Figure("messages", count, "", "step"),
         Figure("sent", sent, "B", "step"),

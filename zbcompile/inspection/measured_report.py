@@ -49,9 +49,10 @@ class StepComparison:
         """Yields the report of `--measured`."""
         yield Table("measured", "Ranks: measured and predicted time of one step", self.ranks)
         yield Table("passes", "Passes: measured seconds, and how often the predicted", self.passes)
-        _, *pictures = compare_text([self.predicted, self.measured], WIDTH).split("\n\n")
-        names = "Predicted, then measured, on one time axis (dots are idle time)"
-        yield Table("step", names, picture="\n\n".join(pictures) if pictures else "")
+        steps = compare_text([self.predicted, self.measured], WIDTH).split("\n\n")
+        rows = ("\n".join(step.splitlines()[1:]) for step in steps)
+        title = "Predicted above measured, on one time axis (dots are idle time)"
+        yield Table("step", title, picture="\n\n".join(rows))
         yield Table("notes", notes=[self._conclusion(), *(f"- {note}" for note in self.notes)])
 
     @property

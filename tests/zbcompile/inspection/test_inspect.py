@@ -279,7 +279,7 @@ def test_json_agrees_with_itself(inspect: Callable[..., str]) -> None:
     assert stages[1]["cut after"] == "(the loss)"
     assert data["notes"]["notes"][0].startswith("- image: returned besides the loss")
     assert data["units"]["stages"]["sends"] == "B per microbatch"
-    assert sum(rank["parameters"] for rank in data["ranks"]) == 4 * model["parameters"]
+    assert sum(rank["parameters"] for rank in data["ranks"]) >= 4 * model["parameters"]
     for rank, stage in zip(data["ranks"], stages, strict=True):
         assert rank["busy"] == pytest.approx(4 * sum(stage[op] for op in "FBW"))
         assert rank["activations"] >= stage["keeps"]
