@@ -107,7 +107,130 @@ PERSISTENCE = (
         ("tests/zbcompile/persistence/test_checkpoint.py",),
     ),
 )
-FAULTS: tuple[PlantedFault, ...] = (*SCHEDULES, *PERSISTENCE)
+PASSES = (
+    PlantedFault(
+        "a weight gradient in W although its product reaches activations",
+        "passes/split/split_backward.py",
+        "node for node in backward if node.target in PRODUCTS and ends[node]}",
+        "node for node in backward if node.target in PRODUCTS}",
+        ("tests/passes/stage/test_stages.py", "tests/passes/test_bits.py"),
+    ),
+    PlantedFault(
+        "gradients of the padding row of an embedding",
+        "passes/stage/accumulate.py",
+        "    if padding >= 0:  # type: ignore[operator]\n",
+        "    if False:\n",
+        ("tests/passes/stage",),
+    ),
+    PlantedFault(
+        "the backward reads buffers that later forwards have overwritten",
+        "passes/compile_step.py",
+        "    keep_updated_buffers(step, stages)\n",
+        "",
+        ("tests/passes/test_bits.py", "tests/zbcompile/engine/test_changing_buffers.py"),
+    ),
+    PlantedFault(
+        "recomputation draws random numbers again",
+        "passes/recompute/recompute.py",
+        "        or is_random(node)\n",
+        "",
+        ("tests/passes/recompute", "tests/zbcompile/engine/test_recompute.py"),
+    ),
+    PlantedFault(
+        "recomputation reads buffers that the step has changed",
+        "passes/recompute/recompute.py",
+        " or self._changing.intersection(node.all_input_nodes)",
+        "",
+        ("tests/passes/recompute", "tests/zbcompile/engine/test_recompute.py"),
+    ),
+    PlantedFault(
+        "a weight is cast once per use under autocast",
+        "passes/compile_step.py",
+        "    merge_autocast_casts(step)\n",
+        "",
+        ("tests/passes/capture",),
+    ),
+    PlantedFault(
+        "sums over ranks are deferred although the step is exact",
+        "passes/compile_step.py",
+        "        refuse_inexact(step.inexact_calls)\n",
+        "        defer_sums(step)\n",
+        ("tests/passes", "tests/zbcompile/engine/test_dtensor.py"),
+    ),
+)
+ENGINE = (
+    PlantedFault(
+        "a lost buffer update",
+        "zbcompile/engine/stage.py",
+        "self.stages[microbatch].resident[Slot(BUFFER, name)].copy_(value)",
+        "pass",
+        ("tests/zbcompile/engine",),
+    ),
+    PlantedFault(
+        "all microbatches of a stage draw from one seed",
+        "zbcompile/engine/stage.py",
+        "seed_generators(self.seeds[microbatch], ",
+        "seed_generators(self.seeds[0], ",
+        ("tests/zbcompile/engine",),
+    ),
+    PlantedFault(
+        "a gradient replaces the one before",
+        "zbcompile/engine/gradients.py",
+        "parameter.grad.add_(gradient)",
+        "parameter.grad.copy_(gradient)",
+        ("tests/zbcompile/engine/test_oracle.py",),
+    ),
+    PlantedFault(
+        "the mean over replicas is one over microbatches",
+        "zbcompile/engine/step.py",
+        "loss_factor /= count * ranks.replicas.count",
+        "loss_factor /= count",
+        ("tests/zbcompile/engine/test_data_parallel.py", "tests/zbcompile/engine/test_mesh.py"),
+    ),
+    PlantedFault(
+        "the losses of the first replica alone",
+        "zbcompile/engine/step.py",
+        "table[ranks.replicas.rank * count + microbatch,",
+        "table[microbatch,",
+        ("tests/zbcompile/engine/test_data_parallel.py", "tests/zbcompile/engine/test_mesh.py"),
+    ),
+    PlantedFault(
+        "replicas keep their own buffers",
+        "zbcompile/engine/step.py",
+        "                broadcast([buffer], sums[name].group)\n",
+        "                pass\n",
+        ("tests/zbcompile/engine/test_data_parallel.py", "tests/zbcompile/engine/test_mesh.py"),
+    ),
+    PlantedFault(
+        "gradients of tied parameters stay on their stages",
+        "zbcompile/engine/step.py",
+        "                if program.shared:\n",
+        "                if False:\n",
+        ("tests/zbcompile/engine/test_shared_parameters.py",),
+    ),
+    PlantedFault(
+        "a gradient of earlier steps is counted on every rank",
+        "zbcompile/engine/replicas.py",
+        "                gradient.zero_()\n",
+        "                pass\n",
+        ("tests/zbcompile/engine/test_data_parallel.py",),
+    ),
+    PlantedFault(
+        "a rank does not wait for the sums of its gradients",
+        "zbcompile/engine/replicas.py",
+        "            for bucket in self.buckets.pop(stage):\n                bucket.unpack()\n",
+        "            self.buckets.pop(stage)\n",
+        ("tests/zbcompile/engine/test_data_parallel.py",),
+    ),
+    PlantedFault(
+        "a forward takes the inputs of another microbatch",
+        "zbcompile/engine/stage.py",
+        "inputs = self.inputs[microbatch]",
+        "inputs = self.inputs[0]",
+        ("tests/zbcompile/engine/test_oracle.py",),
+    ),
+)
+FAULTS: tuple[PlantedFault, ...] = (*SCHEDULES, *PERSISTENCE, *PASSES, *ENGINE)
 
 
 def main(parts: list[str]) -> int:
