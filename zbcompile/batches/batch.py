@@ -77,9 +77,9 @@ class Batch:
     def into(self, count: int) -> "Microbatches":
         """The microbatches, `count` equal ones."""
         rows = self.size // count
-        each = tuple(self.microbatch(i, count) for i in range(count))
-        alike = not self.static or len({microbatch.signature for microbatch in each}) == 1
-        return Microbatches(each, alike=alike, rows=rows)
+        entry = tuple(self.microbatch(i, count) for i in range(count))
+        is_uniform = not self.static or len({microbatch.signature for microbatch in entry}) == 1
+        return Microbatches(entry, alike=is_uniform, rows=rows)
 
 
 def _part(leaf: torch.Tensor, dim: int, index: int, count: int) -> torch.Tensor:
@@ -155,12 +155,12 @@ class Microbatches:
     @property
     def amount(self) -> tuple[int, str]:
         """The amount of data in them: see `amount`."""
-        found = [amount(each.example[:2]) for each in self.each]
-        return sum(count for count, _ in found), found[0][1]
+        entries = [amount(entry.example[:2]) for entry in self.each]
+        return sum(count for count, _ in entries), entries[0][1]
 
     def shapes(self) -> tuple[str, ...]:
         """Their shapes, for messages."""
-        return tuple(each.summary() for each in self.distinct)
+        return tuple(entry.summary() for entry in self.distinct)
 
 
 def amount(inputs: Any) -> tuple[int, str]:
@@ -218,7 +218,7 @@ def static_paths(
 
     `partial`: some may be missing. Raises PipelineError otherwise.
     """
-    found = []
+    entries = []
     for name in names:
         near = [path for path in paths if path in (name, f"kwargs['{name}']")]
         if not near and not partial:
@@ -226,8 +226,8 @@ def static_paths(
                 f"static_inputs= names {name!r}, which is not an input; the inputs are"
                 f" {', '.join(paths)}."
             )
-        found += near
-    return tuple(found)
+        entries += near
+    return tuple(entries)
 
 
 def hint_at_target(model: nn.Module, microbatch: Microbatch, loss: Any) -> str:

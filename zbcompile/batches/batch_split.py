@@ -47,16 +47,16 @@ def _named(
     paths: Sequence[str], leaves: Sequence[Any], split: Split, partial: bool
 ) -> dict[str, Cut]:
     """The dimension that `split` gives for each leaf that it names."""
-    found: dict[str, Cut] = {}
+    cuts: dict[str, Cut] = {}
     for name, value in split.items():
-        own, inner = (name, f"kwargs['{name}']"), (f"{name}[", f"{name}.")
-        matches = [i for i, path in enumerate(paths) if path in own or path.startswith(inner)]
+        names, inner = (name, f"kwargs['{name}']"), (f"{name}[", f"{name}.")
+        matches = [i for i, path in enumerate(paths) if path in names or path.startswith(inner)]
         if not matches and not partial:
             raise PipelineError(
                 f"split= names {name!r}, which is not an input; the inputs are {', '.join(paths)}."
             )
-        found |= {paths[i]: _dimension(paths[i], leaves[i], value) for i in matches}
-    return found
+        cuts |= {paths[i]: _dimension(paths[i], leaves[i], value) for i in matches}
+    return cuts
 
 
 def _dimension(path: str, leaf: Any, value: bool | int) -> Cut:

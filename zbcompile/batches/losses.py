@@ -56,9 +56,9 @@ class PendingLoss(torch.Tensor):
 
     @staticmethod
     def __new__(cls, losses: Losses, reduction: str) -> "PendingLoss":
-        found = wrapper_like(cls, losses.found[0])
-        found._losses, found._reduction, found._value = losses, reduction, None
-        return found
+        values = wrapper_like(cls, losses.found[0])
+        values._losses, values._reduction, values._value = losses, reduction, None
+        return values
 
     def __init__(self, losses: Losses, reduction: str) -> None:
         pass
@@ -79,8 +79,8 @@ class PendingLoss(torch.Tensor):
 
 
 def _value_of(as_numbers: bool, loss: PendingLoss) -> torch.Tensor:
-    known = loss.__dict__
-    found = known["_losses"].read(as_numbers)
-    if known["_value"] is None:
-        known["_value"] = total_loss(found, known["_reduction"])
-    return known["_value"]  # type: ignore[no-any-return]
+    fields = loss.__dict__
+    values = fields["_losses"].read(as_numbers)
+    if fields["_value"] is None:
+        fields["_value"] = total_loss(values, fields["_reduction"])
+    return fields["_value"]  # type: ignore[no-any-return]

@@ -45,8 +45,8 @@ def gathered(ranks: Ranks, value: Result) -> list[Result]:
 
 def from_first(ranks: Ranks, what: str, make: Callable[[], Result]) -> Result:
     """What the first rank of all makes, on every rank; if it fails, every rank raises."""
-    found = gathered(ranks, together(ranks, what, lambda: make() if ranks.is_first else None))
-    return next(each for each in found if each is not None)
+    report = gathered(ranks, together(ranks, what, lambda: make() if ranks.is_first else None))
+    return next(index for index in report if index is not None)
 
 
 def agree(
@@ -59,20 +59,20 @@ def agree(
     """Raise on every rank if `values`, or the terms of the ranks, differ, naming what differs and
     where: the ranks did `what`. The entries `of_a_place` must be equal along the pipeline and
     replicas only. They are gathered only if their digests differ."""
-    own = {**ranks.terms, **values}
-    everywhere = {key: value for key, value in own.items() if key not in of_a_place}
+    local = {**ranks.terms, **values}
+    shared = {key: value for key, value in local.items() if key not in of_a_place}
     if not any(
-        Digests(ranks, (everywhere, ()), ([own.get(key) for key in of_a_place], PLACE)).differ
+        Digests(ranks, (shared, ()), ([local.get(key) for key in of_a_place], PLACE)).differ
     ):
         return
-    every = gathered(ranks, own)
+    every = gathered(ranks, local)
     places = [ranks.mesh.index_of(ranks.mesh.place_of(rank), PLACE) for rank in ranks.members]
     reports = [
-        {(key, place if key in of_a_place else None): value for key, value in found.items()}
-        for place, found in zip(places, every, strict=True)
+        {(key, place if key in of_a_place else None): value for key, value in report.items()}
+        for place, report in zip(places, every, strict=True)
     ]
-    for (key, _), first, rank, expected, found in unlike(ranks.members, reports):
-        where, one, other = first_difference(key, expected, found)
+    for (key, _), first, rank, expected, report in unlike(ranks.members, reports):
+        where, one, other = first_difference(key, expected, report)
         raise ranks.refusal(
             f"the ranks {what}: {where} is {one} on rank {first} and {other} on rank {rank}."
             f" {remedy}"

@@ -52,15 +52,15 @@ def offset_to_first(group: dist.ProcessGroup, device: torch.device) -> float:
     The first rank asks each in turn for its time; half of the fastest round trip is the error that
     can remain.
     """
-    own, size = dist.get_rank(group), dist.get_world_size(group)
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
     ahead = torch.zeros(size, dtype=torch.float64, device=device)
-    for other in range(1, size):
-        if own == 0:
-            ahead[other] = ping(group, other, ROUNDS, time.perf_counter, device)[1]
-        elif own == other:
+    for peer in range(1, size):
+        if rank == 0:
+            ahead[peer] = ping(group, peer, ROUNDS, time.perf_counter, device)[1]
+        elif rank == peer:
             answer_pings(group, 0, ROUNDS, time.perf_counter, device)
     dist.broadcast(ahead, group=group, group_src=0)
-    return float(ahead[own])
+    return float(ahead[rank])
 
 
 def ping(
@@ -75,11 +75,11 @@ def ping(
     trips = []
     answer = torch.zeros((), dtype=torch.float64, device=device)
     for _ in range(rounds):
-        asked = read()
+        start = read()
         dist.send(answer, group=group, group_dst=other)
         dist.recv(answer, group=group, group_src=other)
         its_time, now = float(answer), read()
-        trips.append((now - asked, its_time - (asked + now) / 2))
+        trips.append((now - start, its_time - (start + now) / 2))
     return min(trips)
 
 

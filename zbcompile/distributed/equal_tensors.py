@@ -30,9 +30,9 @@ _INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def require_equal_tensors(ranks: Ranks, tensors: Mapping[str, torch.Tensor]) -> None:
     """Raise PipelineError on every rank if two ranks hold different values under one name. One
     exchange of a number per tensor; ranks may hold different names."""
-    own = {name: checksum(tensor) for name, tensor in tensors.items()}
+    local = {name: checksum(tensor) for name, tensor in tensors.items()}
     with ranks.watch.position.waiting("the comparison of shared tensors"):
-        reports = ranks.gather(own)
+        reports = ranks.gather(local)
     different: dict[str, tuple[int, int]] = {}
     for name, first, rank, _, _ in unlike(ranks.members, reports):
         different.setdefault(name, (first, rank))
@@ -57,8 +57,8 @@ def _apart(ranks: Ranks, first: int, second: int) -> str:
 def _dimensions_between(ranks: Ranks, first: int, second: int) -> list[str]:
     if not ranks.mesh.beside("pp"):
         return []
-    one, other = ranks.mesh.place_of(first), ranks.mesh.place_of(second)
-    return [f'"{name}"' for name in one if one[name] != other[name]]
+    one, second_place = ranks.mesh.place_of(first), ranks.mesh.place_of(second)
+    return [f'"{name}"' for name in one if one[name] != second_place[name]]
 
 
 def _if_meant(ranks: Ranks, name: str, first: int, second: int, word: str) -> str:
@@ -106,18 +106,20 @@ def require_equal_results(
     mesh = ranks.mesh
 
     def place(*dimensions: str) -> tuple[int, ...]:
-        return tuple(mesh.index(each) for each in mesh.beside(*dimensions))
+        return tuple(mesh.index(dimension) for dimension in mesh.beside(*dimensions))
 
     whole = {
         (name, place(*along)): projections(tensor) for name, (tensor, along) in results.items()
     }
     summed = {
-        (name, each, place(each)): value for name, (value, along) in parts.items() for each in along
+        (name, dimension, place(dimension)): value
+        for name, (value, along) in parts.items()
+        for dimension in along
     }
     reports = gathered(ranks, (whole, summed, losses))
-    _require_parts(ranks, [(each, theirs) for _, each, theirs in reports])
+    _require_parts(ranks, [(dimension, theirs) for _, dimension, theirs in reports])
     for (name, _), first, rank, _, _ in unlike(
-        ranks.members, [each for each, _, _ in reports], _near
+        ranks.members, [dimension for dimension, _, _ in reports], _near
     ):
         raise ranks.refusal(_differs(ranks, name, first, rank, name in trained))
 
@@ -125,11 +127,11 @@ def require_equal_results(
 def _require_parts(
     ranks: Ranks, reports: Sequence[tuple[Mapping[Any, int], Sequence[float]]]
 ) -> None:
-    found: dict[Any, list[tuple[int, Sequence[float]]]] = {}
+    entries: dict[Any, list[tuple[int, Sequence[float]]]] = {}
     for report, theirs in reports:
         for key, value in report.items():
-            found.setdefault(key, []).append((value, theirs))
-    for (name, dimension, _), pairs in found.items():
+            entries.setdefault(key, []).append((value, theirs))
+    for (name, dimension, _), pairs in entries.items():
         values, batches = {value for value, _ in pairs}, {theirs for _, theirs in pairs}
         if len(values) == 1 and values != {0} and (dimension == "tp" or len(batches) > 1):
             raise ranks.refusal(

@@ -64,8 +64,8 @@ class Mesh:
 
     def place_of(self, rank: int) -> dict[str, int]:
         """Where the process `rank` is, by dimension."""
-        found = (self.layout == rank).nonzero()[0].tolist() if self.names else ()
-        return dict(zip(self.names, found, strict=True))
+        labels = (self.layout == rank).nonzero()[0].tolist() if self.names else ()
+        return dict(zip(self.names, labels, strict=True))
 
     def beside(self, *dimensions: str) -> tuple[str, ...]:
         """The dimensions that have more than one rank, without these."""
@@ -83,12 +83,12 @@ class Mesh:
     def group(self, *dimensions: str) -> dist.ProcessGroup | None:
         """The process group of the ranks along these dimensions; None if this process is the only
         one. All of them must ask for groups in one order."""
-        wanted = tuple(name for name in DIMENSIONS if name in dimensions and self.size(name) > 1)
-        if not wanted:
+        key = tuple(name for name in DIMENSIONS if name in dimensions and self.size(name) > 1)
+        if not key:
             return None
-        if wanted not in self.groups:
-            self.groups[wanted] = self._make(self.ranks(wanted))
-        return self.groups[wanted]
+        if key not in self.groups:
+            self.groups[key] = self._make(self.ranks(key))
+        return self.groups[key]
 
     def only_me(self) -> dist.ProcessGroup:
         """The group of this process alone: a pipeline of one rank."""
@@ -103,12 +103,12 @@ class Mesh:
         along = {
             tuple(self.ranks((name,))): name for name in reversed(self.names) if self.size(name) > 1
         }
-        found = {
+        labels = {
             name: along[members]
             for name, members in groups_of_process().items()
             if members in along
         }
-        return found | {
+        return labels | {
             group.group_name: key[0] for key, group in self.groups.items() if len(key) == 1
         }
 
@@ -128,9 +128,9 @@ class Mesh:
             world, self.timeout
         ):
             return world  # type: ignore[no-any-return]
-        made = new_group(members, self.timeout)
-        self.made.append(made)
-        return made
+        group = new_group(members, self.timeout)
+        self.made.append(group)
+        return group
 
 
 def new_group(members: list[int], timeout: float, backend: str | None = None) -> dist.ProcessGroup:
@@ -154,8 +154,8 @@ def patience(backend: str, timeout: float) -> timedelta:
 
 def is_patient(group: dist.ProcessGroup, timeout: float) -> bool:
     """Whether what is received in a group waits for `timeout` seconds, if the group is gloo's."""
-    own = gloo_timeout(group) if "gloo" in dist.get_backend_config(group) else None
-    return own is None or own.total_seconds() >= timeout
+    own_timeout = gloo_timeout(group) if "gloo" in dist.get_backend_config(group) else None
+    return own_timeout is None or own_timeout.total_seconds() >= timeout
 
 
 def mesh_of(given: Any, timeout: float) -> Mesh:

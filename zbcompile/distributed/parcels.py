@@ -60,7 +60,7 @@ def _divided(tensors: Iterable[Content[Key]]) -> Iterator[list[Content[Key]]]:
             continue
         together = small.setdefault(tensor.dtype, [])
         together.append((key, tensor))
-        if sum(each.nbytes for _, each in together) >= PARCEL_BYTES:
+        if sum(member.nbytes for _, member in together) >= PARCEL_BYTES:
             yield small.pop(tensor.dtype)
     yield from small.values()
 

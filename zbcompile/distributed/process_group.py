@@ -126,13 +126,13 @@ def _group_ranks(
             f" start {ranks} processes."
         )
     world: Any = dist.group.WORLD
-    device, own, ordered = find_device(), dist.get_rank(), ORDERED.read()
+    device, rank, ordered = find_device(), dist.get_rank(), ORDERED.read()
     gpu.make_current(
         device
     )  # torch gathers objects on that: on GPU 0 of all ranks, if a script only moved its model
     backend = backend_of(world, device)
-    store = FaultStore(world, dist.get_process_group_ranks(world), own)
-    watch = Watch(RankStatus(own), store, (world,), timeout, backend, device)
+    store = FaultStore(world, dist.get_process_group_ranks(world), rank)
+    watch = Watch(RankStatus(rank), store, (world,), timeout, backend, device)
     try:
         with watch.region("the start"), watch.position.waiting("the making of groups"):
             if gpu.is_gpu(device):

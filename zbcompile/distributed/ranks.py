@@ -146,7 +146,7 @@ class GroupRanks(Ranks):
         self.is_first = self.rank == 0 and self.leads
         self.terms = {
             "timeout": self.watch.timeout,
-            **{each.name: each.read() for each in OF_MESSAGES},
+            **{setting.name: setting.read() for setting in OF_MESSAGES},
         }
 
     def gather(self, value: Value) -> list[Value]:
@@ -167,9 +167,9 @@ class GroupRanks(Ranks):
         ):  # in every step of replicas a device would first have to end the step before
             steps = self.backend != "gloo" and self.replicas.count > 1
             self.hosts = self.apart() if steps else self.everyone
-        found = numbers.to(self.device) if self.hosts is self.everyone else numbers
-        work = dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.hosts, async_op=True)
-        return found, outlives_its_step(work)
+        values = numbers.to(self.device) if self.hosts is self.everyone else numbers
+        work = dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.hosts, async_op=True)
+        return values, outlives_its_step(work)
 
     def transport(self, traffic: Traffic) -> Transport:
         return PointToPoint(channels=self.channels(traffic), device=self.device)
@@ -184,17 +184,17 @@ class GroupRanks(Ranks):
             )
         needs = schedule.placement, schedule.ops
         if self.opened is None or needs not in self.opened_for:
-            found = self.opened or OrderedLinks({}, {})
+            values = self.opened or OrderedLinks({}, {})
             store, pairs = (
                 self.watch.store.channel_store(self.group),
-                found.missing(channels_of(schedule), self.rank),
+                values.missing(channels_of(schedule), self.rank),
             )
             with self.watch.position.waiting("the opening of the channels"):
                 new = open_channels(
                     self.backend, pairs, self.rank, store, self.device, self.watch.timeout
                 )
             self.opened = OrderedLinks(
-                {**found.outward, **new.outward}, {**found.inward, **new.inward}
+                {**values.outward, **new.outward}, {**values.inward, **new.inward}
             )
             self.opened_for.add(needs)
             self.watch.groups = (*self.watch.groups, *new.links)
@@ -209,9 +209,9 @@ class GroupRanks(Ranks):
         return self.collectives
 
     def apart(self) -> dist.ProcessGroup:
-        made = new_group(dist.get_process_group_ranks(self.everyone), self.watch.timeout, "gloo")
-        self.watch.groups = (*self.watch.groups, made)
-        return made
+        group = new_group(dist.get_process_group_ranks(self.everyone), self.watch.timeout, "gloo")
+        self.watch.groups = (*self.watch.groups, group)
+        return group
 
     def watch_over(self, names: Iterable[str]) -> None:
         self.watch.inner = tuple({*self.watch.inner, *map(group_called, names)})

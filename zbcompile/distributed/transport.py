@@ -115,9 +115,11 @@ def open_channels(
         if rank in (source, destination):
             end = SOURCE if rank == source else DESTINATION
             place = dist.PrefixStore(f"{source}>{destination}", store)
-            given = place, end, patience(backend, timeout)
+            arguments = place, end, patience(backend, timeout)
             of_nccl = backend == gpu.BACKEND
-            link = nccl_link(*given, (source, destination)) if of_nccl else gloo_link(*given)
+            link = (
+                nccl_link(*arguments, (source, destination)) if of_nccl else gloo_link(*arguments)
+            )
             _greet(link, end, device)
             if end == SOURCE:
                 outward[destination] = link

@@ -18,7 +18,7 @@ LETTING_GO = 0.01  # seconds in which gloo's threads, done with an exchange, get
 
 def outlives_its_step(work: dist.Work) -> dist.Work:
     """Register an exchange, just begun, that nobody need wait for before the process ends."""
-    _under_way[:] = [each for each in _under_way if not each.is_completed()]
+    _under_way[:] = [pending for pending in _under_way if not pending.is_completed()]
     _under_way.append(work)
     return work
 
@@ -26,7 +26,7 @@ def outlives_its_step(work: dist.Work) -> dist.Work:
 def complete(work: dist.Work) -> None:
     """Wait for it; its tensors need not be kept any more."""
     work.wait()
-    _under_way[:] = [each for each in _under_way if each is not work]
+    _under_way[:] = [pending for pending in _under_way if pending is not work]
 
 
 @atexit.register

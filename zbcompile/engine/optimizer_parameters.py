@@ -82,16 +82,16 @@ class OptimizerParameters:
     is_used: bool = False
 
     def __post_init__(self) -> None:
-        self.local_names = frozenset(each.name for each in self.tensors).union(
+        self.local_names = frozenset(entry.name for entry in self.tensors).union(
             *(buffer.parameters for buffer in self.buffers)
         )
 
     def of_stage(self, stage: int | None) -> list[OptimizerTensor]:
         """Returns the tensors whose gradients are complete with a stage; with None all."""
-        return [each for each in self.tensors if stage is None or each.stage == stage]
+        return [entry for entry in self.tensors if stage is None or entry.stage == stage]
 
     def buffers_of(self, stage: int | None) -> list[ShardedBuffer]:
-        return [each for each in self.buffers if stage is None or each.stage == stage]
+        return [entry for entry in self.buffers if stage is None or entry.stage == stage]
 
     # Within a step of the pipeline
 
@@ -136,17 +136,17 @@ class OptimizerParameters:
         total = buffer.finish_reduction()
         if total is None:
             return
-        for each in self.tensors:
-            if each.name in buffer.parameters:
-                part = buffer.local_part(total, each.name)
+        for entry in self.tensors:
+            if entry.name in buffer.parameters:
+                part = buffer.local_part(total, entry.name)
                 assert part is not None
-                part, gradient = part.to(each.tensor.dtype), each.tensor.grad
-                each.tensor.grad = part if gradient is None else gradient.add_(part)
+                part, gradient = part.to(entry.tensor.dtype), entry.tensor.grad
+                entry.tensor.grad = part if gradient is None else gradient.add_(part)
 
     def sums(self) -> dict[str, torch.Tensor]:
         """Returns this replica's parts of the sums by parameter."""
         return {
-            each.name: each.tensor.grad for each in self.tensors if each.tensor.grad is not None
+            entry.name: entry.tensor.grad for entry in self.tensors if entry.tensor.grad is not None
         }
 
     def wait(self, stage: int | None = None) -> None:
@@ -167,9 +167,9 @@ class OptimizerParameters:
 
     def set_master_gradients(self) -> None:
         """Gives the masters of whole parameters the gradients of these, in the same memory."""
-        for each in self.tensors:
-            if not each.is_part:
-                each.tensor.grad = each.source.grad
+        for entry in self.tensors:
+            if not entry.is_part:
+                entry.tensor.grad = entry.source.grad
 
     def make_masters(
         self, needs_master: Callable[[torch.Tensor], object]
@@ -177,20 +177,20 @@ class OptimizerParameters:
         """Makes float32 masters of the parameters in half precision that need one and have none.
         Returns them by the tensors that they replace."""
         masters: dict[torch.Tensor, nn.Parameter] = {}
-        for each in self.tensors:
-            if each.parameter.dtype in HALF and not each.is_master and needs_master(each.source):
-                replaced, each.tensor = each.tensor, nn.Parameter(each.source.detach().float())
-                masters[replaced] = each.tensor
+        for entry in self.tensors:
+            if entry.parameter.dtype in HALF and not entry.is_master and needs_master(entry.source):
+                replaced, entry.tensor = entry.tensor, nn.Parameter(entry.source.detach().float())
+                masters[replaced] = entry.tensor
         return masters
 
     def counted_gradients(self, stage: int | None = None) -> Iterator[torch.Tensor]:
         """Yields the gradients that this process counts in the norm of all."""
-        gradients = (each.gradient for each in self.of_stage(stage) if each.counted)
+        gradients = (entry.gradient for entry in self.of_stage(stage) if entry.counted)
         return (gradient for gradient in gradients if gradient is not None)
 
     def clip(self, limit: float, norm: torch.Tensor) -> None:
         """Scales all gradients, whose norm is `norm`, to the norm `limit` if theirs is larger."""
-        clipped = [each.tensor if each.is_part else each.parameter for each in self.tensors]
+        clipped = [entry.tensor if entry.is_part else entry.parameter for entry in self.tensors]
         nn.utils.clip_grads_with_norm_(clipped, limit, norm)
 
     def require_reduced(self, stage: int | None = None) -> None:
@@ -210,8 +210,8 @@ class OptimizerParameters:
             self.wait()
         for buffer in self.buffers_of(stage):
             buffer.attach_parameters()
-        for each in self.of_stage(stage):
-            each.refresh_master()
+        for entry in self.of_stage(stage):
+            entry.refresh_master()
 
     def end_update(self, stage: int | None = None) -> None:
         """Rounds masters, and starts to send the values to the other replicas: first those that
@@ -223,9 +223,9 @@ class OptimizerParameters:
 
     def round_masters(self, stage: int | None = None) -> None:
         """Copies the masters into the parameters."""
-        for each in self.of_stage(stage):
-            if each.is_master:
-                each.source.detach().copy_(each.tensor.detach())
+        for entry in self.of_stage(stage):
+            if entry.is_master:
+                entry.source.detach().copy_(entry.tensor.detach())
 
     def drop_gradients(self) -> None:
         """Forgets all gradients, and sums that have been started."""
@@ -234,5 +234,5 @@ class OptimizerParameters:
             buffer.drop_gradients()
             for name, parameter in buffer.parameters.items():
                 parameter.grad = buffer.user_parameters[name].grad = None
-        for each in self.tensors:
-            each.tensor.grad = each.user_parameter.grad = each.parameter.grad = None
+        for entry in self.tensors:
+            entry.tensor.grad = entry.user_parameter.grad = entry.parameter.grad = None

@@ -205,7 +205,7 @@ class ShardedBuffer:
                 if b < e
             ]
         self._gathers += map(outlives_its_step, works)
-        self._writes = {name: version_of(each) for name, each in self.parameters.items()}
+        self._writes = {name: version_of(parameter) for name, parameter in self.parameters.items()}
 
     def require_unwritten(self) -> None:
         """Raises PipelineError if somebody has written into a parameter since `gather`."""

@@ -53,7 +53,8 @@ class TensorPart:
     def placement(self) -> dict[str, str]:
         """The placement of the tensor along each dimension of the pipeline's mesh."""
         kinds = (
-            SHARD if "Shard" in type(each).__name__ else REPLICATE for each in self.whole.placements
+            SHARD if "Shard" in type(tensor).__name__ else REPLICATE
+            for tensor in self.whole.placements
         )
         return {
             dimension: kind
@@ -67,7 +68,7 @@ class Parts:
     replace them. Its state dicts show DTensors as before, and take them."""
 
     def __init__(self, model: nn.Module, labels: Mapping[str, str]) -> None:
-        made: dict[int, torch.Tensor] = {}
+        local_tensors: dict[int, torch.Tensor] = {}
         modules = [
             module
             for module in model.modules()
@@ -79,8 +80,8 @@ class Parts:
         for table, name, tensor in tensor_tables(model):
             if is_distributed(tensor):
                 dimensions = _dimensions(labels, full[id(tensor)], tensor)
-                made.setdefault(id(tensor), _part(tensor, dimensions))
-                table[name] = made[id(tensor)]
+                local_tensors.setdefault(id(tensor), _part(tensor, dimensions))
+                table[name] = local_tensors[id(tensor)]
         for module in modules:
             module.register_state_dict_post_hook(_show_wholes)
             module.register_load_state_dict_pre_hook(_take_parts)
@@ -104,12 +105,12 @@ class Parts:
             for name, tensor in self.locals.items():
                 if self.parts[name].whole.is_meta and not tensor.is_meta:
                     whole = self.parts[name].wrap(tensor.detach())
-                    kept = (
+                    user_tensor = (
                         nn.Parameter(whole, tensor.requires_grad)
                         if isinstance(tensor, nn.Parameter)
                         else whole
                     )
-                    setattr(tensor, PART, replace(self.parts[name], whole=kept))
+                    setattr(tensor, PART, replace(self.parts[name], whole=user_tensor))
             self._read()
 
     @property
@@ -127,9 +128,13 @@ class Parts:
         for name, local in self._trained():
             whole = self.parts[name].whole
             local.requires_grad_(whole.requires_grad)
-            given = None if whole.grad is None else whole.grad.to_local()
-            if given is None or local.grad is None or given.data_ptr() != local.grad.data_ptr():
-                local.grad = given
+            gradient = None if whole.grad is None else whole.grad.to_local()
+            if (
+                gradient is None
+                or local.grad is None
+                or gradient.data_ptr() != local.grad.data_ptr()
+            ):
+                local.grad = gradient
 
     def give_gradients(self) -> None:
         """Let the DTensors have the gradients of the plain parameters, in the same memory."""
@@ -186,9 +191,12 @@ def _is_copy(one: torch.Tensor, other: torch.Tensor) -> bool:
     part = getattr(one, PART, None) or getattr(other, PART, None)
     if one is other or part is None or not (has_values(one) and has_values(other)):
         return False
-    whole = [each.shape == part.whole.shape and not hasattr(each, PART) for each in (one, other)]
+    whole = [
+        tensor.shape == part.whole.shape and not hasattr(tensor, PART) for tensor in (one, other)
+    ]
     a, b = (
-        part.cut("", each) if cut else each for each, cut in zip((one, other), whole, strict=True)
+        part.cut("", tensor) if cut else tensor
+        for tensor, cut in zip((one, other), whole, strict=True)
     )
     return a.shape == b.shape and torch.equal(a, b) and not bool((a == a.flatten()[:1]).all())
 
@@ -218,13 +226,13 @@ def is_distributed(tensor: torch.Tensor) -> bool:
 
 def _part(tensor: Any, dimensions: tuple[str | None, ...]) -> torch.Tensor:
     local = tensor.to_local().detach()
-    made = (
+    local_tensors = (
         nn.Parameter(local, requires_grad=tensor.requires_grad)
         if isinstance(tensor, nn.Parameter)
         else local
     )
-    setattr(made, PART, TensorPart(tensor, dimensions))
-    return made
+    setattr(local_tensors, PART, TensorPart(tensor, dimensions))
+    return local_tensors
 
 
 def _dimensions(labels: Mapping[str, str], name: str, tensor: Any) -> tuple[str | None, ...]:
@@ -232,8 +240,8 @@ def _dimensions(labels: Mapping[str, str], name: str, tensor: Any) -> tuple[str 
     PipelineError for others."""
     mesh = tensor.device_mesh
     names = mesh.mesh_dim_names or ("",) * mesh.ndim
-    found = tuple(labels.get(mesh.get_group(at).group_name) for at in range(mesh.ndim))
-    for at, (theirs, ours) in enumerate(zip(names, found, strict=True)):
+    dimensions = tuple(labels.get(mesh.get_group(at).group_name) for at in range(mesh.ndim))
+    for at, (theirs, ours) in enumerate(zip(names, dimensions, strict=True)):
         if ours is None and mesh.size(at) > 1:
             raise PipelineError(
                 f'{name} is a DTensor on the dimension "{theirs}" of another mesh than mesh=, which'
@@ -252,4 +260,4 @@ def _dimensions(labels: Mapping[str, str], name: str, tensor: Any) -> tuple[str 
             raise PipelineError(
                 f'{name} is {tensor.placements[at]} along "{theirs}"; expected Shard or Replicate.'
             )
-    return tuple(ours if mesh.size(at) > 1 else None for at, ours in enumerate(found))
+    return tuple(ours if mesh.size(at) > 1 else None for at, ours in enumerate(dimensions))

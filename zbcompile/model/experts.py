@@ -101,30 +101,30 @@ class ExpertExchange(nn.Module):
         chosen = torch.zeros(self.experts, dtype=torch.int64, device=rows.device)
         chosen = chosen.scatter_add(0, experts, torch.ones_like(experts)).view(self.ranks, -1)
         count, per_rank = rows.shape[0], chosen.sum(1)
-        room = self.capacity(count)
+        capacity = self.capacity(count)
         places = _places(
             per_rank, count
         )  # of the sorted rows: their rank, and how many come before them there
         slots = torch.where(
-            places.before < room, places.group * room + places.before, self.ranks * room
+            places.before < capacity, places.group * capacity + places.before, self.ranks * capacity
         )
         sent = torch.zeros_like(slots).index_copy(0, order, slots)
-        if room < count:
-            require_fit((per_rank <= room).all())
-        ends = chosen.cumsum(1).clamp(max=room)
+        if capacity < count:
+            require_fit((per_rank <= capacity).all())
+        ends = chosen.cumsum(1).clamp(max=capacity)
         fitting = ends.diff(dim=1, prepend=torch.zeros_like(ends[:, :1])).flatten()
-        came = self._exchange(_moved(rows, sent, self.ranks * room))
+        received = self._exchange(_moved(rows, sent, self.ranks * capacity))
         counts = self._exchange(
             fitting
         )  # under way with the rows, which are waited for when the counts are there
-        begins = room * torch.arange(self.ranks, device=rows.device)
-        return _by_expert(came, counts.view_as(ends), begins, TokenRoute(sent, sent))
+        begins = capacity * torch.arange(self.ranks, device=rows.device)
+        return _by_expert(received, counts.view_as(ends), begins, TokenRoute(sent, sent))
 
     def combine(self, rows: Tensor, route: TokenRoute) -> Tensor:
         """Return the experts' results for the dispatched rows to the ranks that sent these, in
         their order, [n, width]. Padding is not read."""
-        made = _moved(rows, route.arrived, rows.shape[0])
-        return self._exchange(made).index_select(0, route.sent.clamp(max=rows.shape[0] - 1))
+        results = _moved(rows, route.arrived, rows.shape[0])
+        return self._exchange(results).index_select(0, route.sent.clamp(max=rows.shape[0] - 1))
 
     def _exchange(self, rows: Tensor) -> Tensor:
         """Exchange parts: part i goes to rank i, and part i of the result comes from there."""

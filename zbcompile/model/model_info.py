@@ -83,11 +83,14 @@ def facts_of(model: nn.Module, constants: Mapping[str, torch.Tensor]) -> ModelFa
 
 def _named_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
     """Every name of every parameter and buffer, module by module, as in a state dict."""
-    found: list[tuple[str, torch.Tensor]] = []
+    tensors: list[tuple[str, torch.Tensor]] = []
     for path, module in model.named_modules(remove_duplicate=False):
-        own = [*module.named_parameters("", False, False), *module.named_buffers("", False, False)]
-        found += [(f"{path}.{name}".lstrip("."), tensor) for name, tensor in own]
-    return found
+        local = [
+            *module.named_parameters("", False, False),
+            *module.named_buffers("", False, False),
+        ]
+        tensors += [(f"{path}.{name}".lstrip("."), tensor) for name, tensor in local]
+    return tensors
 
 
 def module_of(facts: ModelFacts) -> nn.Module:
@@ -97,13 +100,15 @@ def module_of(facts: ModelFacts) -> nn.Module:
     Buffers that no state dict holds exist only if `facts.unsaved` has them, on the meta device if
     they have no values.
     """
-    made = dict(facts.unsaved)
-    held = [member for member in facts.members if member.saved or member.name in facts.unsaved]
-    found = {
-        each.name: made.setdefault(each.first, facts.unsaved.get(each.name, on_meta(each)))
-        for each in held
+    tensors_by_name = dict(facts.unsaved)
+    members = [member for member in facts.members if member.saved or member.name in facts.unsaved]
+    tensors = {
+        each.name: tensors_by_name.setdefault(
+            each.first, facts.unsaved.get(each.name, on_meta(each))
+        )
+        for each in members
     }
-    return module_with(found, facts.name, {member.name for member in held if not member.saved})
+    return module_with(tensors, facts.name, {member.name for member in members if not member.saved})
 
 
 def module_with(

@@ -16,13 +16,13 @@ Placements = Mapping[str, Placement]  # by pattern of names
 
 def read_placements(given: Any) -> dict[str, dict[str, str]]:
     """`given` as it is kept. Raises ValueError for another dimension or another word."""
-    found = {str(pattern): dict(along) for pattern, along in dict(given).items()}
-    for along in found.values():
+    placement = {str(pattern): dict(along) for pattern, along in dict(given).items()}
+    for along in placement.values():
         if not all(
             name in CHOSEN and word in (REPLICATE, PARTIAL, SHARD) for name, word in along.items()
         ):
             raise ValueError
-    return found
+    return placement
 
 
 def placement_of(name: str, rules: Placements) -> dict[str, str]:
@@ -31,11 +31,11 @@ def placement_of(name: str, rules: Placements) -> dict[str, str]:
     >>> placement_of("layers.0.norm.weight", {"*norm*": {"tp": "partial"}})
     {'dp': 'partial', 'tp': 'partial', 'cp': 'partial', 'ep': 'partial'}
     """
-    found = dict(USUAL)
+    placement = dict(USUAL)
     for pattern, along in rules.items():
         if fnmatchcase(name, pattern):
-            found |= along
-    return found
+            placement |= along
+    return placement
 
 
 def along(placement: Placement, word: str) -> tuple[str, ...]:

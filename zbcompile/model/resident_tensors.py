@@ -14,12 +14,12 @@ def resident_tensors(
     model: nn.Module, constants: Mapping[str, torch.Tensor]
 ) -> dict[Slot, torch.Tensor]:
     """Parameters, buffers and a capture's constants by slot."""
-    found: dict[Slot, torch.Tensor] = {
+    tensors: dict[Slot, torch.Tensor] = {
         Slot("constant", name): tensor for name, tensor in constants.items()
     }
-    found.update({Slot("parameter", name): tensor for name, tensor in model.named_parameters()})
-    found.update({Slot("buffer", name): tensor for name, tensor in model.named_buffers()})
-    return found
+    tensors.update({Slot("parameter", name): tensor for name, tensor in model.named_parameters()})
+    tensors.update({Slot("buffer", name): tensor for name, tensor in model.named_buffers()})
+    return tensors
 
 
 def require_same_tensors(model: nn.Module, bound: Mapping[Slot, tuple[torch.Tensor, str]]) -> None:

@@ -34,8 +34,8 @@ def begin_sum(
     """Begin to add the squares of all processes, of which each passes those of the gradients that
     it counts."""
     total = torch.zeros((), dtype=torch.float64, device=ranks.device)
-    for each in squares:
-        total += each
+    for square in squares:
+        total += square
     work = (
         dist.all_reduce(total, group=ranks.everyone, async_op=True)
         if ranks.everyone is not None

@@ -66,7 +66,7 @@ class OptimizerState:
                 named = gather_states(states, self.parameters.buffers)
         else:
             named = {tensor.name: state for tensor, state in states.items()}
-        uncounted = {each.name for each in tensors if is_checkpoint and not each.counted}
+        uncounted = {entry.name for entry in tensors if is_checkpoint and not entry.counted}
         for name, state in named.items():
             if name not in uncounted:
                 entries |= state_entries(self._member(name), state)
@@ -76,7 +76,7 @@ class OptimizerState:
         """Returns the parameters whose state `load` takes on this process."""
         if self.parameters.zero:
             return list(map(self._member, names_with_whole_state(self.parameters.buffers)))
-        return [self._member(each.name) for each in self.parameters.tensors]
+        return [self._member(entry.name) for entry in self.parameters.tensors]
 
     def load(self, state_dict: Mapping[str, Any]) -> tuple[dict[OptimizerTensor, State], State]:
         """Returns the state of every tensor, and the options by name, of a state dict. Raises
@@ -84,8 +84,8 @@ class OptimizerState:
         names = self._local_names()
         options = by_name(state_dict, "param_groups", names)
         states = by_name(state_dict, "state", names)
-        taken = sum(len(states[member.name]) for member in self.parameters_to_load())
-        if sum(key.startswith("state.") for key in state_dict) != taken:
+        n_entries = sum(len(states[member.name]) for member in self.parameters_to_load())
+        if sum(key.startswith("state.") for key in state_dict) != n_entries:
             raise PipelineError(
                 "this state dict is of another rank, or another zero=. Load what this rank has"
                 " saved, or use zbcompile.save_checkpoint, which any rank can read."
@@ -93,51 +93,51 @@ class OptimizerState:
         tensors = self.parameters.tensors
         if not self.parameters.zero:
             return {tensor: dict(states[tensor.name]) for tensor in tensors}, options
-        whole = {
+        gathered = {
             name: {key: local_of(value) for key, value in state.items()}
             for name, state in states.items()
         }
         with self.ranks.watch.position.waiting("the optimizer's state"):
-            return scatter_states(whole, tensors, self.parameters.buffers), options
+            return scatter_states(gathered, tensors, self.parameters.buffers), options
 
     def load_into(
         self, inner: Optimizer, states: Mapping[OptimizerTensor, State], options: State
     ) -> None:
         """Gives `inner` the state of its tensors, and masters their values."""
-        by_tensor = {each.tensor: each for each in self.parameters.tensors}
+        by_tensor = {entry.tensor: entry for entry in self.parameters.tensors}
         masters = {
-            each: local_of(state.pop(MASTER)) for each, state in states.items() if MASTER in state
+            entry: local_of(state.pop(MASTER)) for entry, state in states.items() if MASTER in state
         }
         ordered = [by_tensor[tensor] for group in inner.param_groups for tensor in group["params"]]
-        members = [self._member(each.name, each.tensor) for each in ordered]
+        members = [self._member(entry.name, entry.tensor) for entry in ordered]
         inner.load_state_dict(
             torch_state_dict(
-                members, [states[each] for each in ordered], options, inner.param_groups
+                members, [states[entry] for entry in ordered], options, inner.param_groups
             )
         )
-        for each, master in masters.items():
-            each.tensor.detach().copy_(master)
-        self.stepped = {each.tensor for each in masters}
+        for entry, master in masters.items():
+            entry.tensor.detach().copy_(master)
+        self.stepped = {entry.tensor for entry in masters}
 
     def _states(self, inner: Optimizer) -> dict[OptimizerTensor, State]:
         """Returns the state of this process's tensors, with the masters."""
         states = {}
-        for each in self.parameters.tensors:
-            state = dict(inner.state.get(each.tensor, {}))
-            if each.is_master and (state or each.tensor in self.stepped):
-                state[MASTER] = each.tensor.detach()
-            states[each] = state
+        for entry in self.parameters.tensors:
+            state = dict(inner.state.get(entry.tensor, {}))
+            if entry.is_master and (state or entry.tensor in self.stepped):
+                state[MASTER] = entry.tensor.detach()
+            states[entry] = state
         return states
 
     def _initial_states(self, inner: Optimizer) -> dict[OptimizerTensor, State]:
         """Returns the state that an update with gradients of zero makes."""
         states = {}
-        for each in self.parameters.tensors:
-            if not each.tensor.requires_grad:
+        for entry in self.parameters.tensors:
+            if not entry.tensor.requires_grad:
                 continue
-            like = torch.zeros_like(each.tensor).detach().requires_grad_()
+            like = torch.zeros_like(entry.tensor).detach().requires_grad_()
             like.grad = torch.zeros_like(like).detach()
-            group = inner.param_groups[self.numbers[each.name]]
+            group = inner.param_groups[self.numbers[entry.name]]
             options = {key: value for key, value in group.items() if key not in MEMBERS}
             optimizer = self.config.make([{**options, "params": [like]}])
             step_without_hooks(optimizer)
@@ -145,7 +145,7 @@ class OptimizerState:
             if "step" in state:
                 step = state["step"]
                 state["step"] = torch.zeros_like(step) if isinstance(step, torch.Tensor) else 0
-            states[each] = state | ({MASTER: each.tensor.detach()} if each.is_master else {})
+            states[entry] = state | ({MASTER: entry.tensor.detach()} if entry.is_master else {})
         return states
 
     def _local_names(self) -> list[str]:

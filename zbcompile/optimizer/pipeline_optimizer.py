@@ -143,8 +143,8 @@ class PipelineOptimizer(Optimizer):
             parameters = whole_parameters(trained, self.numbers, plain or config.overlaps_step)
             parameters.reduce_dtype = config.reduce_dtype
         groups: list[State] = [{**group, "params": []} for group in self.param_groups]
-        for each in parameters.tensors:
-            groups[self.numbers[each.name]]["params"].append(each.tensor)
+        for entry in parameters.tensors:
+            groups[self.numbers[entry.name]]["params"].append(entry.tensor)
         self._adopt(config.make(groups))
         self._parameters, self.trained = parameters, trained
         self._state_dict = OptimizerState(config, self._ranks, trained, parameters, self.numbers)
@@ -152,14 +152,14 @@ class PipelineOptimizer(Optimizer):
     def _require_exclusive(self, trained: TrainedParameters) -> None:
         """Raises PipelineError for parameters of two optimizers if one of these must have them
         alone."""
-        for other in self._siblings:
-            shared = self.numbers.keys() & other.numbers.keys() & trained.program.trained
-            exclusive = self.config.exclusive or other.config.exclusive
-            if other is not self and other.bound and shared and exclusive:
+        for sibling in self._siblings:
+            shared = self.numbers.keys() & sibling.numbers.keys() & trained.program.trained
+            exclusive = self.config.exclusive or sibling.config.exclusive
+            if sibling is not self and sibling.bound and shared and exclusive:
                 configs = " and ".join(
                     f"zero={config.zero}, overlap={config.overlaps_step},"
                     f" reduce_dtype={config.reduce_dtype}"
-                    for config in (other.config, self.config)
+                    for config in (sibling.config, self.config)
                 )
                 raise PipelineError(
                     f"{min(shared)} is in two optimizers of this pipeline, with {configs}. One that"
@@ -172,7 +172,7 @@ class PipelineOptimizer(Optimizer):
         it."""
         self.wait()
         self._parameters, self._closed = None, True
-        self._siblings[:] = (other for other in self._siblings if other is not self)
+        self._siblings[:] = (sibling for sibling in self._siblings if sibling is not self)
 
     def add_param_group(self, param_group: State) -> None:
         if hasattr(self, "_inner"):
@@ -215,7 +215,7 @@ class PipelineOptimizer(Optimizer):
                     validation.keep(tensors, self.state)
             if may_update:
                 before = _shared_values(self._inner)
-                self._step_inner([each.tensor for each in tensors])
+                self._step_inner([entry.tensor for entry in tensors])
                 self._require_unchanged(before)
             parameters.end_update(stage)
 
@@ -299,7 +299,7 @@ class PipelineOptimizer(Optimizer):
                 norm = norm_of_all(parameters.counted_gradients(), self._ranks)
             self._norm = norm
             parameters.clip(self.config.clip, norm)
-        self._step_inner([each.tensor for each in parameters.tensors])
+        self._step_inner([entry.tensor for entry in parameters.tensors])
         parameters.end_update()
 
     def _step_inner(self, tensors: Collection[torch.Tensor]) -> None:
@@ -388,7 +388,7 @@ class PipelineOptimizer(Optimizer):
         assert self.parameters is not None  # raises before the pipeline is compiled
         self.forget_updates()
         states, options = self._state_dict.load(state_dict)
-        with_masters = {each.source for each, state in states.items() if MASTER in state}
+        with_masters = {entry.source for entry, state in states.items() if MASTER in state}
         self._make_masters(lambda source: source in with_masters)
         self._state_dict.load_into(self._inner, states, options)
         self.param_groups = self._inner.param_groups

@@ -113,15 +113,17 @@ class PostValidation:
         if is_last and ranks.rank:  # the ranks before it have updated earlier stages meanwhile
             with ranks.watch.position.waiting("the norm of the ranks before"):
                 dist.recv(self.before, group=ranks.group, group_src=ranks.rank - 1, tag=TAG)
-        known = sum(self.squares.values(), self.before)
+        partial_sum = sum(self.squares.values(), self.before)
         if is_last and ranks.rank is not None and ranks.rank + 1 < ranks.count:
-            self.sent = known  # until it has arrived
-            self.sending = dist.isend(known, group=ranks.group, group_dst=ranks.rank + 1, tag=TAG)
-        return self.speculation.may_update(self._clips(known.sqrt().float()))
+            self.sent = partial_sum  # until it has arrived
+            self.sending = dist.isend(
+                partial_sum, group=ranks.group, group_dst=ranks.rank + 1, tag=TAG
+            )
+        return self.speculation.may_update(self._clips(partial_sum.sqrt().float()))
 
     def keep(self, tensors: Sequence[OptimizerTensor], states: State) -> None:
         """Copies what an update of `tensors` will change."""
-        self.snapshots += [TensorSnapshot.take(each.tensor, states) for each in tensors]
+        self.snapshots += [TensorSnapshot.take(entry.tensor, states) for entry in tensors]
 
     def _clips(self, norm: torch.Tensor) -> bool:
         """Whether gradients of this norm are clipped; those that are not finite are."""
@@ -146,9 +148,9 @@ class PostValidation:
 
     def end_step(self, tensors: Sequence[OptimizerTensor]) -> None:
         """Keeps what a correction needs of all `tensors` once the step has ended."""
-        holders = dict.fromkeys(t for each in tensors for t in (each.parameter, each.tensor))
+        holders = dict.fromkeys(t for entry in tensors for t in (entry.parameter, entry.tensor))
         self.gradients = [(tensor, tensor.grad) for tensor in holders]
-        self.writes = {each: version_of(each.parameter) for each in tensors}
+        self.writes = {entry: version_of(entry.parameter) for entry in tensors}
 
     def settle(self) -> bool:
         """Waits for the norm of all gradients. Returns whether the updates are valid."""
