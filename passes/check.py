@@ -113,9 +113,9 @@ def _check_messages(step: StepGraph, passes: Mapping[Label, PassGraph]) -> None:
             results = [
                 dict(zip(maker.outputs, maker.results, strict=True)).get(slot) for maker in makers
             ]
-            made = [result for result in results if result is not None]
-            _require(bool(made), label, f"a pass that makes {slot}")
-            _require(_spec(made[0]) == _spec(node), label, f"{slot} as it is made")
+            present = [result for result in results if result is not None]
+            _require(bool(present), label, f"a pass that makes {slot}")
+            _require(_spec(present[0]) == _spec(node), label, f"{slot} as it is made")
     received = {
         (maker, slot)
         for label, graph in passes.items()
@@ -157,9 +157,9 @@ def _makers(label: Label, role: str) -> Iterator[Label]:
         if label.kind == WEIGHT:
             yield Label(stage, BACKWARD)
     elif role == PART:
-        for other in range(1024):
+        for sender in range(1024):
             for kind in (FORWARD, BACKWARD, WEIGHT):
-                yield Label(other, kind)
+                yield Label(sender, kind)
 
 
 def _check_results(step: StepGraph, passes: Mapping[Label, PassGraph]) -> None:

@@ -23,7 +23,7 @@ _UNITS = {"": 1, "B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB
 _UNITS |= {f"{letter}iB": 1024**power for power, letter in enumerate("KMGT", start=1)}
 
 
-def read_bytes(given: Any) -> int:
+def read_bytes(value: Any) -> int:
     """Bytes from a number or a text, rounded down. As everywhere outside of memory chips, kB, MB,
     GB and TB are powers of 1000, and KiB, MiB, GiB and TiB those of 1024. Raises ValueError for
     anything else.
@@ -31,18 +31,18 @@ def read_bytes(given: Any) -> int:
     >>> read_bytes("80GiB"), read_bytes("1.5 GB"), read_bytes("4096"), read_bytes(1.5e9)
     (85899345920, 1500000000, 4096, 1500000000)
     """
-    if not isinstance(given, str):
-        if not is_real(given) or not math.isfinite(given) or given < 0:
+    if not isinstance(value, str):
+        if not is_real(value) or not math.isfinite(value) or value < 0:
             raise ValueError
-        return int(given)
-    found = re.fullmatch(r"(\d+(?:\.\d*)?(?:e\d{1,2})?)\s*([a-zA-Z]*)", given.strip(), re.ASCII)
-    if found is None or found[2] not in _UNITS:
+        return int(value)
+    match = re.fullmatch(r"(\d+(?:\.\d*)?(?:e\d{1,2})?)\s*([a-zA-Z]*)", value.strip(), re.ASCII)
+    if match is None or match[2] not in _UNITS:
         raise ValueError
-    return int(Fraction(found[1]) * _UNITS[found[2]])
+    return int(Fraction(match[1]) * _UNITS[match[2]])
 
 
-def is_real(given: Any) -> bool:
-    return isinstance(given, Real) and not isinstance(given, bool)
+def is_real(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,7 @@ class Choices:
     pairs: str = "auto"
 
     def recompute_of(self, stage: int) -> Policy:
-        """What the backward of one stage recomputes."""
+        """Returns the recompute policy of one stage."""
         return self.recompute[stage] if isinstance(self.recompute, tuple) else self.recompute
 
     def require_stages(self, stages: int) -> None:

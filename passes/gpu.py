@@ -51,9 +51,9 @@ def synchronize(device: torch.device) -> None:
 
 
 def architecture(device: torch.device) -> str:
-    """What code is compiled for."""
-    found = torch.cuda.get_device_properties(device)
-    return f"{torch.version.cuda} {found.name} {found.major}.{found.minor}"
+    """Returns the architecture that code is compiled for."""
+    properties = torch.cuda.get_device_properties(device)
+    return f"{torch.version.cuda} {properties.name} {properties.major}.{properties.minor}"
 
 
 def current_stream(device: torch.device) -> Any:
@@ -107,9 +107,9 @@ def graph_pool() -> Any:
 
 @contextlib.contextmanager
 def recorded(graph: Graph, pool: Any) -> Any:
-    """Inside, what this thread gives to the current device becomes `graph`; others, such as the
-    process group's, may talk to the device meanwhile. The allocator's cache is not emptied, as
-    `torch.cuda.graph` would for each graph.
+    """Context in which the work that this thread submits to the current device becomes `graph`.
+    Other threads, such as those of process groups, may use the device. The allocator's cache is not
+    emptied, as `torch.cuda.graph` would for each graph.
     """
     aside = torch.cuda.Stream()
     aside.wait_stream(torch.cuda.current_stream())

@@ -7,7 +7,7 @@ from zbcompile.passes.graph.fx import like
 
 
 def is_on_meta(model: nn.Module) -> bool:
-    """Whether some parameter or buffer exists on the meta device only."""
+    """Returns True if a parameter or buffer exists on the meta device only."""
     return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
 
 
@@ -15,6 +15,6 @@ def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """An unfilled tensor or parameter on `device`, otherwise like `tensor`, with the attributes
     that it was given."""
     new = like(tensor, device=device)
-    made = nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
-    vars(made).update(vars(tensor))
-    return made
+    moved = nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
+    vars(moved).update(vars(tensor))
+    return moved

@@ -100,8 +100,8 @@ class ModuleState:
     @property
     def memories(self) -> Set[int]:
         """The storages of the tensors among the values."""
-        values = (getattr(each.value, "tensor", each.value) for each in self.entries.values())
-        return {storage_key(each) for each in values if isinstance(each, torch.Tensor)}
+        values = (getattr(entry.value, "tensor", entry.value) for entry in self.entries.values())
+        return {storage_key(entry) for entry in values if isinstance(entry, torch.Tensor)}
 
 
 class AttributeSnapshot:
@@ -113,32 +113,37 @@ class AttributeSnapshot:
         self._hooks: list[tuple[str, dict[Any, Any], dict[Any, Any]]] = []
         self.values = {path: read(key) for path, read, key in _values(model, loss)}
         for path, module in _modules(model, loss):
-            own = vars(module)
-            before = {name: own[name] for name in (*_names(module), "training") if name in own}
-            self._attributes.append((path, own, before))
+            attributes = vars(module)
+            before = {
+                name: attributes[name]
+                for name in (*_names(module), "training")
+                if name in attributes
+            }
+            self._attributes.append((path, attributes, before))
             self._hooks += [
                 (f"the hooks of {path}", table, dict(table))
                 for table in forward_hook_tables(module)
             ]
             self.values |= {f"{path}.{name}": value for name, value in before.items()}
-        found = {
+        containers = {
             id(value): (path, value)
             for path, value in self.values.items()
             if type(value) in (list, dict, set)
         }
-        self._containers = [(path, value, value.copy()) for path, value in found.values()]
+        self._containers = [(path, value, value.copy()) for path, value in containers.values()]
 
     def installed_hooks(self) -> bool:
-        """Returns whether forward has installed hooks on modules without any. These, and what it
-        set beside them, such as a flag that says so, are then the state to which `restore` returns,
+        """Returns True if forward has installed hooks on modules without any.
+
+        `restore` then returns to the state with these hooks and with the flags that forward set,
         but for tensors and containers.
         """
         changed = [hooks for _, table, hooks in self._hooks if list(table) != list(hooks)]
         if not changed or any(changed):
             return False
         self._hooks = [(path, table, dict(table)) for path, table, _ in self._hooks]
-        for _, own, before in self._attributes:
-            for name, value in own.items():
+        for _, attributes, before in self._attributes:
+            for name, value in attributes.items():
                 is_flag = not isinstance(
                     value, torch.Tensor | nn.Module | list | tuple | dict | set | deque
                 )
@@ -150,20 +155,20 @@ class AttributeSnapshot:
         """Undoes what was changed since. Returns the paths, and whether a tensor or hooks are
         passed on to the next forward."""
         changed: list[tuple[str, bool]] = []
-        for path, own, before in self._attributes:
+        for path, attributes, before in self._attributes:
             for name in [
-                each
-                for each in own
-                if each not in before and each not in _TABLES and each[0] != "_"
+                attribute
+                for attribute in attributes
+                if attribute not in before and attribute not in _TABLES and attribute[0] != "_"
             ]:
                 changed.append((f"{path}.{name}", False))
-                del own[name]
+                del attributes[name]
             for name, value in before.items():
-                now = own.get(name, _ABSENT)
+                now = attributes.get(name, _ABSENT)
                 if now is not value and _token(now) != _token(value):
                     carries = isinstance(now, torch.Tensor) and isinstance(value, torch.Tensor)
                     changed.append((f"{path}.{name}", carries))
-                own[name] = value
+                attributes[name] = value
         for path, value, items in self._containers:
             if [*map(id, _items(value))] != [*map(id, _items(items))]:
                 changed.append((path, False))
@@ -188,11 +193,11 @@ def _names(module: nn.Module) -> Iterator[str]:
 def functions_of(model: nn.Module, loss: Any = None) -> list[types.FunctionType]:
     """Returns the user's functions: forwards of modules, functions that modules hold, and those of
     the loss, with what decorators wrap."""
-    found: dict[int, types.FunctionType] = {}
+    functions: dict[int, types.FunctionType] = {}
     for _, module in _modules(model, loss):
-        for each in (getattr(type(module), "forward", None), *vars(module).values()):
-            if isinstance(each, types.FunctionType):
-                found[id(each)] = each
+        for function in (getattr(type(module), "forward", None), *vars(module).values()):
+            if isinstance(function, types.FunctionType):
+                functions[id(function)] = function
     while loss is not None and not isinstance(loss, types.FunctionType | nn.Module):
         inner = (
             getattr(loss, "func", None)
@@ -205,14 +210,14 @@ def functions_of(model: nn.Module, loss: Any = None) -> list[types.FunctionType]
             else None
         )
     if isinstance(loss, types.FunctionType):
-        found[id(loss)] = loss
-    for each in list(found.values()):
+        functions[id(loss)] = loss
+    for function in list(functions.values()):
         while (
-            isinstance(each := getattr(each, "__wrapped__", None), types.FunctionType)
-            and id(each) not in found
+            isinstance(function := getattr(function, "__wrapped__", None), types.FunctionType)
+            and id(function) not in functions
         ):
-            found[id(each)] = each
-    return [each for each in found.values() if is_users_name(each.__module__)]
+            functions[id(function)] = function
+    return [function for function in functions.values() if is_users_name(function.__module__)]
 
 
 def globals_in(code: types.CodeType) -> frozenset[str]:
@@ -231,19 +236,19 @@ def _values(model: nn.Module, loss: Any) -> Iterator[Value]:
     """Yields all values."""
     configs: set[int] = set()
     for path, module in _modules(model, loss):
-        own = vars(module)
+        attributes = vars(module)
         yield f"the class of {path}", type, module
-        yield f"the number of attributes of {path}", len, own
-        children: dict[str, Any] = own.get("_modules") or {}
+        yield f"the number of attributes of {path}", len, attributes
+        children: dict[str, Any] = attributes.get("_modules") or {}
         if isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict):
             yield f"the order of submodules in {path}", tuple, children
         for name in children:
             yield f"{path}.{name}", _reader(children, name), name
         for name in _names(module):
-            yield f"{path}.{name}", _reader(own, name), name
-            if _is_config(name, own[name]) and id(own[name]) not in configs:
-                configs.add(id(own[name]))
-                yield from _of_object(f"{path}.{name}", own[name])
+            yield f"{path}.{name}", _reader(attributes, name), name
+            if _is_config(name, attributes[name]) and id(attributes[name]) not in configs:
+                configs.add(id(attributes[name]))
+                yield from _of_object(f"{path}.{name}", attributes[name])
     for path, module in _modules(None, loss):
         yield f"{path}.training", _reader(vars(module), "training"), "training"
         for name in buffer_table(module):
@@ -267,8 +272,8 @@ def _is_config(name: str, value: Any) -> bool:
     is_namespace = is_dataclass(value) or isinstance(
         value, types.SimpleNamespace | argparse.Namespace
     )
-    is_other = isinstance(value, type | types.ModuleType | nn.Module)
-    return (name == "config" or is_namespace) and not is_other and hasattr(value, "__dict__")
+    is_excluded = isinstance(value, type | types.ModuleType | nn.Module)
+    return (name == "config" or is_namespace) and not is_excluded and hasattr(value, "__dict__")
 
 
 def _of_loss(path: str, loss: Any) -> Iterator[Value]:
@@ -346,7 +351,7 @@ def _token(value: Any, depth: int = 0) -> Any:
         return _token(value.func), _token(value.args), _token(value.keywords)
     if isinstance(value, list | tuple | dict | set | frozenset | deque) and depth < MAX_DEPTH:
         items = sorted(value, key=repr) if isinstance(value, set | frozenset) else _items(value)
-        tokens = (_token(each, depth + 1) for each in itertools.islice(items, MAX_ITEMS))
+        tokens = (_token(item, depth + 1) for item in itertools.islice(items, MAX_ITEMS))
         return type(value), len(value), tuple(tokens)
     return id(value)
 
@@ -356,11 +361,11 @@ def _items(value: Any) -> Iterable[Any]:
 
 
 def _kept(value: Any, depth: int = 0) -> Any:
-    """Returns a value as it is now: a copy of a container, which may change in place."""
+    """Returns a value, or a copy of a container, which may change in place."""
     if isinstance(value, dict) and depth < MAX_DEPTH:
-        return {key: _kept(each, depth + 1) for key, each in value.items()}
+        return {key: _kept(item, depth + 1) for key, item in value.items()}
     if isinstance(value, list | deque) and depth < MAX_DEPTH:
-        return [_kept(each, depth + 1) for each in value]
+        return [_kept(item, depth + 1) for item in value]
     return set(value) if isinstance(value, set) else value
 
 
@@ -368,7 +373,7 @@ def _text(value: Any) -> str:
     if value is _ABSENT:
         return "nothing"
     plain = isinstance(value, (*PLAIN, float, complex, list, tuple, dict, set))
-    shown = getattr(value, "__qualname__", "") or (
+    text = getattr(value, "__qualname__", "") or (
         repr(value) if plain else f"a {type(value).__name__}"
     )
-    return shown if len(shown) <= 60 else f"{shown[:57]}..."
+    return text if len(text) <= 60 else f"{text[:57]}..."

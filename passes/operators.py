@@ -44,10 +44,12 @@ def operator_named(name: Any, operators: Collection[str] = ()) -> Callable[..., 
             "trust it, import the module that defines it and pass "
             f'operators=["{library}::{function}"].'
         )
-    found = _dispatcher_operator(library, function, overload)
-    if found is None or (library in LIBRARIES and not _is_allowed(found, function)):
+    overload_object = _dispatcher_operator(library, function, overload)
+    if overload_object is None or (
+        library in LIBRARIES and not _is_allowed(overload_object, function)
+    ):
         raise CompileError(f"{name} is not an operator that a graph may call.")
-    return found
+    return overload_object
 
 
 def name_of_operator(target: Any) -> str:
@@ -56,8 +58,8 @@ def name_of_operator(target: Any) -> str:
         return GETITEM
     if isinstance(target, OpOverload):
         return str(target)
-    for name, known in HIGHER_ORDER.items():
-        if target is known:
+    for name, higher_order in HIGHER_ORDER.items():
+        if target is higher_order:
             return name
     raise CompileError(f"{target} cannot be saved. Wrap it with torch.library.custom_op.")
 
@@ -68,13 +70,13 @@ def is_foreign(name: str) -> bool:
     return name != GETITEM and library not in (*LIBRARIES, "higher_order")
 
 
-def _is_allowed(found: OpOverload, function: str) -> bool:
+def _is_allowed(overload: OpOverload, function: str) -> bool:
     """Returns True if an operator of torch only computes tensors, and reads no file."""
-    schema = schema_of(found)
+    schema = schema_of(overload)
     return (
         any("Tensor" in str(result.type) for result in schema.returns)
         and all(argument.name != "filename" for argument in schema.arguments)
-        and torch.Tag.inplace_view not in found.tags
+        and torch.Tag.inplace_view not in overload.tags
         and function not in MESSAGES
     )
 
@@ -87,6 +89,8 @@ def _dispatcher_operator(library: str, function: str, overload: str) -> OpOverlo
     packet = getattr(getattr(torch.ops, library), function, None)
     if not isinstance(packet, OpOverloadPacket) or overload not in packet.overloads():
         return None
-    found = getattr(packet, overload)
-    known = isinstance(found, OpOverload) and has_kernel(found)
-    return found if known and str(found) == f"{library}.{function}.{overload}" else None
+    candidate = getattr(packet, overload)
+    is_operator = isinstance(candidate, OpOverload) and has_kernel(candidate)
+    return (
+        candidate if is_operator and str(candidate) == f"{library}.{function}.{overload}" else None
+    )

@@ -145,10 +145,10 @@ class _Writer:
             return {"complex": [value.real, value.imag]}
         if isinstance(value, torch.device):
             return {"device": value.type}
-        found = name_in_torch(value)
-        if found is None:
+        tagged = name_in_torch(value)
+        if tagged is None:
             raise CompileError(f"an argument of type {type(value).__name__} cannot be saved.")
-        return dict([found])
+        return dict([tagged])
 
     def _attribute(self, node: Node) -> Data:
         value = getattr(self.module, str(node.target))
@@ -203,10 +203,10 @@ class _Reader:
                     _size(data["storages"][storage]), dtype=torch.uint8, device=self._device(kind)
                 )
             count = storages[storage].numel() // dtype.itemsize * dtype.itemsize
-            whole = storages[storage][:count].view(dtype)
-            self._require_inside(whole)
+            flat = storages[storage][:count].view(dtype)
+            self._require_inside(flat)
             shape, stride = list(map(_size, sizes)), list(map(_size, strides))
-            value = torch.as_strided(whole, shape, stride, _size(offset))
+            value = torch.as_strided(flat, shape, stride, _size(offset))
             self._require_inside(value)
             self._append(self.graph.placeholder(f"input_{number}"), value)
 
@@ -215,9 +215,11 @@ class _Reader:
         args = tuple(self._argument(value) for value in data["args"])
         kwargs = {str(name): self._argument(v) for name, v in data.get("kwargs", {}).items()}
         if isinstance(target, OpOverload):
-            known = {argument.name for argument in schema_of(target).arguments}
-            if not kwargs.keys() <= known:
-                raise CompileError(f"{target} has no arguments {sorted(kwargs.keys() - known)}.")
+            argument_names = {argument.name for argument in schema_of(target).arguments}
+            if not kwargs.keys() <= argument_names:
+                raise CompileError(
+                    f"{target} has no arguments {sorted(kwargs.keys() - argument_names)}."
+                )
         elif kwargs:
             raise CompileError(f"{target} takes no keyword arguments.")
         node = self.graph.call_function(target, args, kwargs)
@@ -240,8 +242,8 @@ class _Reader:
         except Exception as error:
             first = f"{error!s:.200}".partition("\n")[0]
             raise CompileError(f"{node.target} cannot run on its arguments: {first}") from None
-        leaves = result if isinstance(result, tuple | list) else (result,)
-        for leaf in leaves:
+        results = result if isinstance(result, tuple | list) else (result,)
+        for leaf in results:
             if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
                 self._require_inside(leaf)
             elif leaf is not None:

@@ -12,7 +12,7 @@ from zbcompile.passes.torch_private import LazyGraphModule
 
 
 class Label(NamedTuple):
-    """Where a node runs: a stage and the kind of its pass."""
+    """The stage and the kind of the pass that run a node."""
 
     stage: int
     kind: str
@@ -28,7 +28,7 @@ Labels = dict[Node, Label]
 
 @dataclass
 class VocabularyValues:
-    """What the stages of a step exchange with the shards of its output layer and embedding.
+    """Values that stages exchange with the shards of the output layer and embedding.
 
     Attributes:
         hidden: The input of the output layer, [rows, width]; the last stage's F returns it.
@@ -163,7 +163,7 @@ class StepGraph:
             yield from self.vocabulary_values.results()
 
     def copy(self) -> "StepGraph":
-        """Returns a copy with a graph of its own, so that one export serves several placements."""
+        """Returns a copy with another graph, so that one export serves several placements."""
         copies: dict[Node, Node] = {}
         graph = copy_graph(self.graph, copies)
 

@@ -61,7 +61,7 @@ def is_dtensor(value: Any) -> bool:
 
 
 class _FinishedWork:
-    """Result of a collective with `async_op=True`: the graph waits for it at its first use."""
+    """Result of a collective with `async_op=True`; the graph has the wait before its first use."""
 
     def wait(self) -> bool:
         return True

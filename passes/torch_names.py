@@ -1,4 +1,4 @@
-"""What a text may name of torch: dtypes, layouts and memory formats, from one closed table each."""
+"""Dtypes, layouts and memory formats of torch by name, from closed tables."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,7 +9,7 @@ from zbcompile.passes.errors import CompileError
 
 _KINDS = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
 NAMED: Mapping[str, Mapping[str, Any]] = {
-    tag: {name: each for name, each in vars(torch).items() if isinstance(each, kind)}
+    tag: {name: value for name, value in vars(torch).items() if isinstance(value, kind)}
     for tag, kind in _KINDS.items()
 }
 
@@ -21,10 +21,10 @@ def named(tag: str, name: Any) -> Any:
     >>> named("layout", "strided")
     torch.strided
     """
-    found = NAMED[tag].get(name) if isinstance(name, str) else None
-    if found is None:
+    value = NAMED[tag].get(name) if isinstance(name, str) else None
+    if value is None:
         raise CompileError(f"torch has no {tag} {name!r}.")
-    return found
+    return value
 
 
 def dtype_named(name: str) -> torch.dtype:

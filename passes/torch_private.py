@@ -141,16 +141,16 @@ def real_mode() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def replaced_tolist(known_value: Any, stand_ins: Any) -> Iterator[None]:
-    """Context in which `tensor.tolist()` returns the values of `known_value(tensor)`, or if that is
-    None `stand_ins(tensor)`. torch's own reads an attribute of the traced tensor, which no dispatch
+def replaced_tolist(real_value: Any, symbols: Any) -> Iterator[None]:
+    """Context in which `tensor.tolist()` returns the values of `real_value(tensor)`, or if that is
+    None `symbols(tensor)`. torch's own reads an attribute of the traced tensor, which no dispatch
     mode sees."""
     original = FunctionalTensor.tolist
 
     def tolist(tensor: FunctionalTensor) -> Any:
-        value = known_value(tensor)
+        value = real_value(tensor)
         if value is None:
-            numbers = stand_ins(tensor)
+            numbers = symbols(tensor)
             return original(tensor) if numbers is None else numbers
         with real_mode():
             return value.tolist()
@@ -368,8 +368,8 @@ _BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
 
 
 def hooks_of(module: torch.nn.Module) -> tuple[int, ...]:
-    """Returns the numbers of the hooks of `module` and of its parameters. torch numbers every hook
-    anew."""
+    """Returns the numbers of the hooks of `module` and of its parameters. No two hooks have one
+    number."""
     numbers = [
         number
         for kind in (*_FORWARD_HOOKS, *_BACKWARD_HOOKS)

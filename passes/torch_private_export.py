@@ -218,11 +218,11 @@ def kernel_strides() -> Iterator[None]:
             )
         if func in _CHANNELS_LAST_OF:
             like = args[_CHANNELS_LAST_OF[func]]
-            first, *others = result
+            first, *rest = result
             if first is not None and like.device.type == "cpu":
                 with mode:
                     first = torch.empty_like(first, memory_format=suggest_memory_format(like))
-            return (first, *others)
+            return (first, *rest)
         if func in _STRIDES_OF_SUM or func in _STRIDES_OF_SECOND:
             with mode:
                 like = torch.add(args[0], args[1]) if func in _STRIDES_OF_SUM else args[1]

@@ -89,8 +89,8 @@ def merge_autocast_casts(step: StepGraph) -> None:
 def _merge(step: StepGraph, gradient: Node | None, casts: list[Node]) -> Node | None:
     """Replaces the casts by the first one. Returns the parameter's gradient."""
     numbers = {cast.meta.get("seq_nr") for cast in casts}
-    first, *others = casts
-    for cast in others:
+    first, *further = casts
+    for cast in further:
         cast.replace_all_uses_with(first)
         step.graph.erase_node(cast)
     if gradient is None:

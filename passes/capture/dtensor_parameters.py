@@ -66,12 +66,12 @@ def shardings_of(module: nn.Module) -> dict[str, Sharding]:
     """Returns the sharding of every parameter and buffer of a module that is a DTensor, by name."""
     tensors: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
     tensors |= module.named_buffers(remove_duplicate=False)
-    wholes = {name: whole_tensor(tensor) for name, tensor in tensors.items()}
-    return {name: Sharding.of(whole) for name, whole in wholes.items() if is_dtensor(whole)}
+    dtensors = {name: whole_tensor(tensor) for name, tensor in tensors.items()}
+    return {name: Sharding.of(dtensor) for name, dtensor in dtensors.items() if is_dtensor(dtensor)}
 
 
 def whole_tensor(tensor: Any) -> Any:
-    """Returns the DTensor of which a plain tensor is the local part, or the tensor itself."""
+    """Returns the DTensor whose local part a plain tensor is, or the tensor itself."""
     part = getattr(tensor, "part_of", None)
     return tensor if part is None else part.whole
 
@@ -116,14 +116,14 @@ def local_gradient(
 ) -> tuple[Tensor | None, tuple[Any, ...] | None]:
     """Returns the local tensor of a gradient and its placements, None if it is not a DTensor.
 
-    It is distributed as its parameter. Only a sum over ranks of which the parameter is a replica
+    It is distributed as its parameter. Only a sum over ranks that replicate the parameter
     stays partial: the engine adds the parts once, after the step.
     """
     if not is_dtensor(gradient) or sharding is None:
         return gradient, None
     placements = tuple(
-        placement if placement.is_partial("sum") and own.is_replicate() else own
-        for placement, own in zip(gradient.placements, sharding.placements, strict=True)
+        placement if placement.is_partial("sum") and target.is_replicate() else target
+        for placement, target in zip(gradient.placements, sharding.placements, strict=True)
     )
     if placements != tuple(gradient.placements):
         gradient = gradient.redistribute(placements=placements)

@@ -34,22 +34,22 @@ def join_loss(model: nn.Module, loss: Any) -> None:
 
 def without_joined_loss(model: Any) -> contextlib.AbstractContextManager[None]:
     """Context in which a model does not have the loss that it was joined with."""
-    own: dict[str, Any] = getattr(model, "__dict__", {})
-    modules = own.get("_modules", {})
-    loss = own.get(_JOINED)
+    attributes: dict[str, Any] = getattr(model, "__dict__", {})
+    modules = attributes.get("_modules", {})
+    loss = attributes.get(_JOINED)
     if loss is None or modules.get("loss") is not loss:
         return contextlib.nullcontext()
-    return _without_loss(own, modules)
+    return _without_loss(attributes, modules)
 
 
 @contextlib.contextmanager
-def _without_loss(own: dict[str, Any], modules: dict[str, Any]) -> Iterator[None]:
+def _without_loss(attributes: dict[str, Any], modules: dict[str, Any]) -> Iterator[None]:
     before, loss = list(modules), modules["loss"]
-    del modules["loss"], own[_JOINED]
+    del modules["loss"], attributes[_JOINED]
     try:
         yield
     finally:
         now = {"loss": loss, **modules}
         modules.clear()  # in the same order as before
         modules.update({name: now[name] for name in (*before, *now) if name in now})
-        own[_JOINED] = loss
+        attributes[_JOINED] = loss

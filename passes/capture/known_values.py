@@ -1,4 +1,4 @@
-"""Known values: results that depend on no input have a real tensor beside them during the trace.
+"""Known values: real tensors of results that depend on no input, for the length of a trace.
 
 Models read such values in Python: transformers asks `(position_ids.diff() == 1).all()` once per
 forward. A trace cannot answer, because its tensors are fake. `KnownValues` runs the same operations
@@ -222,8 +222,8 @@ class KnownValues(TorchDispatchMode):
     def _inputs_of(self, tensors: list[Tensor]) -> frozenset[str]:
         """Returns the batch inputs that the unknown ones among these tensors depend on."""
         unknown = [tensor for tensor in tensors if self.value_of(tensor) is None]
-        other = frozenset({NO_INPUT})
-        return frozenset().union(*(self._inputs.get(tensor, other) for tensor in unknown))
+        default = frozenset({NO_INPUT})
+        return frozenset().union(*(self._inputs.get(tensor, default) for tensor in unknown))
 
     def _without_known_masks(
         self, func: OpOverload, args: tuple[Any, ...]
@@ -236,7 +236,10 @@ class KnownValues(TorchDispatchMode):
                 with real_mode():
                     positions = mask.expand(shape).nonzero().unbind(1)
                 expanded = aten.expand.default(args[0], shape)
-                return aten.index.Tensor, (expanded, [self._constant(each) for each in positions])
+                return aten.index.Tensor, (
+                    expanded,
+                    [self._constant(index_values) for index_values in positions],
+                )
         if func is aten.index.Tensor:
             places, dim = list[Tensor | None](), 0
             for index in args[1]:
@@ -246,14 +249,14 @@ class KnownValues(TorchDispatchMode):
         return func, args
 
     def _places(self, index: Tensor | None, shape: torch.Size) -> list[Tensor | None]:
-        """Returns the indices that a mask with known values stands for; others as they are."""
+        """Returns the indices of the True entries of a mask with known values, else the index."""
         if index is None or not index.ndim or index.shape != shape[: index.ndim]:
             return [index]
         mask = self.value_of(index) if index.dtype == torch.bool else None
         if mask is None:
             return [index]
         with real_mode():
-            return [self._constant(each) for each in mask.nonzero().unbind(1)]
+            return [self._constant(index_values) for index_values in mask.nonzero().unbind(1)]
 
     def _run(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs an operator on the known values of its operands, on the CPU."""

@@ -95,7 +95,7 @@ def _lost_hooks(model: nn.Module) -> Iterator[str]:
 def _shared_memory(model: nn.Module) -> Iterator[str]:
     """Yields a sentence for parameters, or buffers, that are different tensors over one memory.
 
-    Stages on different ranks would change them apart.
+    Stages on different ranks would change only their own.
     """
     for kind, tensors in (
         ("parameters", model.named_parameters()),
@@ -107,9 +107,9 @@ def _shared_memory(model: nn.Module) -> Iterator[str]:
                 continue
             start, end = _byte_range(tensor)
             neighbors = ranges.setdefault(storage_key(tensor), [])
-            for first, last, other in neighbors:
+            for first, last, neighbor in neighbors:
                 if first < end and start < last:
-                    yield SHARES_MEMORY.format(kind=kind, first=other, second=name)
+                    yield SHARES_MEMORY.format(kind=kind, first=neighbor, second=name)
             neighbors.append((start, end, name))
 
 

@@ -1,6 +1,6 @@
 """Hooks on parameters: plain hooks become part of the step, other kinds are refused.
 
-torch.export replaces parameters by tensors of its own, so hooks that the user registered on them
+torch.export replaces the parameters, so hooks that the user registered on them
 would be lost without a word.
 """
 

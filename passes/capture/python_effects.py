@@ -38,7 +38,7 @@ class HooksInstalled(Exception):
 
 
 class PythonEffects:
-    """What forward and loss do in Python, watched during every run of an export.
+    """Watches what forward and loss do in Python during every run of an export.
 
     Attributes:
         changed: Paths of the module state that forward changes, such as `model.calls`.
@@ -133,11 +133,11 @@ def _restore(table: dict[str, Any], before: dict[str, Any]) -> bool:
 
 def _generators(values: Mapping[str, Any]) -> dict[str, Any]:
     """Returns Python's and numpy's generators, and those among the values of the module state."""
-    found: dict[str, Any] = {
+    generators: dict[str, Any] = {
         name: module.random.__self__ for name, module in _modules_that_draw().items()
     }
-    found |= {path: value for path, value in values.items() if _state(value) is not None}
-    return found
+    generators |= {path: value for path, value in values.items() if _state(value) is not None}
+    return generators
 
 
 def _modules_that_draw() -> dict[str, types.ModuleType]:

@@ -53,7 +53,7 @@ INEXACT_FUNCTIONS: Mapping[str, str] = {
 
 @dataclass
 class Questions:
-    """What a trace asked about values that it does not know.
+    """Inputs whose values a trace needed and did not have.
 
     Attributes:
         value: The batch inputs on which the last value depends that Python read.

@@ -1,7 +1,7 @@
 """Structures of outputs: which tensors a model returns, and how to rebuild the value around them.
 
 torch.export accepts registered containers only. Models return dataclasses and objects of any class,
-so a training step returns a flat list of tensors and keeps the structure beside the graph.
+so a training step returns a flat list of tensors, and an OutputStructure rebuilds the output.
 """
 
 import copy
@@ -79,7 +79,7 @@ def flatten_output(value: Any) -> tuple[list[Tensor], OutputStructure]:
 
 
 def is_position(value: Any) -> bool:
-    """Returns True for a leaf of a template that stands for a tensor."""
+    """Returns True for a leaf of a template that replaces a tensor."""
     return isinstance(value, TensorPosition)
 
 

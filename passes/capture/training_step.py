@@ -147,7 +147,7 @@ class TrainingStep(nn.Module):
 
     @property
     def running(self) -> str:
-        """What the trace was running last, and what it received."""
+        """The call that the trace ran last, with the tensors that it received."""
         return str(self._progress.call)
 
     @property

@@ -1,4 +1,4 @@
-"""What an exported step cannot contain or reproduce, and the sentences that say so."""
+"""Sentences about models that an exported step cannot contain or reproduce."""
 
 import re
 from collections.abc import Collection

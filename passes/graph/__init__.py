@@ -1,2 +1,1 @@
-"""What every pass needs to know about FX graphs: roles, storages, FLOPs, source lines, minimum
-cuts."""
+"""Properties of FX graphs that every pass needs: roles, storages, process groups, source lines."""

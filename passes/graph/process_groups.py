@@ -96,7 +96,7 @@ def collective_name(node: Node) -> str:
 
 
 def is_wait(node: Node) -> bool:
-    """Returns True for the node that waits for a collective."""
+    """Returns True for the wait at the end of a collective."""
     return collective_name(node) == WAIT
 
 
@@ -114,8 +114,8 @@ def is_async_collective(node: Node) -> bool:
 
 def exchanged_bytes(node: Node) -> int:
     """Returns the bytes that a collective takes or returns, whichever are more."""
-    taken = [tensor for source in node.all_input_nodes for tensor in tensors_of(source)]
-    return max(sum(tensor.nbytes for tensor in tensors) for tensors in (taken, tensors_of(node)))
+    operands = [tensor for source in node.all_input_nodes for tensor in tensors_of(source)]
+    return max(sum(tensor.nbytes for tensor in tensors) for tensors in (operands, tensors_of(node)))
 
 
 def _position(node: Node) -> int | None:

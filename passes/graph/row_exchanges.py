@@ -1,7 +1,7 @@
 """Exchanges of rows whose counts are known only when they run.
 
-`exchange_rows` is an operator: the host reads the counts, and as many rows travel as there are;
-what arrives lies in a tensor of fixed size, with zeros behind it.
+`exchange_rows` is an operator: the host reads the counts, sends as many rows, and receives into a
+tensor of fixed size that ends with zeros.
 
 `RoutedExchanges` makes such operators of functional all-to-alls whose parts have sizes that forward
 reads out of a tensor, as expert layers do that send tokens where a router says. A trace has no
@@ -24,20 +24,24 @@ _REPEATS = (Tensor.repeat_interleave, torch.repeat_interleave)
 def exchange_rows(
     rows: Tensor, sent: Tensor, arriving: Tensor, count: int, group_name: str
 ) -> Tensor:
-    """The first `sent[i]` rows that no rank before i gets go to rank i of the group, and
-    `arriving[i]` come from there: the first `count` of these, in the order of the ranks. Rows that
-    are missing are zeros."""
-    to, come = sent.tolist(), arriving.tolist()
-    given, made = _first(rows, sum(to)), rows.new_empty(sum(come), *rows.shape[1:])
-    torch.distributed.all_to_all_single(made, given, come, to, group=group_called(group_name))
-    return _first(made, count)
+    """Sends `sent[i]` rows to rank i of the group, in the order of the ranks, and receives
+    `arriving[i]` from it. Returns the first `count` rows received, padded by zeros."""
+    sent_counts, received_counts = sent.tolist(), arriving.tolist()
+    source, received = (
+        _first(rows, sum(sent_counts)),
+        rows.new_empty(sum(received_counts), *rows.shape[1:]),
+    )
+    torch.distributed.all_to_all_single(
+        received, source, received_counts, sent_counts, group=group_called(group_name)
+    )
+    return _first(received, count)
 
 
 def _first(rows: Tensor, count: int) -> Tensor:
     """The first `count` rows in memory of their own, with zeros behind if there are less."""
-    made = rows.new_zeros(count, *rows.shape[1:])
-    made[: rows.shape[0]] = rows[:count]
-    return made
+    padded = rows.new_zeros(count, *rows.shape[1:])
+    padded[: rows.shape[0]] = rows[:count]
+    return padded
 
 
 @exchange_rows.register_fake
@@ -78,7 +82,7 @@ class _Sizes(NamedTuple):
 
 
 class RoutedExchanges:
-    """Those of one trace. `is_open` says whether a tensor depends on more than inputs."""
+    """The exchanges of one trace. `is_open` returns True for tensors that depend on parameters."""
 
     def __init__(self, is_open: Callable[[Tensor], bool]) -> None:
         self.is_open = is_open
@@ -87,8 +91,8 @@ class RoutedExchanges:
     def numbers(self, counts: Tensor) -> "list[RoutedCount] | None":
         """Returns stand-ins for the numbers of a list that an all-to-all may take; None for other
         tensors."""
-        whole = counts.ndim == 1 and not counts.is_floating_point() and not counts.is_complex()
-        if whole and torch.distributed.is_available() and torch.distributed.is_initialized():
+        is_list = counts.ndim == 1 and not counts.is_floating_point() and not counts.is_complex()
+        if is_list and torch.distributed.is_available() and torch.distributed.is_initialized():
             return [RoutedCount(counts, place) for place in range(counts.shape[0])]
         return None
 
@@ -105,13 +109,12 @@ class RoutedExchanges:
         return NotImplemented
 
     def _exchanged(self, rows: Tensor, output_sizes: Any, input_sizes: Any, group: str) -> Any:
-        """If what arrives is what was sent before by other sizes, as on the way back, it has as
-        many rows."""
+        """Exchanges rows. Rows that return after an exchange are as many as were sent in it."""
         if not _are_routed(output_sizes):
             return NotImplemented
         sent, arriving = input_sizes[0].counts, output_sizes[0].counts
-        known = self.sizes.get(id(arriving))
-        count = len(input_sizes) * rows.shape[0] if known is None else known.rows
+        sizes = self.sizes.get(id(arriving))
+        count = len(input_sizes) * rows.shape[0] if sizes is None else sizes.rows
         self.sizes |= {id(sent): _Sizes(sent, rows.shape[0]), id(arriving): _Sizes(arriving, count)}
         return exchange_rows(rows, sent, arriving, count, group)
 
@@ -128,12 +131,12 @@ class RoutedExchanges:
         if values is not None and (values.ndim != 1 or values.requires_grad):
             return NotImplemented
         ends, numbers = counts.cumsum(0), torch.arange(output_size, device=counts.device)
-        found = torch.searchsorted(ends, numbers, right=True).clamp(max=counts.shape[0] - 1)
-        return found if values is None else values[found]
+        positions = torch.searchsorted(ends, numbers, right=True).clamp(max=counts.shape[0] - 1)
+        return positions if values is None else values[positions]
 
 
 def _are_routed(sizes: Any) -> bool:
-    """Whether a list has all numbers of one tensor, in order."""
+    """Returns True if a list has all numbers of one tensor, in order."""
     kinds = [type(each) is RoutedCount for each in sizes or ()]
     if not any(kinds) or not all(kinds):
         return False

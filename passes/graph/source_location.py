@@ -23,8 +23,7 @@ _NOT_USERS = frozenset((*sys.stdlib_module_names, "torch", "numpy", "sympy", "zb
 def users_line(frame: FrameType | None) -> str:
     """Returns `file:line` of the innermost frame outside of torch and this library.
 
-    A model that consists of modules of torch has only frames of torch.nn, of which the innermost
-    counts.
+    For a model that consists of modules of torch, it is the innermost frame of torch.nn.
     """
     torch_line = ""
     while frame is not None:

@@ -1,8 +1,8 @@
 """Strides at a boundary. A value that crosses keeps the strides that eager gives it, because
 kernels, and with them the last bits, depend on strides.
 
-A slice has gaps between its rows and an expanded tensor repeats its elements. Neither travels: what
-is sent is packed, and laid out again where it arrives. Without `exact` the packed form is also what
+A slice has gaps between its rows and an expanded tensor repeats its elements. Messages are packed,
+and the receiver restores the strides. Without `exact` the packed form is also what
 the next stage works on.
 """
 
@@ -16,7 +16,7 @@ Layout = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def is_dense(value: torch.Tensor) -> bool:
-    """Whether the elements fill a block of memory without gaps or overlap, in any order of
+    """Returns True if the elements fill a block of memory without gaps or overlap, in any order of
     dimensions."""
     expected = 1
     for size, stride in sorted(

@@ -1,1 +1,1 @@
-"""Where to cut a graph into stages, and one graph per stage."""
+"""Cuts of the model: where to cut a graph into stages, and one graph per stage."""

@@ -126,28 +126,28 @@ def parameter_owners(step: StepGraph, line: ForwardLine, stages: Stages) -> dict
     """Returns the stages that read each parameter in the forward, lowest first."""
     readers: dict[str, list[int]] = {}
     for name, holder in step.parameters.items():
-        found: set[int] = set()
+        readers_stages: set[int] = set()
         pending = list(holder.users)
         while pending:
             node = pending.pop()
             if node in line.free:
                 pending.extend(node.users)
             elif node in stages:
-                found.add(stages[node])
-        readers[name] = sorted(found)
+                readers_stages.add(stages[node])
+        readers[name] = sorted(readers_stages)
     return readers
 
 
 def _parameters_read(node: Node, through: Mapping[Node, None], parameters: set[Node]) -> list[Node]:
     """Returns the parameters that a node reads, also through the nodes of `through`."""
-    found, pending = [], list(node.all_input_nodes)
+    parameters_read, pending = [], list(node.all_input_nodes)
     while pending:
         source = pending.pop()
         if source in parameters:
-            found.append(source)
+            parameters_read.append(source)
         elif source in through:
             pending.extend(source.all_input_nodes)
-    return found
+    return parameters_read
 
 
 def _assign_homes(line: ForwardLine, stages: Stages) -> None:

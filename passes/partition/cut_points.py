@@ -65,8 +65,8 @@ def forward_line(step: StepGraph) -> ForwardLine:
     for index, node in enumerate(nodes[:-1]):
         live = {value: None for value in (*live, node) if last_use[value] > index}
         crossing_bytes.append(storage_bytes(live))
-        whole = not is_view(node) or node.target is torch.ops.aten.detach.default
-        if index not in forbidden and live and not _has_tuple(live) and whole:
+        full = not is_view(node) or node.target is torch.ops.aten.detach.default
+        if index not in forbidden and live and not _has_tuple(live) and full:
             cuts.append(index + 1)
     return ForwardLine(tuple(nodes), free, tuple(homes), tuple(cuts), tuple(crossing_bytes), spans)
 

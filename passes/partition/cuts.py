@@ -1,4 +1,4 @@
-"""Where a model is cut, for reports."""
+"""The cuts of a model, for reports."""
 
 from bisect import bisect_left
 from dataclasses import dataclass
@@ -9,8 +9,8 @@ class Cuts:
     """`after[i]` is the index in the line of the last node of stage i (the last stage ends the
     line), `names[i]` the name of that node. `loads[stage]` is what a stage weighs,
     `rank_loads[rank]` the sum over the rank's stages, both in `unit`; `boundary[i]` the bytes that
-    cross the cut behind stage i in one microbatch. `overweight` says in words what keeps the loads
-    from being even; empty if they are.
+    cross the cut behind stage i in one microbatch. `overweight` is a sentence about what keeps the
+    loads from being even; empty if they are.
     """
 
     after: tuple[int, ...]

@@ -40,8 +40,8 @@ def _edge(line: ForwardLine, name: str) -> int:
             return _allowed(line, i + 1, name)
         if any(path == name or path.startswith(f"{name}.") for path in module_paths(node)):
             return _allowed(line, i, name)
-    known = dict.fromkeys(path for node in line.nodes for path in module_paths(node))
-    near = get_close_matches(name, [*known, *(node.name for node in line.nodes)], n=3)
+    paths = dict.fromkeys(path for node in line.nodes for path in module_paths(node))
+    near = get_close_matches(name, [*paths, *(node.name for node in line.nodes)], n=3)
     advice = f"; near it are {', '.join(near)}."
     if not near:
         advice = ". Expected a module's path, such as 'blocks.2'."

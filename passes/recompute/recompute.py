@@ -38,8 +38,8 @@ def recompute(
         policies: One per stage. "off": nothing. "hints": the operations of torch.utils.checkpoint
             regions. "selective": also everything but products with parameters (Korthikanti et al.
             2022, section 5). "full": whatever can be. An int: the cheapest choice that keeps at
-            most so many bytes per microbatch between F and B. A float: the same with that share
-            of the bytes that are kept without recomputation, or the fewest possible.
+            most this number of bytes per microbatch between F and B. A float: the same with that
+            share of the bytes that are kept without recomputation, or the fewest possible.
         hardware: The machine on which recomputation takes time.
 
     Raises:
@@ -53,9 +53,9 @@ def recompute(
         if policy == "hints" and not any(map(_is_hinted, forward.computed)):
             continue
         candidates = forward.candidates("full" if isinstance(policy, int | float) else policy)
-        kept = _choose(candidates, policy, stage, saved.get(stage, 0))
-        if kept.recomputed:
-            _duplicate(step, labels, forward, kept)
+        choice = _choose(candidates, policy, stage, saved.get(stage, 0))
+        if choice.recomputed:
+            _duplicate(step, labels, forward, choice)
 
 
 class StageForward:
@@ -64,7 +64,7 @@ class StageForward:
     Attributes:
         computed: Nodes that F computes.
         received: Values of earlier stages that this stage reads.
-        wanted: Values of either kind that B or W of this stage reads.
+        backward_inputs: Values of either kind that B or W of this stage reads.
     """
 
     def __init__(self, step: StepGraph, labels: Labels, stage: int, hardware: Hardware) -> None:
@@ -72,7 +72,7 @@ class StageForward:
         self.labels = labels
         self.forward, self.backward = Label(stage, FORWARD), Label(stage, BACKWARD)
         self.readers = (self.backward, Label(stage, WEIGHT))
-        own = (self.forward, *self.readers)
+        stage_labels = (self.forward, *self.readers)
         earlier = [
             node
             for node in step.calls()
@@ -82,10 +82,13 @@ class StageForward:
         self.received = [
             node
             for node in earlier
-            if labels[node].stage < stage and any(labels.get(user) in own for user in node.users)
+            if labels[node].stage < stage
+            and any(labels.get(user) in stage_labels for user in node.users)
         ]
         values = (*self.received, *self.computed)
-        self.wanted = [node for node in values if any(True for _ in self.backward_readers(node))]
+        self.backward_inputs = [
+            node for node in values if any(True for _ in self.backward_readers(node))
+        ]
         self._changing = {
             step.buffers[name] for name in step.buffer_updates if name in step.buffers
         }
@@ -102,15 +105,15 @@ class StageForward:
     def candidates(self, policy: str) -> Candidates:
         """Returns the values of the forward with what it costs to keep and to recompute each."""
         values = (*self.received, *self.computed)
-        known = set(values)
+        forward_values = set(values)
         allowed = {node for node in self.computed if self._may_recompute(node, policy)}
         return Candidates(
-            wanted=frozenset(self.wanted),
+            backward_inputs=frozenset(self.backward_inputs),
             inputs={
                 node: tuple(
                     source
                     for source in (node.all_input_nodes if node not in self.received else ())
-                    if source in known
+                    if source in forward_values
                 )
                 for node in values
             },
@@ -208,7 +211,7 @@ def _duplicate(step: StepGraph, labels: Labels, forward: StageForward, saved: Sa
 
     readers = {
         reader: None
-        for node in forward.wanted
+        for node in forward.backward_inputs
         if node in chosen
         for reader in forward.backward_readers(node)
     }
@@ -234,12 +237,12 @@ def _bytes(node: Node) -> int:
 def _values_of_parameters(step: StepGraph) -> set[Node]:
     """Returns parameters and values of parameters alone: transposed and cast weights."""
     constant = {*step.buffers.values(), *step.constants.values()}
-    found = set(step.parameters.values())
+    constant_values = set(step.parameters.values())
     for node in step.calls():
         inputs = set(node.all_input_nodes)
-        if inputs & found and inputs <= found | constant:
-            found.add(node)
-    return found
+        if inputs & constant_values and inputs <= constant_values | constant:
+            constant_values.add(node)
+    return constant_values
 
 
 def saved_bytes(step: StepGraph, labels: Labels) -> dict[int, int]:

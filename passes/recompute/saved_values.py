@@ -22,14 +22,14 @@ class Candidates:
     """The values of a forward and what they cost.
 
     Attributes:
-        wanted: Values that the backward reads.
+        backward_inputs: Values that the backward reads.
         inputs: For each value, those that recomputing it reads, without those that are always
             available.
         bytes: The bytes of each value that can be kept.
         cost: The cost of each value that can be recomputed.
     """
 
-    wanted: frozenset[Any]
+    backward_inputs: frozenset[Any]
     inputs: Mapping[Any, tuple[Any, ...]]
     bytes: Mapping[Any, int]
     cost: Mapping[Any, int]
@@ -39,7 +39,7 @@ class Candidates:
 class SavedValues:
     """A choice: the values that are kept and those that are recomputed, with their sums."""
 
-    kept: frozenset[Any]
+    saved: frozenset[Any]
     recomputed: frozenset[Any]
     bytes: int
     cost: int
@@ -102,16 +102,16 @@ def minimize(candidates: Candidates, byte_weight: int, cost_weight: int) -> Save
         network.add_edge(SOURCE, computed, capacity=recomputes)
         for source in inputs:
             network.add_edge(("needed", source), computed, capacity=total + 1)
-    for value in candidates.wanted:
+    for value in candidates.backward_inputs:
         network.add_edge(("needed", value), SINK, capacity=total + 1)
     side = _source_side(preflow_push(network, SOURCE, SINK))
     needed_values = [value for value in candidates.inputs if ("needed", value) not in side]
     recomputed = frozenset(value for value in needed_values if ("computed", value) not in side)
-    kept = frozenset(needed_values) - recomputed
+    saved = frozenset(needed_values) - recomputed
     return SavedValues(
-        kept,
+        saved,
         recomputed,
-        sum(candidates.bytes[value] for value in kept),
+        sum(candidates.bytes[value] for value in saved),
         sum(candidates.cost[value] for value in recomputed),
     )
 

@@ -39,8 +39,7 @@ def defer_sums(step: StepGraph) -> None:
 
 
 def _sum_behind(node: Node | None) -> Node | None:
-    """Returns the wait for a sum over ranks of which a gradient is a view, if nothing else reads
-    the sum."""
+    """Returns the wait for a sum over ranks if a gradient is a view of it and its only reader."""
     while node is not None and len(node.users) == 1 and (is_view(node) or node.target in _COPIES):
         node = node.all_input_nodes[-1]
     if node is None or not is_wait(node) or len(node.users) != 1:

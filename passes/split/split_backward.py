@@ -98,11 +98,11 @@ def merge_convolutions(module: GraphModule) -> None:
         arguments = tuple(tuple(a) if isinstance(a, list) else a for a in node.args[:_MASK])
         first = first_calls.setdefault(arguments, node)
         masks = list(zip(_mask_of(first), _mask_of(node), strict=True))
-        if first is node or any(one and other for one, other in masks):
+        if first is node or any(one and second for one, second in masks):
             continue
         pairs = zip(first.meta["val"], node.meta["val"], strict=True)
-        values = [one if other is None else other for one, other in pairs]
-        first.args = _with_mask(first, [one or other for one, other in masks])
+        values = [one if second is None else second for one, second in pairs]
+        first.args = _with_mask(first, [one or second for one, second in masks])
         first.meta = {**first.meta, "val": tuple(values)}
         node.replace_all_uses_with(first)
         module.graph.erase_node(node)
@@ -140,8 +140,8 @@ def _nodes_that_end_in_gradients(
             by_layout.add(node)
         for user in readers:
             if stages.get(user) == stages[node]:
-                others = set(user.all_input_nodes) - {node}
-                ends[node] &= operator_name(user) in LAYOUT or of_batch.isdisjoint(others)
+                operands = set(user.all_input_nodes) - {node}
+                ends[node] &= operator_name(user) in LAYOUT or of_batch.isdisjoint(operands)
             else:
                 ends[node] &= is_gradient_sum(user) and user in by_layout
     return ends
@@ -150,11 +150,11 @@ def _nodes_that_end_in_gradients(
 def _of_batch(step: StepGraph) -> set[Node]:
     """Returns all nodes that are computed from more than parameters, buffers and constants."""
     state = {*step.parameters.values(), *step.buffers.values(), *step.constants.values()}
-    found = set(step.graph.find_nodes(op="placeholder")) - state
+    computed = set(step.graph.find_nodes(op="placeholder")) - state
     for node in step.calls():
-        if not found.isdisjoint(node.all_input_nodes):
-            found.add(node)
-    return found
+        if not computed.isdisjoint(node.all_input_nodes):
+            computed.add(node)
+    return computed
 
 
 def _add_followers(weight: set[Node], backward: dict[Node, None]) -> None:

@@ -44,14 +44,14 @@ def accumulate(
     results = list(copied.output_node().args[0])  # type: ignore[arg-type]
     pairs = list(zip(graph.outputs, results, strict=True))
     gradients = [(slot, node) for slot, node in pairs if slot.role == WEIGHT_GRADIENT]
-    others = [(slot, node) for slot, node in pairs if slot.role != WEIGHT_GRADIENT]
+    remaining = [(slot, node) for slot, node in pairs if slot.role != WEIGHT_GRADIENT]
     inputs = list(graph.inputs)
     places = []
     for slot, node in gradients:
         inputs.append(Slot(ACCUMULATOR, slot.name))
         places.append((_new_placeholder(copied, len(inputs) - 1, buffers[slot.name]), node))
-    copied.output_node().args = (tuple(node for _, node in others),)
-    returned = {node for _, node in others}
+    copied.output_node().args = (tuple(node for _, node in remaining),)
+    returned = {node for _, node in remaining}
     read_often = {node for _, node in places if [n for _, n in places].count(node) > 1}
     for place, node in places:
         parts = [(place, node)] if exact else _parts(place, node, returned | read_often)
@@ -63,7 +63,7 @@ def accumulate(
         graph,
         module=LazyGraphModule(graph.module, copied, class_name=graph.title),
         inputs=tuple(inputs),
-        outputs=tuple(slot for slot, _ in others),
+        outputs=tuple(slot for slot, _ in remaining),
     )
 
 
@@ -88,7 +88,7 @@ def gradients_of_their_own(graph: PassGraph) -> PassGraph:
 
 @dataclass(frozen=True)
 class GradientPlace:
-    """Where a gradient belongs: a buffer seen through views; `value` is a fake tensor of it."""
+    """A gradient buffer seen through views; `value` is a fake tensor of the last view."""
 
     buffer: Node
     value: Tensor
@@ -110,17 +110,17 @@ Part = tuple[GradientPlace, Node]
 def _parts(place: GradientPlace, gradient: Node, shared: set[Node]) -> list[Part]:
     """Returns the operations behind a gradient that can add into the buffer, each with its place;
     the gradient itself if none can."""
-    whole = [(place, gradient)]
+    undivided = [(place, gradient)]
     if gradient.op != "call_function" or len(gradient.users) > 1 or gradient in shared:
-        return whole
+        return undivided
     if gradient.target in _INVERSES:
         seen = place.through(_INVERSES[gradient.target](gradient))
         parts = [] if seen is None else _parts(seen, gradient.all_input_nodes[0], shared)
-        return parts if any(_adds_itself(*part) for part in parts) else whole
+        return parts if any(_adds_itself(*part) for part in parts) else undivided
     if _is_sum(gradient):
         sources = gradient.all_input_nodes
         return [part for source in sources for part in _parts(place, source, shared)]
-    return whole
+    return undivided
 
 
 def _adds_itself(place: GradientPlace, gradient: Node) -> bool:
@@ -200,7 +200,7 @@ def _remove_unused(graph: Graph) -> None:
 
 
 def _is_sum(node: Node) -> bool:
-    """Returns True for a sum of two tensors of its own shape and dtype."""
+    """Returns True for a sum of two tensors of the shape and dtype of the sum."""
     if node.target is not aten.add.Tensor or node.kwargs or len(node.all_input_nodes) != 2:
         return False
     total = node.meta["val"]
@@ -213,7 +213,7 @@ def _value(argument: Any) -> Any:
 
 
 def _fake_result(operator: Any, *arguments: Any) -> Tensor:
-    """Returns a fake result of an operator. Values of several fake modes are made anew in one."""
+    """Returns a fake result of an operator, on copies of its arguments in one fake mode."""
     with FakeTensorMode(), torch.no_grad():
         fresh = list(_fresh(arguments))
         result: Tensor = operator(*fresh)

@@ -161,14 +161,14 @@ class Extraction:
 
     def _free_inputs(self, members: Iterable[Node]) -> set[Node]:
         """Returns the free nodes that the members read, directly or through free nodes."""
-        found: set[Node] = set()
+        free: set[Node] = set()
         pending = [source for node in members for source in node.all_input_nodes]
         while pending:
             node = pending.pop()
-            if node.op == "call_function" and node not in self.labels and node not in found:
-                found.add(node)
+            if node.op == "call_function" and node not in self.labels and node not in free:
+                free.add(node)
                 pending.extend(node.all_input_nodes)
-        return found
+        return free
 
     def _resident_slot(self, node: Node) -> Slot:
         slot = self._residents.get(node)

@@ -2,15 +2,15 @@
 DeepSeek-V3, arXiv 2412.19437, section 3.2), or one of these and a W of another microbatch or stage;
 and products for weights within BW.
 
-The order of each half stays, so its bits do; the halves are interleaved so that what one waits for
-travels while the other computes. Collectives are those of
-`torch.distributed._functional_collectives`: an operation that issues, and `wait_tensor`. Messages
-leave and arrive in the middle: the first half's results are handed over as soon as they exist, and
-the second half's values are asked for when it begins. The values are those of the halves run one
+The order of each half stays, so its bits do; the halves are interleaved so that data of one
+is exchanged while the other computes. Collectives are those of
+`torch.distributed._functional_collectives`: an operation that issues, and `wait_tensor`. The first
+half's results are sent as soon as they exist, and the second half's inputs are received when it
+begins. The values are those of the halves run one
 after the other (`one_after_the_other` in `tests/support/plain_versions.py`).
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.fx import Graph, GraphModule, Node
 from zbcompile.passes.cost.node_cost import node_bytes
 from zbcompile.passes.graph.fx import output_values
 from zbcompile.passes.graph.process_groups import is_collective, is_wait
+from zbcompile.passes.graph.roles import GRADIENT
 from zbcompile.passes.stage.pass_graph import PassGraph
 from zbcompile.passes.torch_private import LazyGraphModule, OpOverload
 
@@ -55,12 +56,12 @@ def merge(first: PassGraph, second: PassGraph) -> MergedPieces:
     graph = Graph()
     copies: dict[Node, Node] = {}
     one, arriving = _first_half(first, graph, copies)
-    other, results = _second_half(second, graph, copies)
-    fill = [copies[node] for node in _products_for_weights(second)]
+    second_nodes, results = _second_half(second, graph, copies)
+    fill = [copies[node] for node in weight_only_nodes(second)]
     done = graph.output([copies[node] for node in results])
     for node in [
         *arriving,
-        *interleave(one, [node for node in other if node not in {*fill}], fill),
+        *interleave(one, [node for node in second_nodes if node not in {*fill}], fill),
     ]:
         done.prepend(node)
     module = LazyGraphModule(
@@ -69,21 +70,16 @@ def merge(first: PassGraph, second: PassGraph) -> MergedPieces:
     return MergedPieces(module, first, second)
 
 
-def _products_for_weights(piece: PassGraph) -> list[Node]:
-    """Returns the operations of a BW that fill its waits."""
-    results = zip(piece.outputs, output_values(piece.module.graph), strict=True)
-    gradients = [node for slot, node in results if slot.role == "gradient"]
-    calls = [node for node in piece.module.graph.nodes if node.op == "call_function"]
-    return weight_only_nodes(calls, gradients) if piece.kind == "BW" else []
-
-
-def weight_only_nodes(calls: Sequence[Node], input_gradients: Iterable[Node]) -> list[Node]:
+def weight_only_nodes(graph: PassGraph) -> list[Node]:
     """Returns the nodes of a BW that no input gradient and no collective needs; none if it does not
     wait for a collective."""
-    if not any(map(is_wait, calls)):
+    calls = graph.calls
+    if graph.kind != "BW" or not any(map(is_wait, calls)):
         return []
+    results = zip(graph.outputs, graph.results, strict=True)
+    gradients = [node for slot, node in results if slot.role == GRADIENT]
     exchanges = [node for node in calls if is_collective(node) or is_wait(node)]
-    pending = [*input_gradients, *exchanges]
+    pending = [*gradients, *exchanges]
     urgent: set[Node] = set()
     while pending:
         node = pending.pop()
@@ -126,17 +122,17 @@ def _second_half(
 ) -> tuple[list[Node], list[Node]]:
     """The operations of the second half after the request for its inputs, and its results."""
     give = next(node for node in graph.find_nodes(op="placeholder") if node.target == "give")
-    asked = graph.call_function(ask, (give,))
+    request = graph.call_function(ask, (give,))
     inputs = piece.module.graph.find_nodes(op="placeholder")
     for index, node in enumerate(inputs):
-        copies[node] = graph.call_function(pick, (asked, index))
+        copies[node] = graph.call_function(pick, (request, index))
         copies[node].meta = dict(node.meta)
     nodes = _copy(piece, graph, copies, "second_")
-    return [asked, *(copies[node] for node in inputs), *nodes], output_values(piece.module.graph)
+    return [request, *(copies[node] for node in inputs), *nodes], output_values(piece.module.graph)
 
 
 def _copy(piece: PassGraph, graph: Graph, copies: dict[Node, Node], prefix: str) -> list[Node]:
-    made = []
+    copied = []
     for node in piece.module.graph.nodes:
         if node.op == "output" or node in copies:
             continue
@@ -144,8 +140,8 @@ def _copy(piece: PassGraph, graph: Graph, copies: dict[Node, Node], prefix: str)
         if node.op == "get_attr":
             copies[node].target = prefix + node.target
         if node.op != "placeholder":
-            made.append(copies[node])
-    return made
+            copied.append(copies[node])
+    return copied
 
 
 LITTLE = 200  # of this many parts of both halves' work one is too little to switch before it
@@ -154,14 +150,14 @@ LITTLE = 200  # of this many parts of both halves' work one is too little to swi
 def interleave(
     first: Sequence[Node], second: Sequence[Node], fill: Sequence[Node] = ()
 ) -> list[Node]:
-    """Both halves in one order that keeps the order of each, except that waits stand right before
-    their first user.
+    """Returns both halves in one order that keeps the order of each, except that waits stand right
+    before their first user.
 
     The half with less to do before its first collective begins. It runs up to a wait; then the
     other half runs, for its share of its remaining work (which has to cover all the waits to come)
     or up to its own next wait; then the first half continues. A wait that has been covered already
-    stops nobody. If both halves stand at waits, what is ready of `fill` runs, and then the wait of
-    the collective that began earlier. Costs are the bytes that a node moves.
+    does not switch. If both halves stand at waits, nodes of `fill` that are ready run, and then the wait
+    for the collective that began earlier. Costs are the bytes that a node moves.
     """
     halves, pending = [late_waits(first), late_waits(second)], list(fill)
     waits = [sum(map(is_wait, half)) for half in halves]
@@ -187,28 +183,30 @@ def interleave(
         return done - before < share
 
     while any(halves):
-        half, other = halves[current], halves[1 - current]
+        half, partner = halves[current], halves[1 - current]
         waiting = stops(half)
-        if waiting and (not other or stops(other)):
+        if waiting and (not partner or stops(partner)):
             if pending and _is_ready(pending[0], placed):
                 place(pending.pop(0))
             else:
                 current = (
                     1 - current
-                    if other and _began(begun, other[0]) <= _began(begun, half[0])
+                    if partner and _began(begun, partner[0]) <= _began(begun, half[0])
                     else current
                 )
                 excused.add(halves[current][0])
             continue
-        if other and (not half or waiting or (budget <= 0 and _work(half[0]) > little)):
+        if partner and (not half or waiting or (budget <= 0 and _work(half[0]) > little)):
             budget = (
-                max(sum(map(_work, other)) / max(waits[current], 1), 1) if waiting else float("inf")
+                max(sum(map(_work, partner)) / max(waits[current], 1), 1)
+                if waiting
+                else float("inf")
             )
             current = 1 - current
             continue
         node = half.pop(0)
         if is_collective(node):
-            begun[node] = done, sum(map(_work, (*other, *pending))) / max(waits[current], 1)
+            begun[node] = done, sum(map(_work, (*partner, *pending))) / max(waits[current], 1)
         waits[current] -= is_wait(node)
         budget -= _work(node)
         place(node)

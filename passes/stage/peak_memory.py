@@ -28,29 +28,31 @@ def transient_bytes(stage: StageProgram, name: str, views: bool = False) -> int:
     piece = stage.pieces[name]
     later = [
         holder
-        for each in LATER[name]
-        if each in stage.pieces
-        for holder in _holders(stage.pieces[each])
+        for later_kind in LATER[name]
+        if later_kind in stage.pieces
+        for holder in _holders(stage.pieces[later_kind])
     ]
-    kept = {slot for slot, _ in later}
+    inputs_of_later = {slot for slot, _ in later}
     read_later = storages_behind(node for _, node in later)
-    return peak_bytes(piece, kept, frozenset() if views else _resident(stage), read_later)
+    return peak_bytes(
+        piece, inputs_of_later, frozenset() if views else _resident(stage), read_later
+    )
 
 
 def peak_bytes(
     piece: PassGraph,
-    kept: Set[Slot] = frozenset(),
+    inputs_of_later: Set[Slot] = frozenset(),
     resident: Set[int] = frozenset(),
     read_later: Set[int] = frozenset(),
 ) -> int:
-    """The same of a graph alone; `kept` are inputs that a later pass reads, `resident` storages
-    that do not count, and `read_later` those that stay if they arrive."""
+    """Returns the peak bytes of a graph. `inputs_of_later` are inputs that a later pass reads,
+    `resident` storages that do not count, and `read_later` storages that stay if they arrive."""
     graph = piece.module.graph
     holders = [*_holders(piece)]
     fixed = [node for slot, node in holders if slot.role in ALIVE or slot == LOSS]
     uncounted = resident | storages_behind([*fixed, *graph.find_nodes(op="get_attr")])
     staying = storages_behind(
-        [*(node for slot, node in holders if slot in kept), *output_values(graph)]
+        [*(node for slot, node in holders if slot in inputs_of_later), *output_values(graph)]
     )
     arriving = storages_behind(node for _, node in holders)
     sizes = alive_bytes([*graph.nodes], arriving, staying | (arriving & read_later), uncounted)
@@ -62,8 +64,8 @@ def _holders(piece: PassGraph) -> Iterator[tuple[Slot, Node]]:
 
 
 def _resident(stage: StageProgram) -> set[int]:
-    """What a pass saves may be a view of a parameter, which is no input of the pass that
-    reads it."""
+    """Returns the storages of what outlives a step: a pass may save a view of a parameter, which
+    is then no input of the pass that reads it."""
     pieces = stage.pieces.values()
     outputs = [slot for piece in pieces for slot in piece.outputs]
     changed = {slot.name for slot in outputs if slot.role == "buffer_update"}

@@ -38,8 +38,8 @@ def log_probs(output: Any, labels: Any) -> tuple[torch.Tensor, int]:
     labels = labels.long()  # a small type has no number for IGNORED, nor for every word
     inside = (labels >= 0) & (labels < logits.shape[-1])
     normal = torch.log_softmax(logits, -1, dtype=_wide(logits.dtype))
-    found = normal.gather(-1, torch.where(inside, labels, 0).unsqueeze(-1)).squeeze(-1)
-    return torch.where(inside, found, 0.0), logits.shape[-1]
+    picked = normal.gather(-1, torch.where(inside, labels, 0).unsqueeze(-1)).squeeze(-1)
+    return torch.where(inside, picked, 0.0), logits.shape[-1]
 
 
 def logits_in(output: Any) -> torch.Tensor:
@@ -47,18 +47,18 @@ def logits_in(output: Any) -> torch.Tensor:
 
     Raises CaptureError for an output without logits.
     """
-    found = output
+    logits = output
     if not isinstance(output, torch.Tensor):
-        found = (
+        logits = (
             output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
         )
-    if is_dtensor(found):
-        found = found.full_tensor()
-    if not isinstance(found, torch.Tensor):
+    if is_dtensor(logits):
+        logits = logits.full_tensor()
+    if not isinstance(logits, torch.Tensor):
         raise CaptureError(NO_LOGITS.format(kind=type(output).__name__))
-    if found.ndim < 2 or not found.is_floating_point():
-        raise CaptureError(LOGITS_SHAPE.format(found=type_text(found)))
-    return found
+    if logits.ndim < 2 or not logits.is_floating_point():
+        raise CaptureError(LOGITS_SHAPE.format(found=type_text(logits)))
+    return logits
 
 
 def _require_labels(logits: torch.Tensor, labels: Any) -> None:

@@ -263,7 +263,7 @@ def _is_last(node: Node, *dims: Any) -> bool:
 
 
 def without(node: Any, operators: frozenset[str]) -> Any:
-    """Returns the value of which a node is a view or copy by some operators."""
+    """Returns the value behind views and copies by some operators."""
     while isinstance(node, Node) and operator_name(node) in operators:
         node = node.args[0]
     return node

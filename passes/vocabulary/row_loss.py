@@ -65,8 +65,8 @@ class Factors(NamedTuple):
     words: Tensor
     undone: int = 0
 
-    def map(self, function: Callable[..., Tensor], *others: "Factors") -> "Factors":
-        rows = map(function, self[:3], *(other[:3] for other in others))
+    def map(self, function: Callable[..., Tensor], *further: "Factors") -> "Factors":
+        rows = map(function, self[:3], *(factors[:3] for factors in further))
         return Factors(*rows, self.undone)  # type: ignore[call-arg, arg-type]
 
 
@@ -119,11 +119,11 @@ class RowLoss:
 
     def with_trunk_loss(self) -> set[Node]:
         """Returns the values that contain a loss of the layers before."""
-        found = set(self.trained)
+        dependent = set(self.trained)
         for node in reversed(self.linear):
-            if found.intersection(node.all_input_nodes):
-                found.add(node)
-        return found
+            if dependent.intersection(node.all_input_nodes):
+                dependent.add(node)
+        return dependent
 
     def _find_linear_end(self, node: Node, backward: Mapping[Node, None]) -> None:
         sources = [source for source in node.all_input_nodes if source in self.derived]
@@ -167,13 +167,13 @@ class Evaluation:
         products, [rows] each. The loss is without losses of the layers before."""
         loss = self.row_loss
         outputs = enumerate(loss.step.outputs)
-        found = {i: self.value(node) for i, node in outputs if node in loss.derived}
+        outputs_by_index = {i: self.value(node) for i, node in outputs if node in loss.derived}
         if not loss.gradients:
-            return found, None, None
+            return outputs_by_index, None, None
         self.split = loss.linear
-        first, *others = map(self._product_gradient, loss.gradients)
-        joined = first.map(lambda *rows: torch.cat(rows), *others)
-        return found, self.value(loss.step.loss), joined
+        first, *further = map(self._product_gradient, loss.gradients)
+        joined = first.map(lambda *rows: torch.cat(rows), *further)
+        return outputs_by_index, self.value(loss.step.loss), joined
 
     def value(self, node: Any) -> Any:
         """Returns a value without a column per word."""
@@ -208,19 +208,21 @@ class Evaluation:
         source: Any = node.args[0]
         layer, value = self.row_loss.layer_of[source], node.meta["val"]
         (name, *_), logits = layer.statistics[node]
-        maximum, log_sum, *others = (self._rows_of(source, rows) for rows in self.statistics or ())
-        found = dict(zip((LABEL_LOGIT, LOGIT_SUM), others, strict=True)).get(name, log_sum)
+        maximum, log_sum, *further = (self._rows_of(source, rows) for rows in self.statistics or ())
+        result = dict(zip((LABEL_LOGIT, LOGIT_SUM), further, strict=True)).get(name, log_sum)
         count = self.row_loss.words if name == LOGIT_SUM else 1
-        found = found + count * (-log_sum if logits.normalized else maximum)
+        result = result + count * (-log_sum if logits.normalized else maximum)
         if name == LABEL_LOGIT:
             label = self.value(layer.labels[node])
             is_word = (label >= 0) & (label < self.row_loss.words)
-            found = torch.where(is_word.reshape(found.shape), found, math.nan)  # eager mode raises
+            result = torch.where(
+                is_word.reshape(result.shape), result, math.nan
+            )  # eager mode raises
         if operator_name(node) != "nll_loss_forward":
-            return found.reshape(value.shape).to(value.dtype)
+            return result.reshape(value.shape).to(value.dtype)
         *_, reduction, ignored = node.args
-        kept = label != ignored
-        losses, weight = torch.where(kept, -found, 0.0), kept.sum()
+        is_counted = label != ignored
+        losses, weight = torch.where(is_counted, -result, 0.0), is_counted.sum()
         if reduction:
             losses = losses.sum() / (weight if reduction == 1 else 1)
         return losses.to(value[0].dtype), weight.to(value[1].dtype)
@@ -256,7 +258,7 @@ class Evaluation:
         return isinstance(value, Node) and shape_of(value)[-1:] == (self.row_loss.words,)
 
     def _factors(self, place: int, rows: Tensor) -> Factors:
-        """Returns factors of which one is not zero, in the dtype of the statistics."""
+        """Returns factors with one that is not zero, in the dtype of the statistics."""
         assert self.statistics is not None
         rows = rows.to(self.statistics.maximum.dtype)
         factors = [torch.zeros_like(rows)] * 3
@@ -274,9 +276,9 @@ class Evaluation:
         return self._gradient(source).map(lambda rows: node.target(rows, sizes[:-1], dim, *at))
 
     def _add(self, node: Node, first: Node, second: Node) -> Factors:
-        one, other = self._gradient(first), self._gradient(second)
-        self._require(node, not node.kwargs and one.undone == other.undone)
-        return one.map(torch.add, other)
+        one, second_factors = self._gradient(first), self._gradient(second)
+        self._require(node, not node.kwargs and one.undone == second_factors.undone)
+        return one.map(torch.add, second_factors)
 
     def _scale(self, node: Any, first: Any, second: Any) -> Factors:
         wide, factor = (first, second) if self._is_wide(first) else (second, first)
@@ -323,9 +325,11 @@ class Evaluation:
         return self._at_label(node, label, self.value(source).squeeze(-1))
 
     def _at_label(self, node: Node, label: Node, rows: Tensor) -> Factors:
-        labels = [each for layer in self.row_loss.layers for each in layer.labels.values()]
-        known = [without(each, _RESHAPES) for each in labels]
-        self._require(node, without(label, _RESHAPES) in known)
+        labels = [
+            node_label for layer in self.row_loss.layers for node_label in layer.labels.values()
+        ]
+        label_nodes = [without(node_label, _RESHAPES) for node_label in labels]
+        self._require(node, without(label, _RESHAPES) in label_nodes)
         return self._factors(1, rows)
 
     def _unsum(self, node: Node, source: Node, *_: Any) -> Factors:

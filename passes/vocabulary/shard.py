@@ -7,7 +7,7 @@ The step is cut once; the passes of the shards depend on the number of ranks and
     compiled = compile_graph(sharded.trunk, ranks_of=(0, 1, 2, 3))
     program = shard_passes(sharded, even_bounds(sharded.words, 4), barriers=1)
 
-`step` stays as it is. What stages and shards exchange has its names in
+`step` does not change. What stages and shards exchange has its names in
 `sharded.trunk.vocabulary_values`: F of the last stage returns `hidden` and its B receives
 `hidden_gradient`; with a sharded embedding F of the first stage receives `lookup` and its B returns
 `lookup_gradient`. The loss of a microbatch is the loss of STATS plus that of the trunk, if the
@@ -93,7 +93,9 @@ def shard_passes(
         gradient=tensor_spec(fakes[HIDDEN].to(fakes[GATHERED].dtype)),
         loss_dtype="float32" if loss is None else tensor_spec(loss.meta["val"]).dtype,
         pieces=pieces,
-        flops=tuple({name: piece.flops for name, piece in each.items()} for each in pieces),
+        flops=tuple(
+            {name: piece.flops for name, piece in rank_passes.items()} for rank_passes in pieces
+        ),
         lookup=lookup,
     )
 
@@ -150,14 +152,16 @@ class _RankPasses:
                 )
             for name in sharded.parameters:
                 whole = step.parameters[name].meta["val"]
-                own = fake(shard.words, *whole.shape[1:], dtype=whole.dtype)
-                self.fakes[Slot("parameter", name)] = own
+                local = fake(shard.words, *whole.shape[1:], dtype=whole.dtype)
+                self.fakes[Slot("parameter", name)] = local
                 self.fakes[Slot("accumulator", name)] = torch.empty_like(
-                    own, dtype=sum_dtype(own.dtype)
+                    local, dtype=sum_dtype(local.dtype)
                 )
             if self.lookups is not None:
-                found = self.lookups.forward[0].meta["val"]
-                self.fakes[OF_LOOKUP] = fake(self.lookups.rows, found.shape[-1], dtype=found.dtype)
+                table_rows = self.lookups.forward[0].meta["val"]
+                self.fakes[OF_LOOKUP] = fake(
+                    self.lookups.rows, table_rows.shape[-1], dtype=table_rows.dtype
+                )
 
     def pieces(self) -> dict[str, PassGraph]:
         """Returns the passes by name."""
@@ -176,9 +180,9 @@ class _RankPasses:
 
     def _scan(self, values: SlotValues) -> Results:
         labels, bias = self._at(values).labels(), values.get(self.bias)
-        found = scan(self.shard, values[HIDDEN], values[self.weight], bias, labels)
-        statistics = {STATISTICS: found.pop(STATISTICS.name)}
-        saved = {Slot("saved", name): value for name, value in found.items()}
+        scanned = scan(self.shard, values[HIDDEN], values[self.weight], bias, labels)
+        statistics = {STATISTICS: scanned.pop(STATISTICS.name)}
+        saved = {Slot("saved", name): value for name, value in scanned.items()}
         return statistics | saved if self.shard.barriers else statistics
 
     def _combine(self, values: SlotValues) -> Results:

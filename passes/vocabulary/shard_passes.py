@@ -146,10 +146,10 @@ def coefficients_of(statistics: Statistics, gradient: Factors, share: Tensor) ->
     return torch.stack([softmax * share, at_label, words])
 
 
-def input_gradient(shard: Shard, coefficients: Tensor, found: Mapping[str, Tensor]) -> Tensor:
+def input_gradient(shard: Shard, coefficients: Tensor, gradient: Mapping[str, Tensor]) -> Tensor:
     """Returns this shard's part of the input gradient from what S found, [rows, width]."""
     pairs = zip(coefficients.unbind(0), shard.parts, strict=False)
-    return reduce(torch.add, [rows[:, None] * found[name] for rows, name in pairs])
+    return reduce(torch.add, [rows[:, None] * gradient[name] for rows, name in pairs])
 
 
 def logit_gradient(shard: Shard, product: Tensor, coefficients: Tensor, labels: Tensor) -> Tensor:

@@ -87,7 +87,7 @@ class VocabularyProgram:
         gathered = one._replace(
             shape=(len(self.bounds), *one.shape), stride=(math.prod(one.shape), *one.stride)
         )
-        found = [
+        stages = [
             StageProgram(
                 **self._common(rank, "S", "STATS", "T"),
                 receives={HIDDEN.name: self.hidden},
@@ -98,7 +98,7 @@ class VocabularyProgram:
         ]
         if self.lookup is not None:
             rows = {LOOKED_UP.name: self.lookup.rows}
-            found.append(
+            stages.append(
                 StageProgram(
                     **self._common(rank, "LOOKUP", "SPREAD"),
                     receives={},
@@ -106,7 +106,7 @@ class VocabularyProgram:
                     gradients_in=rows,
                 )
             )
-        return found
+        return stages
 
     def _common(self, rank: int, *passes: str) -> dict[str, Any]:
         """Returns the fields of both stages."""

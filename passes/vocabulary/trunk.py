@@ -53,7 +53,7 @@ class ShardedStep:
 
     Attributes:
         whole: The step with its output layer.
-        trunk: The step without it, a graph of its own.
+        trunk: The step without it, another graph.
         loss: The loss as a function of the statistics of the logits.
         weight: Name of the parameter, as `bias`.
         lookups: The embedding that is sharded like the output layer, if any.
@@ -78,7 +78,7 @@ class ShardedStep:
 
 
 def cut_output_layer(step: StepGraph, rows: Collection[str] | None = None) -> ShardedStep:
-    """Returns a step divided into trunk and output layer. The step itself stays as it is.
+    """Returns a step divided into trunk and output layer. The step itself does not change.
 
     Args:
         rows: The parameters that are sharded already; None if any may be.

@@ -140,7 +140,7 @@ def test_a_budget_is_met_at_the_lowest_cost() -> None:
     """Three layers of 10 bytes behind an input of 1 byte, with a kept output each."""
     inputs = {"x": (), "a": ("x",), "b": ("a",), "c": ("b",)}
     candidates = Candidates(
-        wanted=frozenset(inputs),
+        backward_inputs=frozenset(inputs),
         inputs=inputs,
         bytes={"x": 1, "a": 10, "b": 10, "c": 10},
         cost={"a": 5, "b": 5, "c": 5},
@@ -160,7 +160,7 @@ def random_candidates(seed: int) -> Candidates:
     rng, values = random.Random(seed), range(10)
     unkept = {value for value in values if rng.random() < 0.2}
     return Candidates(
-        wanted=frozenset(rng.sample(values, 5)),
+        backward_inputs=frozenset(rng.sample(values, 5)),
         inputs={v: tuple(rng.sample(range(v), min(v, rng.randint(0, 2)))) for v in values},
         bytes={value: rng.randint(1, 20) for value in values if value not in unkept},
         cost={v: rng.randint(0, 20) for v in values if v in unkept or rng.random() < 0.8},
