@@ -4,7 +4,7 @@ A violation is a bug of the compiler, not of the model.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 
 from torch.fx import Node
 
@@ -104,79 +104,46 @@ def _check_fused(fused: PassGraph, passes: list[PassGraph]) -> None:
 
 def _check_messages(step: StepGraph, passes: Mapping[Label, PassGraph]) -> None:
     of_shards = _shard_slots(step)
-    for label, graph in passes.items():
-        values = dict(zip(graph.inputs, graph.placeholders, strict=True))
-        for slot, node in values.items():
-            if slot.role not in MESSAGES or slot in of_shards:
-                continue
-            makers = [passes[maker] for maker in _makers(label, slot.role) if maker in passes]
-            results = [
-                dict(zip(maker.outputs, maker.results, strict=True)).get(slot) for maker in makers
-            ]
-            present = [result for result in results if result is not None]
-            _require(bool(present), label, f"a pass that makes {slot}")
-            _require(_spec(present[0]) == _spec(node), label, f"{slot} as it is made")
-    received = {
-        (maker, slot)
+    results = {
+        (label, slot): node
         for label, graph in passes.items()
-        for slot in graph.inputs
-        if slot.role in MESSAGES
-        for maker in _makers(label, slot.role)
+        for slot, node in zip(graph.outputs, graph.results, strict=True)
+        if slot.role in MESSAGES and slot not in of_shards
     }
+    received: set[tuple[Label, Slot]] = set()
     for label, graph in passes.items():
-        for slot in graph.outputs:
+        for slot, node in zip(graph.inputs, graph.placeholders, strict=True):
             if slot.role in MESSAGES and slot not in of_shards:
-                _require((label, slot) in received, label, f"a reader of {slot}")
+                makers = [(maker, slot) for maker in _makers(label, slot.role, passes)]
+                makers = [maker for maker in makers if maker in results]
+                _require(bool(makers), label, f"a pass that makes {slot}")
+                _require(_spec(results[makers[0]]) == _spec(node), label, f"{slot} as it is made")
+                received.update(makers)
+    for label, slot in results:
+        _require((label, slot) in received, label, f"a reader of {slot}")
 
 
 def _shard_slots(step: StepGraph) -> set[Slot]:
     """Returns what stages exchange with vocabulary shards."""
-    values = step.vocabulary_values
-    if values is None:
-        return set()
-    activations, gradients = (
-        (values.hidden, values.lookup),
-        (
-            values.hidden_gradient,
-            values.lookup_gradient,
-        ),
-    )
-    slots = {Slot(ACTIVATION, node.name) for node in activations if node is not None}
-    return slots | {Slot(GRADIENT, node.name) for node in gradients if node is not None}
+    slots = (*step.inputs().values(), *(slot for slot, _ in step.results()))
+    return {slot for slot in slots if slot.role in (ACTIVATION, GRADIENT)}
 
 
-def _makers(label: Label, role: str) -> Iterator[Label]:
-    """Yields the passes that may make an input of this role."""
-    stage = label.stage
+def _makers(label: Label, role: str, passes: Iterable[Label]) -> list[Label]:
+    """Returns the passes that may make an input of this role."""
+    stage, kind = label
+    if role == PART:
+        return [maker for maker in passes if maker.kind != END]
     if role == ACTIVATION:
-        yield Label(stage - 1, FORWARD)
-    elif role == GRADIENT:
-        yield Label(stage + 1, BACKWARD)
-    elif role == SAVED:
-        yield Label(stage, FORWARD)
-        if label.kind == WEIGHT:
-            yield Label(stage, BACKWARD)
-    elif role == PART:
-        for sender in range(1024):
-            for kind in (FORWARD, BACKWARD, WEIGHT):
-                yield Label(sender, kind)
+        return [Label(stage - 1, FORWARD)]
+    if role == GRADIENT:
+        return [Label(stage + 1, BACKWARD)]
+    return [Label(stage, maker) for maker in (FORWARD, BACKWARD)[: 1 + (kind == WEIGHT)]]
 
 
 def _check_results(step: StepGraph, passes: Mapping[Label, PassGraph]) -> None:
     returned = Counter(slot for graph in passes.values() for slot in graph.outputs)
-    expected = Counter({Slot(LOSS, "loss"): int(step.loss is not None)})
-    for name, node in step.gradients.items():
-        if node is not None:
-            expected[Slot(WEIGHT_GRADIENT, name)] = 1
-    for name, sums in step.stage_gradients.items():
-        expected[Slot(WEIGHT_GRADIENT, name)] = len(sums)
-    expected.update(Slot(BUFFER_UPDATE, name) for name in step.buffer_updates)
-    outputs = enumerate(step.outputs)
-    expected.update(Slot(OUTPUT, str(index)) for index, node in outputs if node is not None)
-    expected.update(Slot(FITS, str(index)) for index in range(len(step.fits)))
-    if step.vocabulary_values is not None:
-        names = {node.name for node in step.vocabulary_values.results()}
-        expected.update(slot for slot in _shard_slots(step) if slot.name in names)
+    expected = Counter(slot for slot, _ in step.results())
     for slot, count in expected.items():
         if returned[slot] != count:
             raise VerificationError(f"{slot} is returned {returned[slot]} times; expected {count}")

@@ -8,6 +8,21 @@ from torch.fx import Graph, GraphModule, Node
 
 from zbcompile.passes.capture.structures import OutputStructure
 from zbcompile.passes.graph.fx import copy_graph, is_random
+from zbcompile.passes.graph.roles import (
+    ACTIVATION,
+    BATCH,
+    BUFFER,
+    BUFFER_UPDATE,
+    CONSTANT,
+    FITS,
+    GRADIENT,
+    LOSS,
+    OUTPUT,
+    PARAMETER,
+    TANGENT,
+    WEIGHT_GRADIENT,
+    Slot,
+)
 from zbcompile.passes.torch_private import LazyGraphModule
 
 
@@ -149,18 +164,39 @@ class StepGraph:
         )
         return dict.fromkeys(calls[begin:])
 
-    def result_nodes(self) -> Iterator[Node]:
-        """Yields the nodes whose values the step returns."""
-        if self.loss is not None:
-            yield self.loss
-        yield from (node for node in self.gradients.values() if node is not None)
-        for sums in self.stage_gradients.values():
-            yield from sums.values()
-        yield from self.buffer_updates.values()
-        yield from (node for node in self.outputs if node is not None)
-        yield from self.fits
-        if self.vocabulary_values is not None:
-            yield from self.vocabulary_values.results()
+    def inputs(self) -> dict[Node, Slot]:
+        """Returns the slots of the placeholders."""
+        shards = self.vocabulary_values or VocabularyValues()
+        inputs = [
+            *((Slot(PARAMETER, name), node) for name, node in self.parameters.items()),
+            *((Slot(BUFFER, name), node) for name, node in self.buffers.items()),
+            *((Slot(CONSTANT, name), node) for name, node in self.constants.items()),
+            *((Slot(BATCH, path), node) for path, node in self.batch_inputs.items()),
+            (Slot(TANGENT, "loss"), self.tangent),
+            *((Slot(GRADIENT, node.name), node) for node in (shards.hidden_gradient,) if node),
+            *((Slot(ACTIVATION, node.name), node) for node in (shards.lookup,) if node),
+        ]
+        return {node: slot for slot, node in inputs if node is not None}
+
+    def results(self) -> list[tuple[Slot, Node]]:
+        """Returns the slots of what the step returns. A gradient that is summed over stages after
+        the step has a sum for each."""
+        shards = self.vocabulary_values or VocabularyValues()
+        results = [
+            (Slot(LOSS, "loss"), self.loss),
+            *((Slot(OUTPUT, str(index)), node) for index, node in enumerate(self.outputs)),
+            *((Slot(FITS, str(index)), node) for index, node in enumerate(self.fits)),
+            *((Slot(ACTIVATION, node.name), node) for node in (shards.hidden,) if node),
+            *((Slot(GRADIENT, node.name), node) for node in (shards.lookup_gradient,) if node),
+            *((Slot(BUFFER_UPDATE, name), node) for name, node in self.buffer_updates.items()),
+            *((Slot(WEIGHT_GRADIENT, name), node) for name, node in self.gradients.items()),
+            *(
+                (Slot(WEIGHT_GRADIENT, name), node)
+                for name, sums in self.stage_gradients.items()
+                for node in sums.values()
+            ),
+        ]
+        return [(slot, node) for slot, node in results if node is not None]
 
     def copy(self) -> "StepGraph":
         """Returns a copy with another graph, so that one export serves several placements."""
@@ -199,4 +235,4 @@ class StepGraph:
 
     def refresh_output(self) -> None:
         """Writes the results by role into the graph's output node, after a pass replaced nodes."""
-        self.graph.output_node().args = (tuple(self.result_nodes()),)
+        self.graph.output_node().args = (tuple(node for _, node in self.results()),)

@@ -75,7 +75,7 @@ def _unplaced_nodes(
     step: StepGraph, forward: list[Node]
 ) -> tuple[dict[Node, None], dict[Node, None]]:
     """Returns the free nodes and the nodes with a home, in order."""
-    results = set(step.result_nodes())
+    results = {node for _, node in step.results()}
     updated = {step.buffers[name] for name in step.buffer_updates if name in step.buffers}
     if step.vocabulary_values is not None and step.vocabulary_values.lookup is not None:
         updated.add(step.vocabulary_values.lookup)  # which the first stage receives

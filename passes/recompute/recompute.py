@@ -6,7 +6,6 @@ never drawn again, and buffers that the step writes are never read again.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from torch.fx import Node
@@ -15,7 +14,8 @@ from zbcompile.passes.capture.checkpoint_hints import checkpoint_region
 from zbcompile.passes.cost.hardware import Hardware
 from zbcompile.passes.cost.node_cost import node_flops, node_seconds
 from zbcompile.passes.errors import CompileError
-from zbcompile.passes.graph.fx import is_random, is_view, operator_name, tensors_of
+from zbcompile.passes.graph.fx import is_random, is_view, operator_name
+from zbcompile.passes.graph.storage import storage_bytes, storages_behind
 from zbcompile.passes.recompute.saved_values import (
     Candidates,
     SavedValues,
@@ -23,7 +23,7 @@ from zbcompile.passes.recompute.saved_values import (
     least_cost_within,
 )
 from zbcompile.passes.step_graph import BACKWARD, FORWARD, WEIGHT, Label, Labels, StepGraph
-from zbcompile.passes.torch_private import OpOverload, schema_of, storage_key
+from zbcompile.passes.torch_private import OpOverload, schema_of
 
 Policy = str | int | float  # "off", "hints", "selective", "full", bytes, or a share of the bytes
 RECOMPUTED = "recomputed"  # key in node.meta of the duplicates
@@ -117,7 +117,9 @@ class StageForward:
                 )
                 for node in values
             },
-            bytes={node: _bytes(node) for node in values if _can_keep(node, node in allowed)},
+            bytes={
+                node: storage_bytes([node]) for node in values if _can_keep(node, node in allowed)
+            },
             cost={  # in picoseconds
                 node: int(1e12 * node_seconds(node, self.hardware))
                 for node in self.computed
@@ -227,13 +229,6 @@ def _can_keep(node: Node, may_recompute: bool) -> bool:
     return is_tensor and not (is_view(node) and may_recompute)
 
 
-def _bytes(node: Node) -> int:
-    storages: dict[Any, int] = {
-        storage_key(tensor): int(tensor.untyped_storage().nbytes()) for tensor in tensors_of(node)
-    }
-    return sum(storages.values())
-
-
 def _values_of_parameters(step: StepGraph) -> set[Node]:
     """Returns parameters and values of parameters alone: transposed and cast weights."""
     constant = {*step.buffers.values(), *step.constants.values()}
@@ -248,16 +243,14 @@ def _values_of_parameters(step: StepGraph) -> set[Node]:
 def saved_bytes(step: StepGraph, labels: Labels) -> dict[int, int]:
     """Returns the bytes that each stage keeps for its backward, by storage, views once."""
     tables = (step.parameters, step.buffers, step.constants, step.batch_inputs)
-    resident = {storage_key(node.meta["val"]) for table in tables for node in table.values()}
-    saved: dict[int, dict[int, int]] = {}
+    resident = storages_behind(node for table in tables for node in table.values())
+    saved: dict[int, list[Node]] = {}
     for node, (stage, kind) in labels.items():
         for source in node.all_input_nodes if kind in (BACKWARD, WEIGHT) else ():
-            if source in labels and labels[source].kind == FORWARD:
-                storages = saved.setdefault(stage, {})
-                for tensor in tensors_of(source):
-                    if labels[source].stage <= stage and storage_key(tensor) not in resident:
-                        storages[storage_key(tensor)] = int(tensor.untyped_storage().nbytes())
-    return {stage: sum(storages.values()) for stage, storages in saved.items()}
+            maker = labels.get(source)
+            if maker is not None and maker.kind == FORWARD and maker.stage <= stage:
+                saved.setdefault(stage, []).append(source)
+    return {stage: storage_bytes(sources, resident) for stage, sources in saved.items()}
 
 
 def policies_of(recompute: Policy | Sequence[Policy], stages: int) -> list[Policy]:

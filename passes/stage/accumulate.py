@@ -7,7 +7,7 @@ views stand between such an operation and the parameter. With `exact=True` whole
 added, as autograd's AccumulateGrad does.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from zbcompile.passes.graph.fx import copy_graph
+from zbcompile.passes.graph.fx import copy_graph, like
 from zbcompile.passes.graph.roles import ACCUMULATOR, WEIGHT_GRADIENT, Slot
 from zbcompile.passes.stage.pass_graph import PassGraph
 from zbcompile.passes.torch_private import (
@@ -215,18 +215,9 @@ def _value(argument: Any) -> Any:
 def _fake_result(operator: Any, *arguments: Any) -> Tensor:
     """Returns a fake result of an operator, on copies of its arguments in one fake mode."""
     with FakeTensorMode(), torch.no_grad():
-        fresh = list(_fresh(arguments))
-        result: Tensor = operator(*fresh)
+        copies = (like(value) if isinstance(value, Tensor) else value for value in arguments)
+        result: Tensor = operator(*copies)
     return result
-
-
-def _fresh(arguments: tuple[Any, ...]) -> Iterator[Any]:
-    for value in arguments:
-        if not isinstance(value, Tensor):
-            yield value
-            continue
-        options: dict[str, Any] = {"dtype": value.dtype, "device": value.device}
-        yield torch.empty_strided(value.shape, value.stride(), **options)
 
 
 def _shape_before(node: Node) -> View:

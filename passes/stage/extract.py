@@ -6,28 +6,11 @@ and its reader pass it through.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from torch.fx import Graph, Node
 
-from zbcompile.passes.graph.roles import (
-    ACTIVATION,
-    BATCH,
-    BUFFER,
-    BUFFER_UPDATE,
-    CONSTANT,
-    FITS,
-    GRADIENT,
-    LOSS,
-    OUTPUT,
-    PARAMETER,
-    PART,
-    SAVED,
-    TANGENT,
-    WEIGHT_GRADIENT,
-    Role,
-    Slot,
-)
+from zbcompile.passes.graph.roles import ACTIVATION, GRADIENT, PART, SAVED, Role, Slot
 from zbcompile.passes.split.split_backward import merge_convolutions
 from zbcompile.passes.stage.pass_graph import PassGraph
 from zbcompile.passes.step_graph import BACKWARD, END, FORWARD, WEIGHT, Label, Labels, StepGraph
@@ -65,10 +48,10 @@ class Extraction:
         self.edges: Edges = defaultdict(dict)
         for node in self.nodes:
             if node in labels:
-                for label in dict.fromkeys(self._reader_labels(node)):
+                for label in dict.fromkeys(labels[user] for user in node.users if user in labels):
                     self._add_way(node, labels[node], label)
         self.order = self._order()
-        self.results = _results_of(step)
+        self.inputs, self.results = step.inputs(), step.results()
 
     def pass_graph(self, group: Sequence[Label]) -> PassGraph:
         """Returns the graph of one label, or of B and W of one stage together."""
@@ -83,7 +66,9 @@ class Extraction:
         for source in _external_inputs(body, relayed, nodes | needed):
             if source.op == "get_attr":
                 continue
-            inputs.append(arrivals.get(source) or self._resident_slot(source))
+            slot = arrivals.get(source) or self.inputs.get(source)
+            assert slot is not None, f"{source.name} is computed by no stage"
+            inputs.append(slot)
             copies[source] = graph.placeholder(f"input_{len(copies)}")
             copies[source].meta = {"val": source.meta.get("val")}
         for node in body:
@@ -119,12 +104,6 @@ class Extraction:
             for label in order
             if label.kind in every_stage or label in self.members or label in linked
         ]
-
-    def _reader_labels(self, node: Node) -> Iterator[Label]:
-        """Yields the labels of the nodes that read a value, also through free nodes."""
-        for user in node.users:
-            if user in self.labels:
-                yield self.labels[user]
 
     def _add_way(self, node: Node, start: Label, end: Label) -> None:
         current = start
@@ -170,34 +149,6 @@ class Extraction:
                 pending.extend(node.all_input_nodes)
         return free
 
-    def _resident_slot(self, node: Node) -> Slot:
-        slot = self._residents.get(node)
-        assert slot is not None, f"{node.name} is computed by no stage"
-        return slot
-
-    @property
-    def _residents(self) -> Mapping[Node, Slot]:
-        if not hasattr(self, "_resident_slots"):
-            step = self.step
-            tables: dict[Role, Mapping[str, Node]] = {
-                PARAMETER: step.parameters,
-                BUFFER: step.buffers,
-                CONSTANT: step.constants,
-                BATCH: step.batch_inputs,
-                TANGENT: {"loss": step.tangent} if step.tangent is not None else {},
-            }
-            self._resident_slots = {
-                node: Slot(role, name)
-                for role, table in tables.items()
-                for name, node in table.items()
-            }
-            if (values := step.vocabulary_values) is not None:
-                if (node := values.hidden_gradient) is not None:
-                    self._resident_slots[node] = Slot(GRADIENT, node.name)
-                if (node := values.lookup) is not None:
-                    self._resident_slots[node] = Slot(ACTIVATION, node.name)
-        return self._resident_slots
-
 
 def _next_hop(current: Label, end: Label) -> Label:
     """Returns the next pass on the way of a value from one pass to another."""
@@ -221,24 +172,6 @@ def _role(start: Label, end: Label) -> Role:
     if start.stage == end.stage:
         return SAVED
     return ACTIVATION if start.kind == FORWARD else GRADIENT
-
-
-def _results_of(step: StepGraph) -> list[tuple[Slot, Node]]:
-    results = [(Slot(LOSS, "loss"), step.loss)] if step.loss is not None else []
-    outputs = enumerate(step.outputs)
-    results += [(Slot(OUTPUT, str(i)), node) for i, node in outputs if node is not None]
-    results += [(Slot(FITS, str(index)), node) for index, node in enumerate(step.fits)]
-    if step.vocabulary_values is not None:
-        hidden, gradient = step.vocabulary_values.hidden, step.vocabulary_values.lookup_gradient
-        results += [(Slot(ACTIVATION, hidden.name), hidden)] if hidden is not None else []
-        results += [(Slot(GRADIENT, gradient.name), gradient)] if gradient is not None else []
-    results += [(Slot(BUFFER_UPDATE, name), node) for name, node in step.buffer_updates.items()]
-    for name, node in step.gradients.items():
-        if node is not None:
-            results.append((Slot(WEIGHT_GRADIENT, name), node))
-    for name, sums in step.stage_gradients.items():
-        results += [(Slot(WEIGHT_GRADIENT, name), node) for node in sums.values()]
-    return results
 
 
 def _external_inputs(

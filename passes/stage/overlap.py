@@ -17,7 +17,6 @@ from typing import Any
 from torch.fx import Graph, GraphModule, Node
 
 from zbcompile.passes.cost.node_cost import node_bytes
-from zbcompile.passes.graph.fx import output_values
 from zbcompile.passes.graph.process_groups import is_collective, is_wait
 from zbcompile.passes.graph.roles import GRADIENT
 from zbcompile.passes.stage.pass_graph import PassGraph
@@ -26,48 +25,74 @@ from zbcompile.passes.torch_private import LazyGraphModule, OpOverload
 
 @dataclass(frozen=True)
 class MergedPieces:
-    """Two pieces as one graph. Its inputs are the first one's, then a function that takes the first
-    one's results, then one that returns the second one's inputs; it returns the second one's
-    results."""
+    """Two passes as one graph.
+
+    Its inputs are those of `first`, a function that takes the results of `first`, and a function
+    that returns the inputs of `second`. It returns the results of `second`.
+    """
 
     module: GraphModule
     first: PassGraph
     second: PassGraph
 
 
-def hand_over(take: Callable[..., None], values: Sequence[Any]) -> None:
-    """Graph op: hand over the first half's results."""
+def emit_outputs(take: Callable[..., None], values: Sequence[Any]) -> None:
+    """Graph op: passes the first half's results on."""
     take(list(values))
 
 
-def ask(give: Callable[[], list[Any]]) -> list[Any]:
-    """Graph op: fetch the second half's inputs (may block on the receive)."""
+def await_inputs(give: Callable[[], list[Any]]) -> list[Any]:
+    """Graph op: returns the second half's inputs (may block on the receive)."""
     return give()
 
 
-def pick(values: list[Any], index: int) -> Any:
-    """Graph op: one input of the second half, freed after its last user."""
+def take_input(values: list[Any], index: int) -> Any:
+    """Graph op: returns one input of the second half, freed after its last user."""
     value, values[index] = values[index], None
     return value
 
 
 def merge(first: PassGraph, second: PassGraph) -> MergedPieces:
-    """Merge F or B of one stage with B, BW or W of one (the same or another) into one graph."""
+    """Merges F or B of one stage with B, BW or W of one (the same or another) into one graph."""
     graph = Graph()
     copies: dict[Node, Node] = {}
-    one, arriving = _first_half(first, graph, copies)
-    second_nodes, results = _second_half(second, graph, copies)
-    fill = [copies[node] for node in weight_only_nodes(second)]
-    done = graph.output([copies[node] for node in results])
-    for node in [
-        *arriving,
-        *interleave(one, [node for node in second_nodes if node not in {*fill}], fill),
-    ]:
-        done.prepend(node)
-    module = LazyGraphModule(
-        _Attributes(first.module, second.module), graph, class_name=first.title + second.title
-    )
+    first_nodes = _copy(first, graph, copies, "first_")
+    inputs = [copies[node] for node in first.placeholders]
+    take, give = graph.placeholder("take"), graph.placeholder("give")
+    results = [copies[node] for node in first.results]
+    first_nodes.append(graph.call_function(emit_outputs, (take, results)))
+    received = graph.call_function(await_inputs, (give,))
+    second_nodes = [received]
+    for index, node in enumerate(second.placeholders):
+        copies[node] = graph.call_function(take_input, (received, index))
+        copies[node].meta = dict(node.meta)
+        second_nodes.append(copies[node])
+    second_nodes += _copy(second, graph, copies, "second_")
+    fill = {copies[node]: None for node in weight_only_nodes(second)}
+    order = interleave(first_nodes, [n for n in second_nodes if n not in fill], list(fill))
+    end = graph.output([copies[node] for node in second.results])
+    for node in (*inputs, take, give, *order):
+        end.prepend(node)
+    attributes = {
+        prefix + str(node.target): getattr(half.module, str(node.target))
+        for prefix, half in (("first_", first), ("second_", second))
+        for node in half.module.graph.find_nodes(op="get_attr")
+    }
+    module = LazyGraphModule(attributes, graph, class_name=first.title + second.title)
     return MergedPieces(module, first, second)
+
+
+def _copy(piece: PassGraph, graph: Graph, copies: dict[Node, Node], prefix: str) -> list[Node]:
+    copied = []
+    for node in piece.module.graph.nodes:
+        if node.op == "output" or node in copies:
+            continue
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+        if node.op == "get_attr":
+            copies[node].target = prefix + node.target
+        if node.op != "placeholder":
+            copied.append(copies[node])
+    return copied
 
 
 def weight_only_nodes(graph: PassGraph) -> list[Node]:
@@ -91,57 +116,6 @@ def weight_only_nodes(graph: PassGraph) -> list[Node]:
 
 def _is_ready(node: Node, done: set[Node]) -> bool:
     return all(source in done or source.op != "call_function" for source in node.all_input_nodes)
-
-
-class _Attributes(dict):  # type: ignore[type-arg]
-    """The constants that the two graphs refer to, under distinct names."""
-
-    def __init__(self, first: GraphModule, second: GraphModule) -> None:
-        halves = (("first_", first), ("second_", second))
-        super().__init__(
-            (prefix + node.target, getattr(module, node.target))
-            for prefix, module in halves
-            for node in module.graph.find_nodes(op="get_attr")
-        )
-
-
-def _first_half(
-    piece: PassGraph, graph: Graph, copies: dict[Node, Node]
-) -> tuple[list[Node], list[Node]]:
-    """The operations of the first half with the hand-over at their end, and all placeholders of the
-    merged graph."""
-    nodes = _copy(piece, graph, copies, "first_")
-    arriving = [copies[node] for node in piece.module.graph.find_nodes(op="placeholder")]
-    take, give = graph.placeholder("take"), graph.placeholder("give")
-    results = [copies[node] for node in output_values(piece.module.graph)]
-    return [*nodes, graph.call_function(hand_over, (take, results))], [*arriving, take, give]
-
-
-def _second_half(
-    piece: PassGraph, graph: Graph, copies: dict[Node, Node]
-) -> tuple[list[Node], list[Node]]:
-    """The operations of the second half after the request for its inputs, and its results."""
-    give = next(node for node in graph.find_nodes(op="placeholder") if node.target == "give")
-    request = graph.call_function(ask, (give,))
-    inputs = piece.module.graph.find_nodes(op="placeholder")
-    for index, node in enumerate(inputs):
-        copies[node] = graph.call_function(pick, (request, index))
-        copies[node].meta = dict(node.meta)
-    nodes = _copy(piece, graph, copies, "second_")
-    return [request, *(copies[node] for node in inputs), *nodes], output_values(piece.module.graph)
-
-
-def _copy(piece: PassGraph, graph: Graph, copies: dict[Node, Node], prefix: str) -> list[Node]:
-    copied = []
-    for node in piece.module.graph.nodes:
-        if node.op == "output" or node in copies:
-            continue
-        copies[node] = graph.node_copy(node, copies.__getitem__)
-        if node.op == "get_attr":
-            copies[node].target = prefix + node.target
-        if node.op != "placeholder":
-            copied.append(copies[node])
-    return copied
 
 
 LITTLE = 200  # of this many parts of both halves' work one is too little to switch before it

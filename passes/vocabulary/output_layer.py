@@ -91,7 +91,7 @@ def find_output_layers(step: StepGraph) -> list[OutputLayer]:
     if not layers:
         _refuse_missing_layer(forward)
     for layer in layers:
-        _follow_logits(layer, forward, set(step.result_nodes()))
+        _follow_logits(layer, forward, {node for _, node in step.results()})
     return layers
 
 

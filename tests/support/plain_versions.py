@@ -18,7 +18,7 @@ def every_choice(candidates: Candidates) -> Iterator[tuple[int, int]]:
     for flags in itertools.product((False, True), repeat=len(candidates.bytes)):
         kept = {value for value, flag in zip(candidates.bytes, flags, strict=True) if flag}
         remade: set[Any] = set()
-        missing = [value for value in candidates.wanted if value not in kept]
+        missing = [value for value in candidates.backward_inputs if value not in kept]
         while missing and missing[-1] in candidates.cost:
             value = missing.pop()
             new = () if value in remade else candidates.inputs[value]
