@@ -76,7 +76,7 @@ class Backend:
     def compile(
         self, pieces: Mapping[Key, PassGraph], first: int = 0
     ) -> tuple[dict[Key, Run], Compilation]:
-        """A call for each piece. `first`: see `Compiler`."""
+        """Returns the code of each piece, and a report. `first`: see `Compiler`."""
         if self.compiler is None:
             return {place: _fx(piece) for place, piece in pieces.items()}, Compilation(
                 self.name, len(pieces), 0
@@ -100,7 +100,7 @@ class Backend:
         )
 
     def later(self, piece: PassGraph) -> Run:
-        """A call that is compiled when it is first needed."""
+        """Returns code that is compiled at its first call."""
 
         def run(values: list[Any]) -> Sequence[torch.Tensor]:
             return self.compile({"": piece})[0][""](values)
@@ -113,8 +113,7 @@ def _fx(piece: PassGraph) -> Run:
 
 
 def _with_constants(run: Run, constants: tuple[torch.Tensor, ...]) -> Run:
-    """A call of the bare graph, whose last inputs are the tensors that the piece's graph
-    refers to."""
+    """Returns `run` with the tensors that the piece's graph refers to as its last inputs."""
     if not constants:
         return run
 
@@ -165,7 +164,7 @@ def _unpacking(function: Callable[..., Any]) -> Run:
 
 
 def _counted(run: Callable[[list[Any]], Any], results: int, name: str) -> Run:
-    """Refuse a call that returns anything but a list or tuple of `results` values."""
+    """Returns `run` with a check that it returns a list or tuple of `results` values."""
 
     def call(values: list[Any]) -> Sequence[torch.Tensor]:
         found = run(values)
@@ -185,7 +184,8 @@ def _counted(run: Callable[[list[Any]], Any], results: int, name: str) -> Run:
 
 
 def make_backend(backend: str | GraphCompiler, device: torch.device) -> Backend:
-    """The backend of a pipeline on `device`. Raises PipelineError if inductor finds no compiler."""
+    """Returns the backend of a pipeline on `device`. Raises PipelineError if inductor finds no
+    compiler."""
     if backend == "fx":
         return Backend("fx")
     if backend == "inductor":
@@ -216,8 +216,7 @@ class CompiledPasses:
     compilation: Compilation
 
     def of(self, kind: str, owner: int) -> dict[str, Run] | None:
-        """The calls of a "stage", or of a rank's "shard", by pass; None if its graphs run as FX
-        code."""
+        """Returns the code of a "stage", or of a rank's "shard", by pass; None for FX code."""
         return {
             place.name: run for place, run in self.runs.items() if place[1:] == (kind, owner)
         } or None
@@ -226,8 +225,11 @@ class CompiledPasses:
 def compile_passes(
     program: Program, ranks: Sequence[int], backend: Backend, cuda_graphs: bool = False
 ) -> CompiledPasses:
-    """Compile what `ranks` run, and with `cuda_graphs` let each pass record itself. A pass that is
-    not in their order (torch's own schedules may call it) is compiled when it is first called."""
+    """Compiles what `ranks` run; with `cuda_graphs` each pass records itself.
+
+    A pass that is not in their order, which torch's own schedules may call, is compiled at its
+    first call.
+    """
     passes = _passes_of(program, ranks)
     if backend.compiler is None and not cuda_graphs:
         return CompiledPasses({}, Compilation(backend.name, len(passes), 0))

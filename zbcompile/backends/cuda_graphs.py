@@ -45,11 +45,14 @@ class Recording:
 
 @dataclass
 class RecordedPass:
-    """A pass that records itself at its first call, called `title` in messages.
+    """A pass that records itself at its first call.
 
-    `staying` are the positions of inputs that keep their addresses, `written` those of them that it
-    adds into; `pool` is memory that all recordings share, which is safe because they run in turn
-    and their results are copied out.
+    Attributes:
+        title: Its name in messages.
+        staying: The positions of inputs that keep their addresses.
+        written: Those of them that it adds into.
+        pool: Memory that all recordings share. They run one after the other, and their results are
+            copied.
     """
 
     title: str
@@ -70,7 +73,7 @@ class RecordedPass:
         if recording is not None:
             recording.fill(values)
         elif len(self.recordings) == PLACES:
-            self._say_that_it_moved()
+            self._warn_about_moves()
             return self.run(values)
         else:
             recording = self.recordings[addresses] = self._record(values)
@@ -78,7 +81,7 @@ class RecordedPass:
         return recording.replay()
 
     def _record(self, values: list[torch.Tensor]) -> Recording:
-        """A recording whose buffers hold `values`."""
+        """Returns a recording with `values` in its buffers."""
         self._require_on_gpu(value for i, value in enumerate(values) if i not in self.staying)
         buffers = {
             i: copy_with_strides(value) for i, value in enumerate(values) if i not in self.staying
@@ -99,7 +102,7 @@ class RecordedPass:
         return Recording(graph, buffers, results)
 
     def _require_on_gpu(self, values: Iterable[torch.Tensor]) -> None:
-        """Refuse tensors of the host: replays would use their present value for ever."""
+        """Raises PipelineError for tensors of the host: replays would not read them again."""
         for value in values:
             if not gpu.is_gpu(value.device):
                 raise PipelineError(
@@ -109,11 +112,11 @@ class RecordedPass:
                 )
 
     def _warm_up(self, inputs: list[torch.Tensor]) -> None:
-        """Run on a separate stream; sums are added into copies."""
+        """Runs the pass on a separate stream; sums are added into copies."""
         device = inputs[0].device
-        current, aside = gpu.current_stream(device), gpu.new_stream(device)
-        aside.wait_stream(current)
-        with gpu.on_stream(aside):
+        current, stream = gpu.current_stream(device), gpu.new_stream(device)
+        stream.wait_stream(current)
+        with gpu.on_stream(stream):
             for _ in range(WARM_UP):
                 self.run(
                     [
@@ -121,9 +124,9 @@ class RecordedPass:
                         for i, value in enumerate(inputs)
                     ]
                 )
-        current.wait_stream(aside)
+        current.wait_stream(stream)
 
-    def _say_that_it_moved(self) -> None:
+    def _warn_about_moves(self) -> None:
         if not self.moved:
             self.moved = True
             warnings.warn(
@@ -135,22 +138,22 @@ class RecordedPass:
 
 
 def record(title: str, run: Run, piece: PassGraph, pool: Any) -> Run:
-    """`run`, which is what a backend made of `piece`, as a recording; `pool` is a
-    `gpu.graph_pool()`. A pass that reads nothing stays as it is, such as the B of a first stage
-    whose only layer has its gradient in W.
+    """Returns `run`, a backend's code for `piece`, as a pass that records itself into `pool`.
+
+    A pass without inputs is returned unchanged, such as the B of a first stage whose only layer has
+    its gradient in W.
     """
     if not piece.inputs:
         return run
-    kinds = [slot.role for slot in piece.inputs]
-    staying = tuple(i for i, kind in enumerate(kinds) if kind in STAYING)
-    return RecordedPass(
-        title, run, staying, frozenset(i for i in staying if kinds[i] == "accumulator"), pool
-    )
+    roles = [slot.role for slot in piece.inputs]
+    staying = tuple(i for i, role in enumerate(roles) if role in STAYING)
+    written = frozenset(i for i in staying if roles[i] == "accumulator")
+    return RecordedPass(title, run, staying, written, pool)
 
 
-def check_cuda_graphs(wanted: bool, device: torch.device) -> None:
-    """Raise PipelineError if there is no device to record on."""
-    if wanted and not gpu.is_gpu(device):
+def check_cuda_graphs(enabled: bool, device: torch.device) -> None:
+    """Raises PipelineError if passes cannot be recorded on the device."""
+    if enabled and not gpu.is_gpu(device):
         raise PipelineError(
             f"cuda_graphs=True records passes on a GPU, but the pipeline is on {device}. Move the"
             " model to a GPU, or leave it out."

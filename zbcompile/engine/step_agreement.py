@@ -1,6 +1,5 @@
-"""What ranks must have in common in one step: replicas take as many microbatches and compile
-together, and the ranks of a pipeline train on the same batch, or they would compute a wrong
-gradient in silence."""
+"""Checks that ranks take the same step: replicas as many microbatches, the ranks of a pipeline the
+same batch. Otherwise gradients would be wrong without an error."""
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -26,8 +25,8 @@ SEED = "Seed what is random in the data set and the collator alike on all ranks 
 
 
 class StepAgreement:
-    """One reduction per step of replicas, of digests, begun before its first action and read when a
-    rank needs to know."""
+    """Compares the steps of replicas by one reduction of digests, which begins before the first
+    action."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
@@ -35,9 +34,8 @@ class StepAgreement:
         self._digests: Digests | None = None
 
     def begin(self, passed: Passed, compiles: bool, apart: Sequence[str]) -> None:
-        """Begin to compare what replicas have `passed`: shapes, and what has changed in Python,
-        only if this rank may have to compile. Along `apart` ranks may have batches of other shapes:
-        along other dimensions they exchange tensors within a microbatch."""
+        """Starts to compare what replicas have `passed`; shapes and changed Python values only if
+        this rank may have to compile. Along `apart` ranks may have batches of other shapes."""
         self._passed = passed
         alike = (passed if compiles else passed[::2]), ()
         self._digests = Digests(
@@ -45,11 +43,11 @@ class StepAgreement:
         )
 
     def differs(self) -> bool:
-        """Whether replicas are not about to take the same step."""
+        """Returns True if replicas are about to take different steps. Waits for the reduction."""
         return self._digests is not None and any(self._digests.differ)
 
     def require(self) -> None:
-        """Raise PipelineError, on every rank, if they are not."""
+        """Raises PipelineError, on every rank, if replicas take different steps."""
         if not self.differs() or self._passed is None:
             return
         ranks, leader = self._ranks, self._ranks.members[0]
@@ -79,10 +77,10 @@ class StepAgreement:
 
 
 def require_same_batch(ranks: Ranks, inputs: Mapping[str, Any]) -> None:
-    """Raise PipelineError, on every rank, if another rank of this pipeline got another batch:
-    before a compilation, and for callers of evaluations. Later steps compare integer inputs, with
-    the losses. The caller is in a region: one that a rank enters alone, as it compiles alone, would
-    hide from the watch that the others are in another call.
+    """Raises PipelineError, on every rank, if another rank of this pipeline got another batch.
+
+    For compilations and evaluations; later steps compare integer inputs, with the losses. The
+    caller is in a region of the watch.
     """
     if ranks.group is None:
         return
@@ -98,9 +96,10 @@ def require_same_batch(ranks: Ranks, inputs: Mapping[str, Any]) -> None:
 def integer_marks(
     microbatches: Sequence[Mapping[str, torch.Tensor]], mesh: Mesh, like: torch.Tensor
 ) -> torch.Tensor:
-    """Returns a checksum of the integer inputs of a step in the place of this rank, among zeros: a
-    sum over all ranks has those of all, [place in the mesh, rank of the pipeline, piece]. Nothing
-    waits for a device.
+    """Returns a checksum of the integer inputs of a step at the index of this rank, among zeros.
+
+    The sum over all ranks has those of all [place in the mesh, rank of the pipeline, piece]. Does
+    not synchronize with a device.
     """
     found = like.new_zeros((mesh.size(*mesh.beside("pp")), mesh.size("pp"), PIECES))
     tensors = [each for inputs in microbatches for _, each in sorted(inputs.items())]
@@ -119,14 +118,15 @@ def integer_marks(
 
 @lru_cache(maxsize=4)
 def _weights(count: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns factors for as many integers, and the places of the pieces in their sum: its upper
-    bits, as the lower ones see but the lower bits of each integer."""
+    """Returns factors for `count` integers, and the bit positions of the pieces in their sum. These
+    are its upper bits: the lower ones depend on the lower bits of each integer alone."""
     weights = torch.arange(1, count + 1, device=device) * _FACTOR
     return weights, 63 - BITS * torch.arange(1, PIECES + 1, device=device)
 
 
 def require_same_integers(ranks: Ranks, marks: torch.Tensor) -> None:
-    """Raise PipelineError if ranks of one pipeline have other marks. Waits for the device."""
+    """Raises PipelineError if ranks of one pipeline have different checksums. Synchronizes with the
+    device."""
     for _, rank in (marks != marks[:, :1]).any(-1).nonzero().tolist():
         raise ranks.refusal(
             f"the integer inputs of this batch differ between rank 0 and rank {rank} of the"
@@ -135,8 +135,7 @@ def require_same_integers(ranks: Ranks, marks: torch.Tensor) -> None:
 
 
 def _what_differs(ranks: Ranks, sums: Mapping[str, Any]) -> dict[str, str]:
-    """What differs between the first rank and another one, in words, by its name; on all ranks in
-    one order."""
+    """Returns a sentence for each input that differs, by its name; on all ranks in one order."""
     with ranks.watch.position.waiting("the batch of the others"):
         found = ranks.gather_here(sums)
     names = sorted({name for each in found for name in each})
@@ -165,7 +164,7 @@ def _checksums(leaves: Sequence[Any]) -> list[Any]:
 
 
 def _of_tensor(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Its form and the checksum of its bytes, 0 for a tensor without plain bytes."""
+    """Returns dtype, shape and checksum; the checksum is 0 for a tensor without plain bytes."""
     return str(tensor.dtype), tuple(tensor.shape), checksum(tensor) if _is_plain(tensor) else 0
 
 

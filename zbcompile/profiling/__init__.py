@@ -1,2 +1,1 @@
-"""What looks at the steps of a pipeline: the recorder, trace and monitor, and the origin of
-a NaN."""
+"""Recording of steps, and the origin of a NaN."""

@@ -23,7 +23,7 @@ from zbcompile.schedules.ir.actions import Action
 
 @dataclass
 class ProcessRecord:
-    """What one process has seen of its ranks; times are on a clock that all ranks share."""
+    """The recorded actions of one process's ranks, on a clock that all ranks share."""
 
     begin: float
     end: float
@@ -60,9 +60,9 @@ class ActionTimes:
         self.marks[rank].append((action, self.running.pop((rank, action)), self.clock.mark()))
         self.held[rank].append(held)
 
-    def seen(self, ahead: float = 0.0) -> ProcessRecord:
-        """Waits for the device. The times are on a clock that this process's clock is
-        `ahead` of."""
+    def record(self, ahead: float = 0.0) -> ProcessRecord:
+        """Returns the record. This process's clock is `ahead` seconds of that of the first rank.
+        Synchronizes with the device."""
         at = self.clock.seconds
         timed = {
             r: [RecordedSpan(str(a), at(s) - ahead, at(e) - ahead) for a, s, e in found]
@@ -78,7 +78,7 @@ class ActionTimes:
 
 
 def make_record(times: ActionTimes, parts: Sequence[ProcessRecord], in_process: bool) -> StepRecord:
-    """One record of what all processes have seen, on one clock."""
+    """Returns one record of the records of all processes, on one clock."""
     started = min(part.begin for part in parts)
     timed = _merged([part.timed for part in parts])
     spans = {
@@ -115,8 +115,7 @@ class Observation:
         self._records: list[StepRecord] | None = None
 
     def begin(self, program: Program, schedule: Schedule) -> ActionTimes:
-        """What observes the next step. All ranks begin it together, on clocks that have been
-        compared."""
+        """Starts to record a step, after a barrier of all ranks, whose clocks are compared once."""
         ranks = self._ranks
         if isinstance(ranks, GroupRanks):
             with ranks.watch.position.waiting("the common start"):
@@ -127,16 +126,15 @@ class Observation:
         return self._times
 
     def end(self) -> None:
-        """Let `last_step` be what all ranks of the pipeline have seen of the step, on every
-        rank."""
+        """Sets `last_step` to the record of all ranks of the pipeline, on every rank."""
         assert self._times is not None
-        parts = self._ranks.gather_here(self._times.seen(self._ahead or 0.0))
+        parts = self._ranks.gather_here(self._times.record(self._ahead or 0.0))
         self.last_step = make_record(self._times, parts, in_process=self._ranks.group is None)
         self._times = None
 
     @contextmanager
     def recording(self) -> Iterator[list[StepRecord]]:
-        """Records the steps inside; the list that it gives fills with them."""
+        """Records the steps inside, and appends them to the list that it yields."""
         before = self.record, self._records
         self.record, self._records = True, []
         try:
@@ -145,16 +143,16 @@ class Observation:
             self.record, self._records = before
 
     def of_step(self) -> "Observation | None":
-        """The recorder of the next step; None if no record of it is wanted."""
+        """Returns this recorder if the next step is recorded, else None."""
         if not self.record:
             self.last_step = None
         return self if self.record else None
 
     def of_forward(self) -> "Observation | None":
-        """The recorder of a run of forwards; None if no record is wanted."""
+        """Returns this recorder if evaluations are recorded, else None."""
         return self if self.record else None
 
     def done(self) -> None:
-        """Keeps the record of a step or forward for those who collect records."""
+        """Appends the last record to the list of `recording`."""
         if self.record and self._records is not None and self.last_step is not None:
             self._records.append(self.last_step)

@@ -1,6 +1,5 @@
-"""Checks around the passes of a step: for the operation that introduces a NaN or an infinity, found
-by running graphs operation by operation, and for a user's operators that draw random numbers
-without saying so, which no seed would reach."""
+"""Finds the operation that introduces a NaN or an infinity, by running graphs operation by
+operation."""
 
 import math
 from collections.abc import Sequence
@@ -18,22 +17,24 @@ from zbcompile.passes.stage.pass_graph import PassGraph
 
 
 def inspected(stage: CompiledStage) -> CompiledStage:
-    """`stage` with every pass checked: FloatingPointError at the first operation that introduces a
-    NaN or an infinity, and before any operation if there is a NaN in the batch, a parameter or a
-    buffer."""
+    """Returns the stage with every pass checked.
+
+    A pass raises FloatingPointError at the first operation that introduces a NaN or an infinity,
+    and before any operation if there is a NaN in the batch, a parameter or a buffer.
+    """
     return stage.with_runs(
         {name: checked(stage.index, piece) for name, piece in stage.program.pieces.items()}
     )
 
 
 def checked(stage: int, piece: PassGraph) -> Run:
-    """A pass under inspection, called as the boxed graph would be: with a list, which it
-    empties."""
+    """Returns a function that runs a pass under inspection, called as the boxed graph is: with a
+    list, which it empties."""
 
     def run(values: Tensors) -> Sequence[torch.Tensor]:
-        given = list(values)
+        inputs = list(values)
         values.clear()
-        return _Inspector(stage, piece).run(*given)  # type: ignore[no-any-return]
+        return _Inspector(stage, piece).run(*inputs)  # type: ignore[no-any-return]
 
     return run
 
@@ -70,23 +71,23 @@ class _Inspector(Interpreter):
             else read
         )
         result = super().run_node(n)
-        made = _kinds(result)
-        if n in self._slots and self._slots[n].role in ROOTS and "nan" in made:
+        kinds = _kinds(result)
+        if n in self._slots and self._slots[n].role in ROOTS and "nan" in kinds:
             raise FloatingPointError(
                 f"{self._place} receives a NaN in {self._slots[n].role} {self._slots[n].name}"
             )
-        if n.op == "call_function" and ("nan" in made - read or ("inf" in made and not read)):
+        if n.op == "call_function" and ("nan" in kinds - read or ("inf" in kinds and not read)):
             origin = origin_of(n)
             line = f", for {origin.owner}: {origin.text}" if origin else ""
-            found = "a NaN" if "nan" in made else "an infinity"
+            value = "a NaN" if "nan" in kinds else "an infinity"
             raise FloatingPointError(
-                f"{found} first appears in {self._place}, in {n.target} ({n.name}){line}"
+                f"{value} first appears in {self._place}, in {n.target} ({n.name}){line}"
             )
         return result
 
 
 def _kinds(values: Any) -> set[str]:
-    """Which of "nan" and "inf" occur in tensors and numbers."""
+    """Returns which of "nan" and "inf" occur in tensors and numbers."""
     if isinstance(values, torch.Tensor):
         if not values.is_floating_point():
             return set()

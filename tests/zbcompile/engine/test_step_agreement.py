@@ -20,7 +20,7 @@ from tests.support.meshes import mesh_of
 from tests.support.parallel_models import LENGTH, WIDTH, ContextParallel, Dispatched, TensorParallel
 from tests.support.pool import Pool
 from zbcompile import PipelineError
-from zbcompile.engine.rank import RankRun
+from zbcompile.engine.step import Engine
 
 Sizes = tuple[tuple[int, ...], ...]  # of the microbatches of each step
 
@@ -93,7 +93,7 @@ def called(kind: str) -> tuple[Counter[str], int]:
     torch.manual_seed(0)
     options: dict[str, Any] = {"schedule": "zb-h1", "microbatches": 2, "loss": mse_loss}
     along = (
-        "pp" if kind == "vocab" else "dp" if kind.startswith("zero") or kind == "early" else kind
+        "pp" if kind == "vocab" else "dp" if kind.startswith("zero") or kind == "overlap" else kind
     )
     mesh = mesh_of(**{"pp": 1, along: 2})
     model: nn.Module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, bias=False))
@@ -108,14 +108,14 @@ def called(kind: str) -> tuple[Counter[str], int]:
         options |= {"vocab": 1, "loss": words}
     pipe = zbcompile.pipeline(model, mesh=mesh, **options)
     owns: dict[str, Any] = {"zero": int(kind[-1])} if kind.startswith("zero") else {}
-    optimizer = pipe.optimizer(torch.optim.AdamW, **(owns or {"early": kind == "early"}))
+    optimizer = pipe.optimizer(torch.optim.AdamW, **(owns or {"overlap": kind == "overlap"}))
     x = torch.randn(4, LENGTH, WIDTH)
     outside, within = Counter[str](), Counter[str]()
 
     def counted(name: str, call: Any) -> Any:
         def counting(*given: Any, **named: Any) -> Any:
             codes = {frame.f_code for frame, _ in traceback.walk_stack(None)}
-            acts = not codes.isdisjoint((RankRun._execute.__code__, RankRun._wait.__code__))
+            acts = Engine.run_step.__code__ in codes
             acts = acts or threading.current_thread().name.startswith(
                 "zbcompile-collectives"
             )  # begun by actions
@@ -131,8 +131,9 @@ def called(kind: str) -> tuple[Counter[str], int]:
                     mock.patch.object(dist, name, counted(name, getattr(dist, name)))
                 )
             pipe.step(x, target=x)
-        optimizer.step()
-        optimizer.zero_grad()
+        if kind != "overlap":
+            optimizer.step()
+            optimizer.zero_grad()
     return outside, within.total()
 
 
@@ -140,14 +141,14 @@ def called(kind: str) -> tuple[Counter[str], int]:
 @pytest.mark.parametrize(
     ("kind", "messages"),
     [
-        *(("pp", 0), ("vocab", 0), ("tp", 0), ("cp", 1), ("ep", 1), ("early", 1)),
+        *(("pp", 0), ("vocab", 0), ("tp", 0), ("cp", 1), ("ep", 1), ("overlap", 1)),
         *((f"zero {level}", 1) for level in range(2)),
     ],
 )
-def test_torch_is_called_once_a_step_outside_of_actions(
+def test_torch_is_called_once_before_a_step_runs(
     kind: str, messages: int, pool: Pool
 ) -> None:
-    """Where ranks have losses of their own; else not at all. Losses and sums are actions."""
+    """Where ranks have losses of their own; else not at all, but for losses and sums."""
     for outside, within in pool.run(called, kind, ranks=2):
         assert outside == Counter({"all_reduce": 4 * messages} if messages else {})
         assert within
@@ -178,10 +179,10 @@ def test_another_timeout_is_said_on_every_rank(pool: Pool) -> None:
     assert one == other
 
 
-def differs_once(early: bool) -> tuple[list[str], bool, list[float]]:
+def differs_once(overlap: bool) -> tuple[list[str], bool, list[float]]:
     """One step in which replicas have other numbers of microbatches, between others."""
     pipe = made((2, 2))
-    optimizer = pipe.optimizer(torch.optim.SGD, lr=0.1, early=early)
+    optimizer = pipe.optimizer(torch.optim.SGD, lr=0.1, overlap=overlap)
     said, losses = [], []
     for counts in ((2, 2), (2, 4), (2, 2)):
         before = [parameter.detach().clone() for parameter in pipe.parameters()]
@@ -192,8 +193,9 @@ def differs_once(early: bool) -> tuple[list[str], bool, list[float]]:
             kept = all(map(torch.equal, before, pipe.parameters()))
             kept = kept and all(parameter.grad is None for parameter in pipe.parameters())
             continue
-        optimizer.step()
-        optimizer.zero_grad()
+        if not overlap:
+            optimizer.step()
+            optimizer.zero_grad()
     dist.barrier()
     return said, kept, losses
 
@@ -201,8 +203,8 @@ def differs_once(early: bool) -> tuple[list[str], bool, list[float]]:
 def test_a_step_that_differs_between_replicas_changes_nothing(pool: Pool) -> None:
     """It has run when that is found: nothing was summed over replicas, no parameter updated, and
     the next step runs."""
-    for early in (False, True):
-        for said, kept, losses in pool.run(differs_once, early, ranks=4):
+    for overlap in (False, True):
+        for said, kept, losses in pool.run(differs_once, overlap, ranks=4):
             assert kept
             first, last = losses
             assert last < first
