@@ -145,9 +145,7 @@ def called(kind: str) -> tuple[Counter[str], int]:
         *((f"zero {level}", 1) for level in range(2)),
     ],
 )
-def test_torch_is_called_once_before_a_step_runs(
-    kind: str, messages: int, pool: Pool
-) -> None:
+def test_torch_is_called_once_before_a_step_runs(kind: str, messages: int, pool: Pool) -> None:
     """Where ranks have losses of their own; else not at all, but for losses and sums."""
     for outside, within in pool.run(called, kind, ranks=2):
         assert outside == Counter({"all_reduce": 4 * messages} if messages else {})
