@@ -215,8 +215,8 @@ class Costs:
         """Returns the delay between the end of a pass on rank `source` and the use of its message
         on `destination`.
 
-        `stage` is the one whose output is sent: forwards of `stage` itself, backwards of `stage` +
-        1. The same rank: 0.
+        `stage` is the one whose output is sent: forwards of `stage` itself, backwards of the next
+        stage. The same rank: 0.
         """
         if source == destination:
             return 0
