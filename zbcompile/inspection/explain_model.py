@@ -4,7 +4,6 @@ nothing."""
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -20,27 +19,10 @@ from zbcompile.passes.capture.structures import flatten_output
 from zbcompile.passes.capture.training_step import LossFunction
 from zbcompile.passes.compile_step import CompiledStep, compile_graph
 from zbcompile.passes.errors import CompileError
-from zbcompile.passes.graph.source_location import origin_of, shown_path
 from zbcompile.passes.module_state import AttributeSnapshot
 from zbcompile.passes.step_graph import StepGraph
 from zbcompile.passes.torch_names import type_text
 from zbcompile.tables import Figure, Table, facts, to_text
-
-SHOWN = 15  # places that the printed form lists
-
-
-@dataclass(frozen=True)
-class CutPlace:
-    """A position where the model can be cut.
-
-    `after` is the operation before it with its module and source line, `bytes` what crosses per
-    microbatch in each direction, `share` the part of the step's FLOPs that lies before it.
-    """
-
-    operation: str
-    after: str
-    bytes: int
-    share: float
 
 
 @dataclass(frozen=True)
@@ -48,25 +30,20 @@ class Explanation:
     """What `zbcompile.pipeline` would do with a model. Empty `problems`: it compiles.
 
     `problems` are sentences that name what is unsupported, where, and the remedy; `notes` what a
-    user should know. `places` is empty when the model could not be captured at all.
+    user should know, `cuts` the number of places where the model can be cut.
     """
 
     model: str
     inputs: tuple[str, ...]
     loss: str
     parameters: tuple[str, ...]
-    places: tuple[CutPlace, ...]
+    cuts: int
     problems: tuple[str, ...]
     notes: tuple[str, ...]
 
     @property
     def supported(self) -> bool:
         return not self.problems
-
-    def nearest_places(self, stages: int) -> tuple[CutPlace, ...]:
-        """For each of the `stages - 1` even cuts the place whose share is nearest to it."""
-        even = (k / stages for k in range(1, stages))
-        return tuple(min(self.places, key=lambda place: abs(place.share - share)) for share in even)
 
     def __str__(self) -> str:
         return to_text(self.tables()).rstrip("\n")
@@ -78,28 +55,12 @@ class Explanation:
             if self.supported
             else f"cannot be compiled: {counted(self.problems, 'problem')}"
         )
-        subject = [Figure(name, getattr(self, name)) for name in ("inputs", "loss", "parameters")]
-        shown = (
-            self.places
-            if len(self.places) <= SHOWN
-            else tuple(dict.fromkeys(self.nearest_places(SHOWN + 1)))
-        )
-        hidden = len(self.places) - len(shown)
-        title = f"It can be cut in {counted(self.places, 'place')}" + (
-            f" ({hidden} not shown)" if hidden else ""
-        )
-        rows = [
-            [
-                Figure("work before", place.share, "share"),
-                Figure("crosses", place.bytes, "B", "microbatch"),
-                Figure("after", place.after),
-            ]
-            for place in shown
+        subject = [
+            Figure(name, getattr(self, name)) for name in ("inputs", "loss", "parameters", "cuts")
         ]
         lists = ("Problems", self.problems), ("Notes", self.notes)
         return [
             facts("model", subject, f"{self.model} {verdict}."),
-            Table("places", f"{title}:" if rows else "", rows),
             *(
                 Table(name.lower(), f"{name}:" * bool(texts), notes=[f"- {t}" for t in texts])
                 for name, texts in lists
@@ -148,7 +109,7 @@ def explain(
             else "unknown: the model could not be captured"
         ),
         parameters=tuple(_parameters(model)),
-        places=tuple(_places(compiled)) if compiled else (),
+        cuts=len(compiled.line.cuts) if compiled else 0,
         problems=tuple(dict.fromkeys(problems)),
         notes=tuple(dict.fromkeys([*warned, *notes])),
     )
@@ -176,20 +137,6 @@ def _compile(step: StepGraph, problems: list[str]) -> CompiledStep | None:
     except CompileError as error:
         problems.append(str(error))
         return None
-
-
-def _places(compiled: CompiledStep) -> Iterator[CutPlace]:
-    line, before = compiled.line, list(accumulate(compiled.loads, initial=0.0))
-    for cut in line.cuts:
-        node = line.nodes[cut - 1]
-        share = before[cut] / before[-1] if before[-1] else 0.0
-        origin = origin_of(node)
-        after = (
-            f"{origin.owner}  {shown_path(origin.file)}:{origin.line}"
-            if origin and origin.file
-            else node.name
-        )
-        yield CutPlace(node.name, after, line.crossing_bytes[cut], share)
 
 
 def _notes(step: StepGraph, model: nn.Module) -> Iterator[str]:

@@ -16,6 +16,8 @@ from zbcompile.schedules import Placement, Schedule, ScheduleError, build, names
 from zbcompile.schedules.checking.schedule_rules import OWN_WEIGHT_ORDER
 
 EQUAL = 1e-9  # relative difference of two steps that are as long
+COMPARED = 5  # names in the summary
+UNSURE = 0.05  # relative error of the ratio of two predicted steps
 Compile = Callable[[Schedule, Choices], Program]
 
 
@@ -101,12 +103,15 @@ def _candidates(
 
 
 def _summary(best: NamedStep, others: list[NamedStep]) -> str:
-    """Returns what was chosen, in one line, with the next best name."""
-    text = f"auto: {best.name}, predicted step {best.seconds:.4g} s on {hardware_of(best.program)}"
-    if not others:
-        return text
-    longer = others[0].seconds / best.seconds - 1 if best.seconds else 0.0
+    """Returns what was chosen, what it was compared with, and how sure that is, in three lines."""
+    compared = ", ".join(
+        f"{other.name} {other.seconds / (best.seconds or 1.0) - 1:+.1%}" for other in others[:COMPARED]
+    )
+    more = f" and {len(others) - COMPARED} slower names" if len(others) > COMPARED else ""
+    machine = hardware_of(best.program)
     return (
-        f"{text}; the next best, {others[0].name}, takes"
-        f" {f'{longer:.1%} longer' if longer >= 5e-4 else 'as long'}"
+        f"auto: {best.name}, predicted step {best.seconds:.4g} s on {machine}\n"
+        f"compared with {compared or 'no other name'}{more}\n"
+        f"not measured: names within {UNSURE:.0%} may change places on the machine at hand; inspect"
+        " --compare NAMES --costs measured runs their passes"
     )
