@@ -104,8 +104,9 @@ def _candidates(
 
 def _summary(best: NamedStep, others: list[NamedStep]) -> str:
     """Returns what was chosen, what it was compared with, and how sure that is, in three lines."""
+    shortest = best.seconds or 1.0
     compared = ", ".join(
-        f"{other.name} {other.seconds / (best.seconds or 1.0) - 1:+.1%}" for other in others[:COMPARED]
+        f"{other.name} {other.seconds / shortest - 1:+.1%}" for other in others[:COMPARED]
     )
     more = f" and {len(others) - COMPARED} slower names" if len(others) > COMPARED else ""
     machine = hardware_of(best.program)
