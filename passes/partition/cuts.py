@@ -23,5 +23,5 @@ class Cuts:
     overweight: str = ""
 
     def stage_of(self, index: int) -> int:
-        """The stage of the line's node at `index`."""
+        """Returns the stage of the line's node at `index`."""
         return bisect_left(self.after, index)

@@ -1,2 +1,1 @@
-"""Planning: where to cut a model, in what order its ranks work, and what they hold, chosen together
-by cost."""
+"""Planning: the schedule, the cuts and the recomputation, chosen by predicted cost."""

@@ -43,22 +43,22 @@ def compile_auto(
     left out; a placement is compiled again with more recomputation if none of its names fits.
     Raises CompileError if no name can be compiled, or fits.
     """
-    found, errors = list[NamedStep](), list[CompileError]()
+    steps, errors = list[NamedStep](), list[CompileError]()
     build_ = partial(build, ranks=ranks, microbatches=microbatches, chunks=chunks)
     for names_ in names_by_placement(build_).values():
         try:
-            found += _candidates(compile_, choices, names_, build_)
+            steps += _candidates(compile_, choices, names_, build_)
         except CompileError as error:
             errors.append(error)
-    if not found:
+    if not steps:
         raise errors[0]
-    shortest = min(each.seconds for each in found)
+    shortest = min(step.seconds for step in steps)
     best = min(
-        (each for each in found if each.seconds <= shortest * (1 + EQUAL)),
-        key=lambda each: each.waiting,
+        (step for step in steps if step.seconds <= shortest * (1 + EQUAL)),
+        key=lambda step: step.waiting,
     )
     others = sorted(
-        (each for each in found if each.name != best.name), key=lambda each: each.seconds
+        (step for step in steps if step.name != best.name), key=lambda step: step.seconds
     )
     return replace(best.program, plan=_summary(best, others))
 

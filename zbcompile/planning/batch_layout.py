@@ -1,5 +1,4 @@
-"""How the batches of a pipeline become microbatches of a schedule, which the first batch may
-decide."""
+"""Splits batches into the microbatches of a schedule, which the first batch may choose."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -26,9 +25,11 @@ class BatchLayout:
         self._rows: int | None = None  # samples of a usual microbatch
 
     def split(self, batch: Batch, announce: bool) -> Microbatches:
-        """The microbatches of a batch. The first batch decides how many that usually are: as many
-        as was asked for, or as a named schedule admits. Raises PipelineError for a batch that
-        cannot be cut."""
+        """Returns the microbatches of a batch.
+
+        The first batch fixes their number: `microbatches=`, or what a named schedule admits.
+        Raises PipelineError for a batch that cannot be cut.
+        """
         compiled = self._compiled
         if not compiled.bound.trains:
             compiled.schedule = fit_to_batch(self._unfitted, self._options, batch, announce)
@@ -43,22 +44,25 @@ class BatchLayout:
         self._require_order(count)
         return batch.into(count)
 
-    def fit(self, given: Sequence[Microbatch]) -> Microbatches:
-        """Microbatches that are already split. Raises PipelineError for a number that the schedule
-        does not admit."""
+    def fit(self, microbatches: Sequence[Microbatch]) -> Microbatches:
+        """Returns microbatches that are already split. Raises PipelineError for a number that the
+        schedule does not admit."""
         if not self._compiled.bound.trains:
-            self._compiled.schedule = fit_to_count(self._unfitted, self._options, len(given))
+            self._compiled.schedule = fit_to_count(self._unfitted, self._options, len(microbatches))
         if self._is_undecided:
-            self._decide(given[0])
-        self._require_order(len(given))
-        return Microbatches(tuple(given), alike=len({each.signature for each in given}) == 1)
+            self._decide(microbatches[0])
+        self._require_order(len(microbatches))
+        return Microbatches(
+            tuple(microbatches),
+            alike=len({microbatch.signature for microbatch in microbatches}) == 1,
+        )
 
     @property
     def _is_undecided(self) -> bool:
         return not self._compiled.bound.trains and is_searched(self._options)
 
     def _require_order(self, count: int) -> None:
-        """Raise PipelineError, before a rank waits, for a number of microbatches that the schedule
+        """Raises PipelineError, before a rank waits, for a number of microbatches that the schedule
         does not admit."""
         compiled = self._compiled
         program = compiled.bound.program if compiled.bound.trains else None
@@ -88,9 +92,10 @@ class BatchLayout:
 
 
 def _count_for(batch: Batch, usual: int, rows: int | None) -> int:
-    """How many microbatches `batch` is cut into: the usual number if that divides it, else as many
-    as leave each no more samples than the usual `rows` (None before the first step). Raises
-    PipelineError if neither is possible.
+    """Returns the number of microbatches of a batch.
+
+    It is the usual number if that divides the batch, else the fewest with at most the usual `rows`
+    (None before the first step). Raises PipelineError if neither is possible.
     """
     if rows is None or batch.divides_into(usual):
         require_divisible(batch, usual)

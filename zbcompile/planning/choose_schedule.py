@@ -1,5 +1,4 @@
-"""Which schedule a pipeline runs (a named one for its ranks and first batch, a file's, or one that
-is given), and how many microbatches each batch becomes."""
+"""Chooses the schedule of a pipeline and the number of its microbatches."""
 
 from zbcompile.batches.batch import Batch
 from zbcompile.errors import PipelineError
@@ -10,33 +9,40 @@ PROVISIONAL = "zb-v"  # until a name is chosen: it admits any number of microbat
 
 
 def choose_schedule(options: PipelineOptions, ranks: int) -> Schedule:
-    """The schedule that the options ask for, on `ranks` ranks; for "auto" one that stands in until
-    the search. Raises PipelineError for one of other ranks or microbatches, and ScheduleError for
-    one that `check` refuses. Weight gradients must be summed in the order of microbatches only with
-    `exact=True`."""
-    given, chunks = (
+    """Returns the schedule of the options; for "auto" one that stands in until the search.
+
+    Only `exact=True` requires that weight gradients are summed in the order of microbatches.
+
+    Raises:
+        PipelineError: A schedule is for other ranks or microbatches.
+        ScheduleError: `check` refuses it.
+    """
+    chosen, chunks = (
         (PROVISIONAL, None) if is_searched(options) else (options.schedule, options.chunks)
     )
-    if isinstance(given, str):
+    if isinstance(chosen, str):
         return build(
-            given, ranks, options.microbatches or _usual_count(given, ranks, chunks), chunks=chunks
+            chosen,
+            ranks,
+            options.microbatches or _usual_count(chosen, ranks, chunks),
+            chunks=chunks,
         )
-    if given.ranks != ranks:
+    if chosen.ranks != ranks:
         raise PipelineError(
-            f"the schedule {given.name} is for {given.ranks} ranks ({given.stages} stages), but"
-            f" there are {ranks}. Build it with ranks={ranks}, or start {given.ranks} ranks."
+            f"the schedule {chosen.name} is for {chosen.ranks} ranks ({chosen.stages} stages), but"
+            f" there are {ranks}. Build it with ranks={ranks}, or start {chosen.ranks} ranks."
         )
-    if options.microbatches not in (None, given.microbatches):
+    if options.microbatches not in (None, chosen.microbatches):
         raise PipelineError(
-            f"microbatches={options.microbatches}, but the schedule {given.name} is for"
-            f" {given.microbatches}."
+            f"microbatches={options.microbatches}, but the schedule {chosen.name} is for"
+            f" {chosen.microbatches}."
         )
-    check(given, weight_order=None if options.exact else "any")
-    return given
+    check(chosen, weight_order=None if options.exact else "any")
+    return chosen
 
 
 def _usual_count(name: str, ranks: int, chunks: int | None) -> int:
-    """The smallest count from 2 x stages on."""
+    """Returns the smallest count from 2 x stages on."""
     stages = build(name, ranks, smallest_microbatches(name, ranks), chunks=chunks).stages
     return smallest_microbatches(name, ranks, at_least=2 * stages, chunks=chunks)
 
@@ -44,9 +50,10 @@ def _usual_count(name: str, ranks: int, chunks: int | None) -> int:
 def fit_to_batch(
     schedule: Schedule, options: PipelineOptions, batch: Batch, announce: bool
 ) -> Schedule:
-    """The schedule, if it has a name and `microbatches=` is not given, for a count that divides the
-    batch: the smallest from the usual one on up to four times as many, else the largest below; the
-    schedule as it is if there is none.
+    """Returns a named schedule for a count that divides the batch, if `microbatches=` is not set.
+
+    The count is the smallest from the usual one on up to four times as many, else the largest
+    below. Without one the schedule stays as it is.
     """
     if options.microbatches is not None or not isinstance(options.schedule, str):
         return schedule
@@ -66,8 +73,7 @@ def fit_to_batch(
 
 
 def fit_to_count(schedule: Schedule, options: PipelineOptions, count: int) -> Schedule:
-    """The schedule, if it has a name and `microbatches=` is not given, for `count` microbatches;
-    else as it is."""
+    """Returns a named schedule for `count` microbatches, if `microbatches=` is not set."""
     if options.microbatches is not None or not isinstance(options.schedule, str):
         return schedule
     return build(
