@@ -101,6 +101,7 @@ class PipelineOptions:
     timeout: float = 300.0
     max_shapes: int = 8
     debug_nan: bool = False
+    warm_up: bool = True
     example: tuple[tuple[Any, ...], dict[str, Any]] | None = None
 
     def __post_init__(self) -> None:
@@ -339,5 +340,6 @@ _READERS: dict[str, tuple[Callable[[Any], Any], str]] = {
     ),
     "max_shapes": (_count, "a positive whole number of programs to keep"),
     "debug_nan": _SWITCH,
+    "warm_up": _SWITCH,
     "example": (_read_example, "(args, kwargs) of one batch"),
 }

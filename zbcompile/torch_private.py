@@ -50,44 +50,33 @@ def exchanged(rows: torch.Tensor, group: Any) -> torch.Tensor:
     return along(rows, None, None, group)
 
 
-def without_overrides() -> contextlib.AbstractContextManager[None]:
-    """Inside, functions of torch ignore `__torch_function__` of tensors (no public context
-    for it)."""
-    return torch._C.DisableTorchFunctionSubclass()  # type: ignore[no-any-return]
-
-
 def profiler_is_on() -> bool:
     """Whether a profiler records in this thread; `record_function` costs microseconds even without
     one."""
     return torch.autograd._profiler_enabled()
 
 
-def fingerprint(model: torch.nn.Module) -> list[Any]:
-    """What a compiled step takes for granted of a model, as values to compare: its modules, their
-    modes and hooks, its tensors, their kinds and hooks. One walk without names, as it is done in
-    every step (a module's own tables).
+def fingerprint(model: torch.nn.Module, modes: bool = True) -> tuple[Any, ...]:
+    """Returns what a compiled step assumes about a model, as values to compare: its modules and
+    their hooks, its tensors, their kinds and hooks; with `modes` also which modules are in training
+    mode and the dtypes of gradients. One walk without names, because every step does it.
     """
-    found: list[Any] = []
-    modules, seen = [model], {id(model)}
+    values: list[Any] = []
+    modules, visited = [model], {id(model)}
     while modules:
         module = modules.pop()
-        found += (id(module), type(module), module.training, hooks_of(module))
-        with without_overrides():
-            for tensor in (*module._parameters.values(), *module._buffers.values()):
-                if tensor is not None:
-                    found += (
-                        id(tensor),
-                        tensor.requires_grad,
-                        tensor.dtype,
-                        tensor.shape,
-                        tensor.device,
-                    )
-                    found.append(bool(tensor_hooks(tensor)))
+        values += (id(module), type(module), modes and module.training, hooks_of(module))
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if tensor is not None:
+                trains = tensor.requires_grad
+                values += (id(tensor), trains, tensor.dtype, tensor.shape, tensor.device)
+                values.append(modes and trains and getattr(tensor, "grad_dtype", None))
+                values.append(bool(tensor_hooks(tensor)))
         for child in module._modules.values():
-            if child is not None and id(child) not in seen:
-                seen.add(id(child))
+            if child is not None and id(child) not in visited:
+                visited.add(id(child))
                 modules.append(child)
-    return found
+    return tuple(values)
 
 
 def wrapper_like(cls: Any, like: torch.Tensor) -> Any:

@@ -50,7 +50,7 @@ def difference(problem: str, schedule: str, ranks: int, microbatches: int) -> st
     pipe = zbcompile.pipeline(model, schedule=schedule, ranks=ranks)
     ours = tensors(pipe.eval(*batch.args, microbatches=microbatches, **kwargs))
     existing = [*model.parameters(), *model.buffers(), *tensors((batch.args, kwargs))]
-    program = pipe._compiled.cache.plans[-1].program
+    program = list(pipe._compiled.evaluations.plans.values())[-1].program
     with Alive([], [*existing, *program.model.constants.values()]) as alive:
         pipe.eval(*batch.args, microbatches=microbatches, **kwargs)
     inside, messages = forward_bytes(program)

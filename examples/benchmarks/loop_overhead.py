@@ -105,10 +105,10 @@ class Contender:
             cuda_graphs=graphs,
         )
         self.pipe.compile(self.x, target=self.x)
-        executable = self.pipe._compiled.cache.plans[-1]
-        (standing,) = self.pipe._compiled.cache.steps[0].standing
-        self.guards, self.guarded, self.whole = Timed(standing.hold), list[float](), list[float]()
-        standing.hold = self.guards  # type: ignore[method-assign]
+        executable = list(self.pipe._compiled.steps.plans.values())[-1]
+        (state,) = self.pipe._compiled.steps.entries[0].states
+        self.guards, self.guarded, self.whole = Timed(state.hold), list[float](), list[float]()
+        state.hold = self.guards  # type: ignore[method-assign]
         self.clocks = time_graphs(executable.first.stages)  # type: ignore[arg-type]
         _, plans = executable.ordered()
         for plan in plans:

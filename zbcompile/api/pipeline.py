@@ -5,15 +5,14 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
 
 import torch
 from torch import nn
 
 from zbcompile.api.model_state import ModelState
 from zbcompile.api.optimizers import Optimizers
-from zbcompile.api.partial_norms import PartialNorms
-from zbcompile.api.runs import Runs
+from zbcompile.api.step_runner import StepRunner
 from zbcompile.backends.backend import Compilation
 from zbcompile.batches.batch import Given
 from zbcompile.batches.losses import Losses
@@ -23,7 +22,6 @@ from zbcompile.distributed.ranks import Ranks
 from zbcompile.engine.step import Engine
 from zbcompile.errors import PipelineError
 from zbcompile.model.distributed_tensors import Parts, TensorPart
-from zbcompile.model.held_elsewhere import readable
 from zbcompile.optimizer.optimizer_config import OptimizerConfig, Predicate
 from zbcompile.optimizer.pipeline_optimizer import PipelineOptimizer
 from zbcompile.options import PipelineOptions
@@ -35,21 +33,15 @@ from zbcompile.planning.choose_schedule import choose_schedule
 from zbcompile.profiling.observation import Observation
 from zbcompile.program.program import Program
 from zbcompile.program.step_record import StepRecord
-from zbcompile.program_cache.bound_programs import BoundPrograms
-from zbcompile.program_cache.programs import Programs
+from zbcompile.program_cache.binding import ModelBinding
+from zbcompile.program_cache.programs import ProgramCache
 from zbcompile.program_cache.step_outputs import kind_of
 
 if TYPE_CHECKING:  # torch's pipelining takes a second to import
     from zbcompile.torch_pipelining.pipeline_stage import CompiledPipelineStage
 
 
-class Closing(Protocol):
-    """An object that is closed together with its pipeline."""
-
-    def close(self) -> None: ...
-
-
-Attached = TypeVar("Attached", bound=Closing)
+T = TypeVar("T")
 
 
 class Pipeline:
@@ -72,28 +64,24 @@ class Pipeline:
     ) -> None:
         self._model, self._ranks, self._watch = model, engine.ranks, engine.ranks.watch
         self._ended = weakref.finalize(self, self._watch.close)
-        self._attached: dict[type, Closing] = {}
+        self._attached: dict[type, Any] = {}
         self._observation = Observation(self._ranks)
         with self._watch.region("making the pipeline"):
             check_wrappers(model)
             join_loss(model, options.loss)
             schedule = choose_schedule(options, self._ranks.count)
-            with readable(model):
-                self._parts = Parts(model, self._ranks.mesh.labels)
-            if self._parts.placements:
-                options = replace(
-                    options, placements={**(options.placements or {}), **self._parts.placements}
-                )
+            parts = Parts(model, self._ranks.mesh.labels)
+            if parts.placements:
+                placements = {**(options.placements or {}), **parts.placements}
+                options = replace(options, placements=placements)
             self._options = options
-            self._bound = bound = BoundPrograms(model, options, self._ranks)
-            self._compiled = Programs(model, options, bound, schedule, saved)
-            self._optimizers = Optimizers(model, self._ranks, self._parts, bound)
-            self._state = ModelState(model, self._ranks, self._parts, bound, self._optimizers)
-            self._norms = PartialNorms(bound, self._parts)
+            self._binding = ModelBinding(model, parts, options, self._ranks)
+            self._compiled = ProgramCache(model, options, self._binding, schedule, saved)
+            self._optimizers = Optimizers(self._binding)
+            self._state = ModelState(self._binding, self._optimizers)
             layout = BatchLayout(model, options, self._compiled)
-            others = self._norms, self._observation
-            self._runs = Runs(
-                options, engine, self._parts, self._compiled, layout, self._optimizers, *others
+            self._runner = StepRunner(
+                options, engine, self._compiled, layout, self._optimizers, self._observation
             )
 
     if not TYPE_CHECKING:  # with it, type checkers would allow any name
@@ -107,13 +95,13 @@ class Pipeline:
             super().__setattr__(name, value)
 
         def __getattr__(self, name: str) -> Any:
-            says = f"a pipeline has no attribute {name}"
+            text = f"a pipeline has no attribute {name}"
             if not name.startswith("_") and hasattr(nn.Module, name):
-                says += (
+                text += (
                     f", as it is no nn.Module: use model.{name}, before zbcompile.pipeline if it"
                     " changes tensors. pipe.step and pipe.eval run a batch"
                 )
-            raise AttributeError(f"{says}.", name=name, obj=self)
+            raise AttributeError(f"{text}.", name=name, obj=self)
 
     def __getstate__(self) -> NoReturn:
         raise PipelineError(
@@ -134,8 +122,8 @@ class Pipeline:
 
     @property
     def model(self) -> nn.Module:
-        """The module that the pipeline was made of. From the first step on it refuses to show what
-        other processes train (docs/training.md)."""
+        """The module that the pipeline was made of. Once it is compiled, parameters and buffers of
+        other processes are on the meta device in it (docs/training.md)."""
         return self._model
 
     @property
@@ -163,7 +151,7 @@ class Pipeline:
     def parts(self) -> Mapping[str, TensorPart]:
         """The layout of each DTensor that the pipeline trains as a plain local tensor, by its first
         name."""
-        return self._parts.parts
+        return self._binding.parts.parts
 
     @property
     def observation(self) -> Observation:
@@ -195,7 +183,7 @@ class Pipeline:
 
         Over all ranks, and with an empty cache, as many graphs are compiled as are distinct.
         """
-        return tuple(self._bound.compilations)
+        return tuple(self._binding.compilations)
 
     def compile(
         self,
@@ -208,15 +196,15 @@ class Pipeline:
     ) -> Self:
         """Compile for the shapes of this batch (as `step` takes it) without running it."""
         with self._watch.region("compiling"), torch.inference_mode(False):
-            self._parts.take_gradients()
+            self._binding.parts.take_gradients()
             kind = kind_of(return_outputs, return_metrics)
-            self._runs.program_for(self._runs.split(args, kwargs, target, microbatches, kind))
+            self._runner.compile(self._runner.split(args, kwargs, target, microbatches, kind))
         return self
 
     def microbatches_of(self, *args: Any, target: Any = None, **kwargs: Any) -> int:
         """The number of microbatches into which `step` splits this batch. Raises PipelineError if
         it cannot."""
-        return len(self._runs.split(args, kwargs, target).each)
+        return len(self._runner.split(args, kwargs, target).each)
 
     def step(
         self,
@@ -249,8 +237,8 @@ class Pipeline:
         >>> pipe.step(microbatches=[((part,), {}, goal) for part, goal in packed])  # doctest: +SKIP
         """
         kind = kind_of(return_outputs, return_metrics)
-        found, outputs = self._run_step(args, kwargs, target, microbatches, kind)
-        loss = found.total(self.options.loss_reduction)
+        losses, outputs = self._run_step(args, kwargs, target, microbatches, kind)
+        loss = losses.total(self.options.loss_reduction)
         return (loss, outputs) if kind else loss
 
     def _run_step(
@@ -258,7 +246,7 @@ class Pipeline:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         target: Any,
-        given: Given | None,
+        microbatches: Given | None,
         outputs: bool | str,
     ) -> tuple[Losses, Any]:
         with self._watch.region(f"step {self.step_index}"):
@@ -268,12 +256,12 @@ class Pipeline:
                     " outside."
                 )
             self._optimizers.begin_step()
-            self._parts.take_gradients()
-            step = self._runs.split(args, kwargs, target, given, outputs)
-            losses, found = self._runs.run(step, outputs, self.step_index)
+            self._binding.parts.take_gradients()
+            step = self._runner.split(args, kwargs, target, microbatches, outputs)
+            losses, extra = self._runner.run(step, outputs, self.step_index)
         self.step_index += 1
         self.observation.done()
-        return losses, found
+        return losses, extra
 
     def eval(
         self,
@@ -298,7 +286,7 @@ class Pipeline:
             raise PipelineError(
                 "eval runs a batch, and got none; for the modes of the modules use model.eval()."
             )
-        return self._runs.evaluate(
+        return self._runner.evaluate(
             "eval", outputs, self.step_index, args, kwargs, None, microbatches
         )
 
@@ -330,7 +318,7 @@ class Pipeline:
             raise PipelineError(
                 "log_probs runs a batch, and got no inputs besides labels=. Pass those of eval."
             )
-        return self._runs.evaluate(
+        return self._runner.evaluate(
             "log_probs", outputs, self.step_index, args, kwargs, labels, microbatches
         )
 
@@ -396,12 +384,12 @@ class Pipeline:
         `torch.nn.utils.clip_grad_norm_` of them is refused where other processes have gradients
         too.
         """
-        return self._state.parameters()
+        return iter(self._state.named_parameters().values())
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This process's parameters under the model's own names; DTensors if the model had them as
         such."""
-        return self._state.named()
+        return iter(self._state.named_parameters().items())
 
     def state_dict(self, full: bool = False, frozen: bool = True) -> dict[str, Any]:
         """Eager's state dict: this process's share, or with `full=True` all of it, on every rank;
@@ -419,7 +407,7 @@ class Pipeline:
             "torch.distributed.checkpoint."
         ):
             self._state.require_named_parts()
-        return self._state.whole(frozen) if full else self._state.share()
+        return self._state.full(frozen) if full else self._state.share()
 
     def stream_state_dict(self) -> Iterator[tuple[str, Any]]:
         """The names and whole tensors of eager's state dict, one after the other on every rank: an
@@ -439,7 +427,7 @@ class Pipeline:
         """Continue with step number `step`, now that the tensors `filled` of this process's share
         have their values; `zbcompile.load_checkpoint` writes them in place."""
         self.step_index = step
-        self._state.loaded(filled)
+        self._state.filled(filled)
 
     def optimizer(
         self,
@@ -485,22 +473,18 @@ class Pipeline:
         config = OptimizerConfig(
             kind, options, params, groups, zero, clip, overlap, validate, reduce_dtype
         )
-        return self._optimizers.make(config)
+        return self._optimizers.create(config)
 
     def from_replicas(self, value: Any) -> list[Any]:
         """The `value` of the first rank of every replica, on every rank; every rank must
         call it."""
         mesh = self._ranks.mesh
-        own = (
-            {mesh.index(*BATCHES): value}
-            if 0 in self._ranks.local and mesh.index("tp", "cp") == 0
-            else {}
-        )
+        is_first = 0 in self._ranks.local and mesh.index("tp", "cp") == 0
+        values = {mesh.index(*BATCHES): value} if is_first else {}
         with self._watch.region("from_replicas"):
-            found = {
-                number: each for part in gathered(self._ranks, own) for number, each in part.items()
-            }
-        return [found[number] for number in sorted(found)]
+            gathered_values = gathered(self._ranks, values)
+        by_replica = {number: v for part in gathered_values for number, v in part.items()}
+        return [by_replica[number] for number in sorted(by_replica)]
 
     def stages(self) -> "list[CompiledPipelineStage]":
         """This rank's stages as torch.distributed.pipelining stages, for torch's own schedules.
@@ -510,27 +494,26 @@ class Pipeline:
         """
         from zbcompile.torch_pipelining.pipeline_stage import generated_stages
 
-        bound = self._bound
+        binding = self._binding
         self._optimizers.require_whole_gradients("a stage for torch's schedules")
-        if not bound.trains:
+        if not binding.trains:
             raise PipelineError(
                 "no step is compiled yet. Call pipe.compile with a batch of a step, or run one,"
                 " first."
             )
-        bound.withhold(self.program)
         program = replace(
             self.program, step=self.options.step
         )  # a loaded one may have got another seed
         return generated_stages(
-            program, self._compiled.first().stages, self._ranks, bound.parameters
+            program, self._compiled.first().stages, self._ranks, binding.parameters
         )
 
-    def attached(self, kind: type[Attached]) -> Attached:
-        """The one `kind` of this pipeline, which is made at the first call and closed with the
+    def attached(self, kind: type[T]) -> T:
+        """The one `kind` of this pipeline, which is created at the first call and closed with the
         pipeline."""
         if kind not in self._attached:
             self._attached[kind] = kind()
-        return cast("Attached", self._attached[kind])
+        return self._attached[kind]  # type: ignore[no-any-return]
 
     def close(self) -> None:
         """Stop watching other ranks and release the process group. Every rank calls it.
@@ -544,6 +527,6 @@ class Pipeline:
         with ExitStack() as closing:
             closing.callback(self._ended)
             closing.callback(self._ranks.disconnect)
-            closing.callback(self._norms.close)
-            for each in self._attached.values():
-                closing.callback(each.close)
+            closing.callback(self._binding.close)
+            for resource in self._attached.values():
+                closing.callback(resource.close)

@@ -60,6 +60,7 @@ def pipeline(
     timeout: float = 300.0,
     max_shapes: int = 8,
     debug_nan: bool = False,
+    warm_up: bool = True,
     example: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
     **unknown: Any,
 ) -> Any:
@@ -161,6 +162,8 @@ def pipeline(
             infinity. Names its stage, pass, microbatch and line, or the input, parameter or buffer
             that holds a NaN (slow; the graphs run as they are, whatever the backend).
             ZBCOMPILE_DEBUG_NAN=1 does the same.
+        warm_up: Run every pass of this rank once on zeros when a program is compiled, so that all
+            ranks build their kernels at once. Random state, buffers and gradients are as before.
         example: `(args, kwargs)` of one batch (`target` among the keywords). Compiles at once.
 
     Raises PipelineError, CompileError or ScheduleError with what to do, on every rank; FaultError

@@ -116,6 +116,11 @@ def compile_program(
     observe = with_dumps(observe)
     choices.require_stages(schedule.stages)
     ranks_of = placement_ranks(schedule.placement)
+    if like is not None and like.schedule.placement != schedule.placement:
+        raise PartitionError(
+            f"the parameters are placed for {like.schedule.placement}, and {schedule.name} has"
+            f" {schedule.placement}."
+        )
     sharded = exported.sharded
     step = exported.step.copy() if sharded is None else sharded.trunk.copy()
     observe("copy", step)

@@ -78,7 +78,7 @@ class Executable:
         program: That of the first graphs, with the lowered schedule of the step and the parameters
             that any of the graphs trains.
         graphs: Those that each microbatch runs.
-        everywhere: All graphs that microbatches of the step run, on any replica.
+        distinct: Each of these graphs once.
         sums: When the gradients of each rank of this process are reduced.
         gradients: The sums of each rank, which all steps share.
         orders: The results of `ordered`.
@@ -86,7 +86,7 @@ class Executable:
 
     program: Program
     graphs: tuple[BoundGraphs, ...]
-    everywhere: tuple[BoundGraphs, ...]
+    distinct: tuple[BoundGraphs, ...]
     sums: Mapping[int, SumPlan]
     gradients: dict[int, Gradients] = field(init=False, default_factory=dict)
     orders: dict[frozenset[str], tuple[Schedule, tuple[RankProgram, ...]]] = field(
@@ -101,7 +101,7 @@ class Executable:
     @cached_property
     def may_overflow(self) -> bool:
         """Whether an exchange between experts may have too little room for its tokens."""
-        stages = (stage for each in self.everywhere for stage in each.program.stages)
+        stages = (stage for each in self.distinct for stage in each.program.stages)
         return any(
             slot.role == "fits"
             for stage in stages
@@ -135,26 +135,18 @@ class Executable:
         return self.program.rank_of(self.program.schedule.stages - 1) in ranks
 
 
-def plan_step(
-    graphs: Sequence[BoundGraphs],
-    everywhere: Sequence[BoundGraphs],
-    lowered: Schedule,
-    ranks: Sequence[int],
-) -> Executable:
+def plan_step(graphs: Sequence[BoundGraphs], lowered: Schedule, ranks: Sequence[int]) -> Executable:
     """Returns the executable of a step in the order `lowered`, in which microbatch i runs
     `graphs[i]`.
 
-    Microbatches of other replicas run any of `everywhere`, listed in one order on all ranks. All
-    programs have every parameter in the same place. Raises PipelineError for programs that cannot
-    share a step.
+    All programs have every parameter in the same place. Raises PipelineError for programs that
+    cannot share a step.
     """
-    program, distinct = (
-        graphs[0].program,
-        tuple({each.number: each for each in everywhere}.values()),
-    )
+    program = graphs[0].program
+    distinct = tuple({bound.number: bound for bound in graphs}.values())
     if len(distinct) > 1:
         programs = [each.program for each in distinct]
-        problem = _problem(programs, several=any(each is not graphs[0] for each in graphs))
+        problem = _problem(programs)
         if problem:
             raise PipelineError(
                 f"the microbatches of this step differ in their {_difference(programs)}, and"
@@ -173,7 +165,7 @@ def _difference(programs: Sequence[Program]) -> str:
     return "shapes" if len(shapes) > 1 else "graphs"
 
 
-def _problem(programs: Sequence[Program], several: bool) -> str:
+def _problem(programs: Sequence[Program]) -> str:
     first = programs[0]
     for other in programs[1:]:
         if [stage.deferred for stage in other.stages] != [stage.deferred for stage in first.stages]:
@@ -182,7 +174,7 @@ def _problem(programs: Sequence[Program], several: bool) -> str:
             return "return different outputs"
         if other.loss_dtype != first.loss_dtype:
             return f"their losses are {first.loss_dtype} and {other.loss_dtype}"
-        if several and other.manifest["vocabulary"] != first.manifest["vocabulary"]:
+        if other.manifest["vocabulary"] != first.manifest["vocabulary"]:
             return "compute the sharded output layer in different ways"
     return ""
 

@@ -36,7 +36,7 @@ class FirstStepCheck:
 
     def begin(self, executable: Executable) -> None:
         """Chooses what the step compares."""
-        stages = [stage for each in executable.everywhere for stage in each.program.stages]
+        stages = [stage for each in executable.distinct for stage in each.program.stages]
         written = {name for stage in stages for name in stage.changed}
         self.names = (executable.program.trained | written) - self.compared
         self.parts.clear()
@@ -93,7 +93,7 @@ def written_buffers(executable: Executable) -> dict[str, torch.Tensor]:
     """Returns the buffers that forwards write on this rank, by name."""
     buffers = {
         name: stage.resident[Slot(BUFFER, name)]
-        for graphs in executable.everywhere
+        for graphs in executable.distinct
         for stage in graphs.stages.values()
         for name in stage.program.changed
     }

@@ -20,7 +20,6 @@ from zbcompile.distributed.parcels import Parcel, send
 from zbcompile.engine.gradients import Gradients
 from zbcompile.engine.optimizer_parameters import LATE, Observe, OptimizerParameters
 from zbcompile.errors import PipelineError
-from zbcompile.model.held_elsewhere import is_held_elsewhere
 from zbcompile.model.placements import PARTIAL, along
 from zbcompile.program.program import Program
 
@@ -173,10 +172,7 @@ class Reduction:
 
     def results(self) -> dict[str, torch.Tensor | None]:
         """Returns the gradients on this rank after the step, whole or its part."""
-        gradients = {
-            name: None if is_held_elsewhere(parameter) else parameter.grad
-            for name, parameter in self.gradients.parameters.items()
-        }
+        gradients = {name: parameter.grad for name, parameter in self.gradients.parameters.items()}
         for slices in self.divided:
             gradients |= slices.sums()
         return gradients

@@ -1,5 +1,5 @@
-"""Checks that ranks take the same step: replicas as many microbatches, the ranks of a pipeline the
-same batch. Otherwise gradients would be wrong without an error."""
+"""The comparison of batches: ranks of a pipeline must train on the same one, or they would compute
+a wrong gradient in silence."""
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -14,9 +14,6 @@ from zbcompile.distributed.mesh import BATCHES, Mesh
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.torch_private import pytree
 
-Passed = tuple[
-    int, Sequence[str], str, str
-]  # microbatches, their shapes, the keyword, what has changed in Python
 # The checksum of a batch, which is sent among the losses: bfloat16 has every integer up to 128.
 PIECES, BITS = 4, 7
 _INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -25,55 +22,47 @@ SEED = "Seed what is random in the data set and the collator alike on all ranks 
 
 
 class StepAgreement:
-    """Compares the steps of replicas by one reduction of digests, which begins before the first
-    action."""
+    """With replicas, one reduction per step: all ranks run as many microbatches, return the same
+    and compile together. It begins before the first action, and is read when a rank needs it.
 
-    def __init__(self, ranks: Ranks) -> None:
+    Collectives of unequal size end gloo's process without a message, so that a difference has to be
+    found before them.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        count: int,
+        returns: str,
+        compiles: bool,
+        shapes: Sequence[str],
+        independent: Sequence[str],
+    ) -> None:
+        """Along the `independent` dimensions of the mesh microbatches may have other shapes."""
         self._ranks = ranks
-        self._passed: Passed | None = None
-        self._digests: Digests | None = None
-
-    def begin(self, passed: Passed, compiles: bool, apart: Sequence[str]) -> None:
-        """Starts to compare what replicas have `passed`; shapes and changed Python values only if
-        this rank may have to compile. Along `apart` ranks may have batches of other shapes."""
-        self._passed = passed
-        alike = (passed if compiles else passed[::2]), ()
-        self._digests = Digests(
-            self._ranks, alike, (None if apart == BATCHES else passed[1], apart)
-        )
+        same = f"{count} microbatches with {returns}" + ", which it compiles" * compiles
+        compared = None if tuple(independent) == BATCHES else tuple(shapes)
+        self._summary = f"runs {same}, of {'; '.join(shapes)}"
+        self._digests = Digests(ranks, (same, ()), (compared, independent))
 
     def differs(self) -> bool:
-        """Returns True if replicas are about to take different steps. Waits for the reduction."""
-        return self._digests is not None and any(self._digests.differ)
+        """Returns True if ranks are about to take different steps; waits for all of them."""
+        return any(self._digests.differ)
 
     def require(self) -> None:
-        """Raises PipelineError, on every rank, if replicas take different steps."""
-        if not self.differs() or self._passed is None:
+        """Raises PipelineError, on every rank, if they are."""
+        if not self.differs():
             return
-        ranks, leader = self._ranks, self._ranks.members[0]
-        found = gathered(ranks, self._passed)
-        for rank, other in zip(ranks.members, found, strict=True):
-            if other[:3] != found[0][:3]:
-                first, here = (
-                    f"{count} microbatches of {of[0]}, {to}"
-                    for count, of, to, _ in (found[0], other)
-                )
+        ranks, summaries = self._ranks, gathered(self._ranks, self._summary)
+        for rank, summary in zip(ranks.members, summaries, strict=True):
+            if summary != summaries[0]:
                 raise ranks.refusal(
-                    f"rank {leader} passes {first}, rank {rank} {here}. Replicas take as many"
-                    " microbatches in every step, and compile together: pass batches of one size,"
-                    " and equal keywords."
+                    f"rank {ranks.members[0]} {summaries[0]}; rank {rank} {summary}. Replicas take"
+                    " as many microbatches in every step, return the same and compile together:"
+                    " pass batches of one size, and change what a capture depends on (train, eval,"
+                    " requires_grad, autocast, values that forward reads in Python) on every rank"
+                    " alike."
                 )
-            if other != found[0]:
-                first, here = (each[3] or "nothing has changed" for each in (found[0], other))
-                raise ranks.refusal(
-                    f"what forward reads in Python differs between ranks: on rank {leader} {first},"
-                    f" on rank {rank} {here}. Change it on every rank."
-                )
-        raise ranks.refusal(
-            "some ranks have to compile for this step and others have not, although they pass equal"
-            " shapes. Change what a capture depends on (train, eval, requires_grad, autocast) on"
-            " every rank alike."
-        )
 
 
 def require_same_batch(ranks: Ranks, inputs: Mapping[str, Any]) -> None:

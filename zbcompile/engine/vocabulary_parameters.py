@@ -21,7 +21,6 @@ from zbcompile.model.tensor_shard import Chunk
 from zbcompile.passes import gpu
 from zbcompile.passes.graph.roles import LOSS, Slot
 from zbcompile.passes.vocabulary.shard_program import VocabularyProgram
-from zbcompile.torch_private import without_overrides
 
 
 @dataclass
@@ -51,12 +50,10 @@ class VocabularyShards:
 
     def _memory(self, rank: int, name: str) -> torch.Tensor:
         low, high = self.bounds[rank]
-        whole = self.whole[name].detach()
-        return (
-            torch.empty_like(whole[low:high], device=self.device)
-            if whole.is_meta
-            else whole[low:high]
-        )
+        rows = self.whole[name].detach()[low:high]
+        if rows.is_meta:
+            return torch.empty_like(rows, device=self.device)
+        return rows.clone() if len(self.bounds) > 1 else rows
 
     def rows(self, rank: int, name: str) -> torch.Tensor:
         """Returns the rows of a rank; in one process a view of the whole parameter."""
@@ -82,13 +79,10 @@ class VocabularyShards:
         return slice(*self.bounds[rank]) if self.rank is None else None
 
     def gathered(self, name: str, group: dist.ProcessGroup) -> torch.Tensor:
-        """Returns a whole parameter with the rows of all ranks: the model's if that has memory."""
-        with without_overrides():  # the model refuses to show it
-            whole = self.whole[name].detach()
-        if whole.is_meta:
-            whole = torch.empty_like(whole, device=self.device)
-            low, high = self.bounds[self.rank or 0]
-            whole[low:high] = self.own[name].detach()
+        """Returns a whole parameter with the rows of all ranks."""
+        whole = torch.empty_like(self.whole[name].detach(), device=self.device)
+        low, high = self.bounds[self.rank or 0]
+        whole[low:high] = self.own[name].detach()
         for rank, (low, high) in enumerate(self.bounds):
             if high > low:
                 dist.broadcast(whole[low:high], group=group, group_src=rank)

@@ -1,5 +1,6 @@
 """Saves and loads adapters of PEFT in PEFT's own layout, without their base model."""
 
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from torch import nn
 from zbcompile.api.pipeline import Pipeline
 from zbcompile.distributed.agreement import together
 from zbcompile.errors import PipelineError
-from zbcompile.model.held_elsewhere import readable
+from zbcompile.model.state_dict_guard import local_state_allowed
 
 DEFAULT = (  # the adapter whose files lie in the folder itself; others have one of their own
     "default"
@@ -24,12 +25,9 @@ def has_adapters(model: nn.Module) -> bool:
 def save_adapters(folder: Path, pipe: Pipeline, writes: bool) -> None:
     """`save_pretrained` of a PEFT model, by the process that `writes`; every rank must call it."""
     model: Any = pipe.model
-    with readable(model):
-        here = {
-            name: value
-            for name, value in model.state_dict().items()
-            if not getattr(value, "is_meta", False)
-        }
+    with local_state_allowed():
+        tensors = model.state_dict().items()
+    here = {name: value for name, value in tensors if not getattr(value, "is_meta", False)}
     state = {**here, **pipe.state_dict(full=True, frozen=False)}
     together(
         pipe.ranks,
@@ -41,10 +39,14 @@ def save_adapters(folder: Path, pipe: Pipeline, writes: bool) -> None:
 def load_adapters(folder: str | Path, pipe: Pipeline) -> None:
     """Load all adapters of a model; every rank must call it."""
     what = f"loading the adapters in {folder}"
-    with pipe.ranks.watch.region(what), readable(pipe.model):  # PEFT reads what it is about to fill
+    pipe.parameters()  # waits for the last update
+    with pipe.ranks.watch.region(what), local_state_allowed(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*meta parameter.*no-op")  # those of other ranks
         together(pipe.ranks, what, partial(_read, Path(folder), pipe.model))
-        state = pipe.model.state_dict()
-    pipe.load_state_dict(state)
+        names = list(pipe.model.state_dict())
+    adapters = [f".{name}." for name in pipe.model.peft_config]  # type: ignore[union-attr]
+    filled = [name for name in names if any(adapter in name for adapter in adapters)]
+    pipe.resume(pipe.step_index, filled)
 
 
 def _read(folder: Path, model: Any) -> None:

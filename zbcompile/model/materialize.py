@@ -10,6 +10,7 @@ from torch import nn
 from zbcompile.errors import PipelineError
 from zbcompile.model.distributed_tensors import PART
 from zbcompile.model.seeds import undisturbed
+from zbcompile.model.state_dict_guard import local_state_allowed
 from zbcompile.passes.meta_device import is_on_meta, on_device
 from zbcompile.passes.torch_private import tensor_tables
 
@@ -61,9 +62,10 @@ class Share:
         """Raise PipelineError while a parameter or buffer of this process has no values."""
         if self.unfilled:
             raise PipelineError(
-                f"{shortened(sorted(self.unfilled))}: built on the meta device, or trained"
-                " elsewhere by another pipeline, and not filled. Call pipe.load_state_dict(state)"
-                " after compiling, or pass init=fn(name, tensor) to pipeline."
+                f"{shortened(sorted(self.unfilled))}: on the meta device when the model was"
+                " compiled (built there, or on another rank of an earlier pipeline), and not"
+                " filled. Call pipe.load_state_dict(state) after compiling, or pass init=fn(name,"
+                " tensor) to pipeline."
             )
 
     def _fill(self, name: str, tensor: torch.Tensor) -> None:
@@ -93,7 +95,8 @@ class Share:
                 f"{shortened(plain)}: a tensor in a plain attribute, on the meta device, where it"
                 " has no values. Make it a buffer (register_buffer), or build it on a real device."
             )
-        saved = set(self.model.state_dict(keep_vars=True))
+        with local_state_allowed():
+            saved = set(self.model.state_dict(keep_vars=True))
         lost = [
             name
             for name, buffer in self.model.named_buffers()

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from zbcompile.model.state_dict_guard import local_state_allowed
 from zbcompile.passes.torch_names import dtype_named
 from zbcompile.passes.torch_private import FakeTensor
 
@@ -64,7 +65,9 @@ def has_values(tensor: torch.Tensor) -> bool:
 
 def facts_of(model: nn.Module, constants: Mapping[str, torch.Tensor]) -> ModelFacts:
     """Describe `model`; the tensors stay where they are."""
-    saved, first = set(model.state_dict(keep_vars=True)), first_names(model)
+    with local_state_allowed():
+        saved = set(model.state_dict(keep_vars=True))
+    first = first_names(model)
     members, unsaved = [], {}
     for name, tensor in _named_tensors(model):
         kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"

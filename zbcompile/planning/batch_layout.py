@@ -10,7 +10,7 @@ from zbcompile.options import PipelineOptions, is_searched
 from zbcompile.planning.auto import compile_auto
 from zbcompile.planning.choose_schedule import fit_to_batch, fit_to_count
 from zbcompile.program_cache.orders import step_order
-from zbcompile.program_cache.programs import Programs
+from zbcompile.program_cache.programs import ProgramCache
 from zbcompile.progress import LONG, Progress
 
 
@@ -18,7 +18,7 @@ class BatchLayout:
     """Splits batches into microbatches; with the first batch it decides the schedule of
     `compiled`."""
 
-    def __init__(self, model: nn.Module, options: PipelineOptions, compiled: Programs) -> None:
+    def __init__(self, model: nn.Module, options: PipelineOptions, compiled: ProgramCache) -> None:
         self._model, self._options, self._compiled = model, options, compiled
         self._unfitted = compiled.schedule  # as it is before a first step fits it
         self._admitted: set[int] = set()  # numbers of microbatches
@@ -31,13 +31,13 @@ class BatchLayout:
         Raises PipelineError for a batch that cannot be cut.
         """
         compiled = self._compiled
-        if not compiled.bound.trains:
+        if not compiled.binding.trains:
             compiled.schedule = fit_to_batch(self._unfitted, self._options, batch, announce)
         if self._is_undecided:
             require_divisible(batch, compiled.schedule.microbatches)
             self._decide(batch.microbatch(0, compiled.schedule.microbatches))
         count = _count_for(
-            batch, compiled.schedule.microbatches, self._rows if compiled.bound.trains else None
+            batch, compiled.schedule.microbatches, self._rows if compiled.binding.trains else None
         )
         if count == compiled.schedule.microbatches:
             self._rows = batch.rows(0, count)
@@ -47,7 +47,7 @@ class BatchLayout:
     def fit(self, microbatches: Sequence[Microbatch]) -> Microbatches:
         """Returns microbatches that are already split. Raises PipelineError for a number that the
         schedule does not admit."""
-        if not self._compiled.bound.trains:
+        if not self._compiled.binding.trains:
             self._compiled.schedule = fit_to_count(self._unfitted, self._options, len(microbatches))
         if self._is_undecided:
             self._decide(microbatches[0])
@@ -59,13 +59,13 @@ class BatchLayout:
 
     @property
     def _is_undecided(self) -> bool:
-        return not self._compiled.bound.trains and is_searched(self._options)
+        return not self._compiled.binding.trains and is_searched(self._options)
 
     def _require_order(self, count: int) -> None:
         """Raises PipelineError, before a rank waits, for a number of microbatches that the schedule
         does not admit."""
         compiled = self._compiled
-        program = compiled.bound.program if compiled.bound.trains else None
+        program = compiled.binding.program if compiled.binding.trains else None
         if (
             program is not None
             and count != compiled.schedule.microbatches

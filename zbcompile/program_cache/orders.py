@@ -17,24 +17,28 @@ def step_order(program: Program, count: int) -> Schedule:
 
 
 def _require_order(program: Program, count: int) -> None:
-    own = program.schedule
-    problem = f"the step has {count} microbatches, and the schedule {own.name}"
-    rule = own.name in names() and find(own.name).generate is not None
-    if not rule or _built(program, own.microbatches).compute_only() != own:
+    schedule = program.schedule
+    problem = f"the step has {count} microbatches, and the schedule {schedule.name}"
+    rule = schedule.name in names() and find(schedule.name).generate is not None
+    if not rule or _built(program, schedule.microbatches).compute_only() != schedule:
         raise PipelineError(
-            f"{problem} is an order for {own.microbatches} alone. Pass as many, a batch that"
+            f"{problem} is an order for {schedule.microbatches} alone. Pass as many, a batch that"
             " divides into as many, or a schedule by its name."
         )
-    if not admits(own.name, own.ranks, count):
-        near = [n for n in range(1, 2 * own.microbatches + 1) if admits(own.name, own.ranks, n)]
+    if not admits(schedule.name, schedule.ranks, count):
+        near = [
+            n
+            for n in range(1, 2 * schedule.microbatches + 1)
+            if admits(schedule.name, schedule.ranks, n)
+        ]
         raise PipelineError(
-            f"{problem} admits {', '.join(map(str, near))} ... on {own.ranks} ranks. Pass one of"
-            " these numbers."
+            f"{problem} admits {', '.join(map(str, near))} ... on {schedule.ranks} ranks."
+            " Pass one of these numbers."
         )
 
 
 def _built(program: Program, count: int) -> Schedule:
     """The order of its name, paired as the program's own one where its passes exchange tensors."""
-    own = program.schedule
-    chunks = own.placement.chunks if find(own.name).free_chunks else None
-    return in_order(program, build(own.name, own.ranks, count, chunks=chunks)).lowered
+    schedule = program.schedule
+    chunks = schedule.placement.chunks if find(schedule.name).free_chunks else None
+    return in_order(program, build(schedule.name, schedule.ranks, count, chunks=chunks)).lowered

@@ -1,16 +1,16 @@
 """The programs of a pipeline: its model compiled for the steps and evaluations that it meets; a few
 of each are kept.
 
-The first one decides where every parameter lives; later ones keep to that.
+The first program decides where every parameter lives; later ones keep to that.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -38,183 +38,151 @@ from zbcompile.compiler.compile_model import (
     is_program_of,
 )
 from zbcompile.distributed.agreement import gathered, together
-from zbcompile.engine.executable import BoundGraphs, Executable
+from zbcompile.distributed.mesh import BATCHES, DIMENSIONS
+from zbcompile.engine.executable import BoundGraphs, Executable, plan_step
 from zbcompile.engine.stage import rebind
 from zbcompile.engine.step_agreement import StepAgreement, require_same_batch
 from zbcompile.errors import PipelineError
-from zbcompile.model.held_elsewhere import readable
 from zbcompile.model.placements import SHARD, along, placement_of
 from zbcompile.model.resident_tensors import resident_tensors
-from zbcompile.options import PipelineOptions, is_searched
+from zbcompile.options import PipelineOptions
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.errors import PartitionError
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.module_state import ModuleState
-from zbcompile.passes.torch_private import hooks_of
 from zbcompile.prediction.memory_limit import compile_within_memory
 from zbcompile.program.directory import save_program
 from zbcompile.program.program import Program, call_of, listed
-from zbcompile.program_cache.bound_programs import BoundPrograms
-from zbcompile.program_cache.cache import (
-    Entry,
-    ProgramCache,
-    batches_apart,
-    key_of,
+from zbcompile.program_cache.binding import ModelBinding
+from zbcompile.program_cache.graph_key import (
+    GraphKey,
+    KeyDetails,
+    key_details,
+    recompile_reason,
     torch_modes,
-    what_is_new,
 )
 from zbcompile.program_cache.orders import step_order
-from zbcompile.program_cache.state_dict import gather_rows
-from zbcompile.program_cache.step_outputs import kept_for, keyword
+from zbcompile.program_cache.step_outputs import keyword, returned_values
 from zbcompile.progress import LONG, Progress
 from zbcompile.schedules import Schedule
-
-Graphs = tuple[BoundGraphs, ...]
-
-
-class CompiledGraphs(NamedTuple):
-    """The graphs of a step, or those of each microbatch of an evaluation, and the module state that
-    they are for."""
-
-    standing: list[ModuleState]
-    graphs: Graphs
+from zbcompile.torch_private import fingerprint
 
 
-class Programs:
-    """The compiled steps and evaluations of a pipeline, found by what their microbatches are.
-    `schedule` is that of the usual steps. A program that was loaded (`saved`) holds all that there
-    is: nothing is compiled. Before the first step there may be evaluations, of which the first
-    places the parameters."""
+@dataclass(frozen=True, eq=False)
+class CompiledGraphs:
+    """The graphs that were compiled for a key: those of one microbatch of a step, or those of each
+    microbatch of an evaluation. They are valid while the module state is unchanged."""
+
+    graphs: tuple[BoundGraphs, ...]
+    states: tuple[ModuleState, ...] = ()
+    details: KeyDetails | None = None
+    key: Any = None
+
+    def is_valid(self) -> bool:
+        return all(state.hold() for state in self.states)
+
+    def change(self) -> str:
+        """Returns the first value of the module state that has changed, "" if none has."""
+        return next(filter(None, (state.change() for state in self.states)), "")
+
+
+@dataclass
+class GraphCache:
+    """At most `limit` entries, the least recently used first. A new entry evicts the oldest, but
+    never `first`."""
+
+    limit: int
+    first: CompiledGraphs | None = None
+    entries: list[CompiledGraphs] = field(default_factory=list)
+    plans: dict[tuple[int, ...], Executable] = field(default_factory=dict)
+
+    def find(self, key: Any) -> CompiledGraphs | None:
+        """Returns the valid entry of a key, which becomes the most recently used one."""
+        for entry in reversed(self.entries):
+            if entry.key == key and entry.is_valid():
+                self.entries.remove(entry)
+                self.entries.append(entry)
+                return entry
+        return None
+
+    def change(self, key: Any) -> str:
+        """Returns what has changed in the module state since the last entry of a key."""
+        return next((entry.change() for entry in reversed(self.entries) if entry.key == key), "")
+
+    def add(self, entry: CompiledGraphs) -> bool:
+        """Adds an entry. Returns True if that evicts another one."""
+        excess = len(self.entries) + 1 - self.limit
+        evictable = [old for old in self.entries if old is not self.first]
+        evicted = evictable[: max(0, excess)]
+        self.entries = [old for old in self.entries if old not in evicted] + [entry]
+        numbers = {graphs.number for old in self.entries for graphs in old.graphs}
+        self.plans = {key: plan for key, plan in self.plans.items() if numbers.issuperset(key)}
+        return bool(evicted)
+
+    def plan(
+        self,
+        graphs: Sequence[BoundGraphs],
+        order: Callable[[Program, int], Schedule],
+        ranks: Sequence[int],
+    ) -> Executable:
+        """Returns the executable of microbatches that run these graphs, in the order that `order`
+        has for as many microbatches."""
+        key = tuple(part.number for part in graphs)
+        plan = self.plans.pop(key, None)
+        if plan is None:
+            plan = plan_step(graphs, order(graphs[0].program, len(graphs)), ranks)
+        self.plans[key] = plan
+        for old in list(self.plans)[: max(0, len(self.plans) - self.limit)]:
+            del self.plans[old]
+        return plan
+
+    def clear(self) -> None:
+        self.first = None
+        self.entries.clear()
+        self.plans.clear()
+
+
+class ProgramCache:
+    """The compiled steps and evaluations of a pipeline, by what their microbatches are.
+
+    `schedule` is that of the usual steps. A program that was loaded (`saved`) is the only one:
+    nothing is compiled. Before the first step there may be evaluations, of which the first places
+    the parameters.
+    """
 
     def __init__(
         self,
         model: nn.Module,
         options: PipelineOptions,
-        bound: BoundPrograms,
+        binding: ModelBinding,
         schedule: Schedule,
         saved: Program | None = None,
     ) -> None:
-        self._model, self._options, self.bound, self.ranks = model, options, bound, bound.ranks
-        self.schedule, self.saved = schedule, saved
+        self._model, self._options, self.binding = model, options, binding
+        self.ranks, self.schedule, self.saved = binding.ranks, schedule, saved
         self.decided: Choices | None = None  # by a search
         self.searched: tuple[ExportedModel, Program] | None = None  # the first step, from a search
-        self.cache = ProgramCache(bound.ranks, options.max_shapes)
+        self.steps = GraphCache(options.max_shapes)
+        self.evaluations = GraphCache(options.max_shapes)
         self.outputs: bool | str = False  # what the present step returns besides its loss, of KINDS
-        self.agreement = StepAgreement(bound.ranks)
-        # how often each value of the module state has changed
-        self._changes: Counter[str] = Counter()
-        self._last: list[
-            Entry
-        ] = []  # those that were right for the last step, in the state that it had
-        self._last_state: tuple[Any, ...] | None = None
+        self.agreement: StepAgreement | None = None  # of replicas about the present step
+        self._changes: Counter[str] = Counter()  # of each value of the module state
         if saved is not None:
-            bound.hold(saved)
-            graphs = bound.prepare_step(saved) if saved.trains else bound.prepare(saved)
+            binding.place(saved)
+            cache = self.steps if saved.trains else self.evaluations
             key: Any = saved.call if saved.trains else saved.returns.computes
-            self.cache.add(key, (), (graphs,), saved.exchanges, evaluates=not saved.trains)
-
-    def __iter__(self) -> Iterator[BoundGraphs]:
-        return (entry.graphs[0] for entry in self.cache.steps)
+            cache.first = CompiledGraphs((binding.prepare(saved),), key=key)
+            cache.add(cache.first)
 
     def first(self) -> BoundGraphs:
-        """The graphs that were made first. Raises PipelineError after `recompile`, before the next
-        compilation."""
-        found = next(iter(self), None)
-        if found is None:
+        """Returns the graphs of the first step. Raises PipelineError after `recompile`, before the
+        next compilation."""
+        if self.steps.first is None:
             raise PipelineError(
                 "recompile() has dropped all programs. Call pipe.compile with a batch, or run a"
                 " step."
             )
-        return found
-
-    def get(self, step: Microbatches) -> Executable:
-        """Returns the executable of a step, compiled if need be. Raises PipelineError or
-        CaptureError if the model is no longer the one that was compiled."""
-        first = self._last_state is None  # a lazy parameter has no state yet
-        same = step.alike and not first and self._state(step.each[0]) == self._last_state
-        known = same and all(each.holds() for each in self._last)
-        self._begin_agreement(step, known)
-        if known:
-            graphs = self._last[0].graphs * len(step.each)
-            return self.cache.plan(graphs, graphs[:1], step_order)
-        if self.saved is None:
-            _require_few(step.each, self._options.max_shapes)
-        if self.bound.program is not None and not known:  # what is lazy has no shape before
-            self.bound.require_same_model()
-        kinds: dict[Any, list[int]] = {}
-        for place, each in enumerate(step.each):
-            kinds.setdefault(each.signature, []).append(place)
-        own, distinct = dict[int, BoundGraphs](), dict[int, BoundGraphs]()
-        for places in kinds.values():
-            (found,) = self._find_step([step.each[place] for place in places]).graphs
-            own |= dict.fromkeys(places, found)
-            distinct[found.number] = found
-        if not known:
-            self.bound.require_same_model()
-        if step.alike:
-            self._last, self._last_state = (
-                self.cache.right(self._key(step.each[0])),
-                self._state(step.each[0]),
-            )
-        else:
-            self._last, self._last_state = [], None
-        ordered = [own[place] for place in range(len(own))]
-        return self.cache.plan(ordered, [each for _, each in sorted(distinct.items())], step_order)
-
-    def _find_step(self, microbatches: Sequence[Microbatch]) -> Entry:
-        """Returns the graphs of microbatches of one shape."""
-        first = microbatches[0]
-        key = partial(self._key, first)
-        if self.saved is not None and not self.cache.right(key()):
-            raise PipelineError(
-                f"the program was compiled for microbatches of {listed(self.saved.call)}; received"
-                f" {listed(call_of(first))}. Pass such batches, or compile and save a program for"
-                " these."
-            )
-        what, make = f"microbatches of {first.summary()}", partial(self._make_step, microbatches)
-        return self._find(key, what, make)
-
-    def _find(
-        self,
-        key: Callable[[], Any],
-        what: str,
-        make: Callable[[str], CompiledGraphs],
-        evaluates: bool = False,
-    ) -> Entry:
-        """Returns the graphs for a key, which is computed again after compiling: forward may
-        install hooks when it first runs. If there are none, all ranks compile `what`, in words;
-        `make` is given what has changed since the last entry, in words."""
-        for _ in range(self._options.max_shapes + 1):
-            found = self.cache.find(key())
-            if found is not None:
-                return found
-            change = self._noted(self.cache.change(key()))
-            title = f"compiling {what}" + f" (on this rank, of {change})" * bool(change)
-            with (
-                self.ranks.watch.position.turn_to(title),
-                Progress(f"zbcompile: {title}", first=LONG),
-            ):
-                made = make(change)
-            self._add(key(), made, evaluates)
-        raise PipelineError(
-            "no program that was compiled for this step fits it: the state of its modules was"
-            " different in every capture. Keep it the same from step to step, or pass it as an"
-            " argument of step."
-        )
-
-    def _noted(self, change: str) -> str:
-        """Returns the change of module state for a notice; for a value that changes often with a
-        remedy."""
-        if not change:
-            return ""
-        path = change.partition(": ")[0]
-        self._changes[path] += 1
-        often = self._changes[path] > 2
-        return (
-            f"{change} (change {self._changes[path]} of it; pass it as a tensor)"
-            if often
-            else change
-        )
+        return self.steps.first.graphs[0]
 
     def recompile(self) -> None:
         """Drops all programs; the parameters stay where they are. All ranks call it."""
@@ -222,22 +190,51 @@ class Programs:
             raise PipelineError(
                 "recompile() needs the model, and this pipeline was loaded from a directory."
             )
-        self.cache.clear()
-        self._last, self._last_state = [], None
+        self.steps.clear()
+        self.evaluations.clear()
 
-    def _add(self, key: Any, made: CompiledGraphs, evaluates: bool) -> None:
-        exchanges = frozenset[str]().union(*(each.program.exchanges for each in made.graphs))
-        self.cache.add(key, made.standing, made.graphs, exchanges, evaluates)
-        if self.cache.trim() and not evaluates:
-            self._last, self._last_state = [], None
-            if self.ranks.is_first:
-                print(
-                    "zbcompile: evicted the least recently used program;"
-                    f" max_shapes={self._options.max_shapes}."
-                )
+    # Steps
+
+    def get(self, step: Microbatches) -> Executable:
+        """Returns the executable of a step, compiled if need be. Raises PipelineError or
+        CaptureError if the model is no longer the one that was compiled."""
+        if self.binding.program is not None:
+            self.binding.require_same_model()
+        groups: dict[Any, list[Microbatch]] = {}
+        signatures = [microbatch.signature for microbatch in step.distinct]
+        for signature, microbatch in zip(signatures, step.distinct, strict=True):
+            groups.setdefault(signature, []).append(microbatch)
+        if self.saved is None and len(groups) > self._options.max_shapes:
+            raise PipelineError(
+                f"the microbatches of this step have {len(groups)} shapes, and"
+                f" max_shapes={self._options.max_shapes} programs are kept. Raise it, or pad to"
+                " fewer shapes."
+            )
+        if self.ranks.replicas.count > 1:
+            self._agree(step, [group[0] for group in groups.values()])
+        if step.alike:
+            groups = {signatures[0]: list(step.each)}
+            signatures *= len(step.each)
+        graphs = {key: self._find_step(group).graphs[0] for key, group in groups.items()}
+        return self.steps.plan([graphs[key] for key in signatures], step_order, self.ranks.local)
+
+    def _agree(self, step: Microbatches, distinct: Sequence[Microbatch]) -> None:
+        """Begins to compare what replicas are about to do. Before a message outside of the step's
+        actions, and if they exchange tensors within a microbatch, the result is waited for."""
+        key = self._step_key if self.saved is None else call_of
+        compiles = not self.steps.entries or any(
+            self.steps.find(key(microbatch)) is None for microbatch in distinct
+        )
+        exchanges = {dim for e in self.steps.entries for dim in e.graphs[0].program.exchanges}
+        unknown = not exchanges <= set(DIMENSIONS)
+        independent = tuple(dim for dim in BATCHES if not unknown and dim not in exchanges)
+        step_is = len(step.each), keyword(self.outputs), compiles
+        self.agreement = StepAgreement(self.ranks, *step_is, step.shapes(), independent)
+        if compiles or exchanges or not self.binding.compared:
+            self.agreement.require()
 
     def require_step(self, outputs: bool | str) -> None:
-        """Raise PipelineError if there is no step, or none that returns more than its loss."""
+        """Raises PipelineError if there is no step, or none that returns more than its loss."""
         if outputs and self.saved is not None:
             raise PipelineError(
                 f"a saved program returns its loss alone. Leave out {keyword(outputs)}, or pipeline"
@@ -248,96 +245,145 @@ class Programs:
                 f"the directory holds {self.saved.returns.computes} alone, and no step to train"
                 " with. Compile one without --only."
             )
-        if outputs and (self._options.vocab in (1, 2) or self.bound.shards is not None):
+        if outputs and (self._options.vocab in (1, 2) or self.binding.shards is not None):
             raise PipelineError(
                 f"{keyword(outputs)} needs whole outputs, and the output layer is sharded: leave it"
                 ' out, or pass vocab="off".'
             )
 
-    def _begin_agreement(self, step: Microbatches, known: bool) -> None:
-        """Begin to compare what the ranks are about to do: before a message outside of the step's
-        actions, the result is waited for."""
-        if self.ranks.replicas.count == 1:
-            return
-        keys = [] if known else list(map(self._key, step.distinct))
-        new = not all(map(self.cache.right, keys))
-        change = next(filter(None, map(self.cache.change, keys)), "") if new else ""
-        exchanges = frozenset[str]().union(*(each.exchanges for each in self.cache.steps))
-        passed = len(step.each), step.shapes(), keyword(self.outputs), change
-        self.agreement.begin(passed, new, batches_apart(exchanges))
-        if new or not self.bound.compared or exchanges:
-            self.agreement.require()
-
-    def _state(self, microbatch: Microbatch) -> tuple[Any, ...]:
-        """The state of model and torch in which a microbatch runs: if it is that of the last step,
-        the same entries are right."""
-        return (
-            microbatch.signature,
-            kept_for(self.outputs),
-            torch_modes(self.ranks.device),
-            self.bound.form,
-        )
-
     @contextmanager
     def void_if_it_fails(self) -> Iterator[None]:
-        """If a step fails, drop its partial sums: an optimizer that steps nevertheless finds no
-        gradients."""
+        """Drops the partial sums of a step that fails, so that an optimizer finds no gradients."""
         try:
             yield
         except BaseException:
-            for parameter in (*self._model.parameters(), *self.bound.parameters.values()):
+            for parameter in (*self._model.parameters(), *self.binding.parameters.values()):
                 parameter.grad = None
             self.ranks.replicas.forget()
-            self.cache.forget_plans()
+            self.steps.plans.clear()
             raise
 
-    def _make_step(self, microbatches: Sequence[Microbatch], change: str) -> CompiledGraphs:
-        microbatch = microbatches[0]
+    def _find_step(self, microbatches: Sequence[Microbatch]) -> CompiledGraphs:
+        """Returns the graphs of microbatches of one shape."""
+        first = microbatches[0]
+        if self.saved is not None:
+            entry = self.steps.find(call_of(first))
+            if entry is None:
+                raise PipelineError(
+                    f"the program was compiled for microbatches of {listed(self.saved.call)};"
+                    f" received {listed(call_of(first))}. Pass such batches, or compile and save a"
+                    " program for these."
+                )
+            return entry
+        what = f"microbatches of {first.summary()}"
+        key, compile_ = partial(self._step_key, first), partial(self._compile_step, microbatches)
+        return self._find(self.steps, key, what, compile_)
+
+    def _step_key(self, microbatch: Microbatch) -> GraphKey:
+        modes, returns = torch_modes(self.ranks.device), returned_values(self.outputs)
+        return GraphKey(microbatch.signature, self.binding.checked_state, modes, returns)
+
+    def _find(
+        self,
+        cache: GraphCache,
+        key: Callable[[], Any],
+        what: str,
+        compile_: Callable[[str], CompiledGraphs],
+    ) -> CompiledGraphs:
+        """Returns the entry of a key. If there is none, all ranks compile `what`.
+
+        `compile_` receives what has changed in the module state since the last entry of the key.
+        The key is computed again after compiling: parameters get memory, and forward may install
+        hooks.
+        """
+        entry = cache.find(key()) if cache.entries else None
+        if entry is not None:
+            return entry
+        change = self._describe(cache.change(key())) if cache.entries else ""
+        title = f"compiling {what}" + f" (on this rank, of {change})" * bool(change)
+        with (
+            self.ranks.watch.position.turn_to(title),
+            Progress(f"zbcompile: {title}", first=LONG),
+        ):
+            entry = compile_(change)
+        self.binding.require_same_model()
+        entry = replace(entry, key=key())
+        if cache is self.steps:
+            cache.first = cache.first or entry
+        if cache.add(entry) and cache is self.steps and self.ranks.is_first:
+            print(
+                "zbcompile: evicted the least recently used program;"
+                f" max_shapes={self._options.max_shapes}."
+            )
+        if not entry.is_valid():
+            raise PipelineError(
+                "no program that was compiled for this step fits it: the state of its modules was"
+                f" different after the capture ({entry.change()}). Keep it the same from step to"
+                " step, or pass it as an argument of step."
+            )
+        return entry
+
+    def _describe(self, change: str) -> str:
+        """Returns a change of module state for a notice; for a value that changes often with a
+        remedy."""
+        if not change:
+            return ""
+        path = change.partition(": ")[0]
+        self._changes[path] += 1
+        if self._changes[path] <= 2:
+            return change
+        return f"{change} (change {self._changes[path]} of it; pass it as a tensor)"
+
+    def _compile_step(self, microbatches: Sequence[Microbatch], change: str) -> CompiledGraphs:
+        first = microbatches[0]
+        paths = first.tensors
         require_same_batch(
             self.ranks,
-            {path: [each.tensors[path] for each in microbatches] for path in microbatch.tensors},
+            {path: [microbatch.tensors[path] for microbatch in microbatches] for path in paths},
         )
-        exported = self.searched[0] if self.searched else self.export(microbatch)
-        standing = ModuleState(
-            self._model, self._options.loss, frozenset(exported.step.changed_state)
-        )
-        key = self._key(microbatch)
-        known = (each.graphs for each in self.cache.steps if each.key == key)
-        same = [graphs for graphs in known if is_program_of(graphs[0].program, exported)]
-        graphs = same[0] if same else (self._compile(microbatch, exported, change),)
-        return CompiledGraphs([standing], graphs)
-
-    def _key(self, microbatch: Microbatch) -> Any:
-        if self.saved is not None:
-            return call_of(microbatch)
-        return key_of(self._model, microbatch, self.ranks.device, kept_for(self.outputs))
-
-    def _compile(self, microbatch: Microbatch, exported: ExportedModel, reason: str) -> BoundGraphs:
-        if self.bound.trains and self.ranks.is_first:
-            key, known = self._key(microbatch), [each.key for each in self.cache.steps]
-            reason = reason or what_is_new(self._model, microbatch, key, known)
-            number = (
-                f"program {len(self.bound.compilations) + 1}; max_shapes={self._options.max_shapes}"
-                " are kept"
+        exported = self.searched[0] if self.searched else self.export(first)
+        unread = frozenset(exported.step.changed_state)
+        state = ModuleState(self._model, self._options.loss, unread)
+        modes, returns = torch_modes(self.ranks.device), returned_values(self.outputs)
+        details = key_details(self._model, first, modes, returns)
+        for entry in self.steps.entries:
+            if entry.details == details and is_program_of(entry.graphs[0].program, exported):
+                return CompiledGraphs(entry.graphs, (state,), details)
+        if self.binding.trains and self.ranks.is_first:
+            cached = [entry.details for entry in self.steps.entries if entry.details is not None]
+            reason = change or recompile_reason(self._model, first, details, cached)
+            print(
+                f"zbcompile: compiling again for {reason} (program"
+                f" {len(self.binding.compilations) + 1}; max_shapes={self._options.max_shapes} are"
+                " kept)."
             )
-            print(f"zbcompile: compiling again for {reason} ({number}).")
-        program = self._make_program(microbatch, exported)
-        asked = {
+        return CompiledGraphs((self._bind_step(first, exported),), (state,), details)
+
+    def _bind_step(self, microbatch: Microbatch, exported: ExportedModel) -> BoundGraphs:
+        if self.searched is not None:
+            program = self.searched[1]
+            self.searched, notice = None, program.plan
+        else:
+            make = partial(self.make, microbatch, exported, self.schedule)
+            program = compile_within_memory(make, self.decided or self._options.choices)
+            notice = program.cuts.overweight if self.binding.program is None else ""
+        if self.ranks.is_first and notice:
+            print(f"zbcompile: {notice}")
+        program = replace(program, writer=self._save)
+        requested = {
             "what a step returns": keyword(self.outputs),
             "max_shapes": self._options.max_shapes,
         }
-        self.bound.agree_on(program, asked | vars(self._options.step))
-        if self.bound.program is None:
-            self.bound.place(program)
-        elif not self.bound.trains and program.homes != self.bound.program.homes:
-            self.bound.move(program)
-        elif not self.bound.trains:
-            # an evaluation placed the parameters; from now on they train
-            self.bound.program = program
-            for name, rows in self.bound.shards.own.items() if self.bound.shards else ():
-                rows.requires_grad_(name in program.trained)
-        self.bound.trained |= program.trained
-        return self.bound.prepare_step(program)
+        self.binding.agree_on(program, requested | vars(self._options.step))
+        if self.binding.program is None:
+            self.binding.place(program)
+        elif not self.binding.trains:
+            self.binding.train_with(program)
+        self.binding.trained |= program.trained
+        return self.binding.prepare(program)
+
+    def _save(self, program: Program, directory: Path) -> None:
+        save_program(program, directory, self.ranks)
 
     def export(self, microbatch: Microbatch) -> ExportedModel:
         """Returns the training step for microbatches like this one; all ranks export it
@@ -347,7 +393,7 @@ class Programs:
             device = partial(hint_at_device, microbatch, self.ranks.device)
             target = partial(hint_at_target, self._model, microbatch, self._options.loss)
             refuse_meta_inputs(microbatch, self.ranks.device)
-            with readable(self._model), hinting(device, target):
+            with hinting(device, target):
                 return export_step(
                     self._model,
                     microbatch,
@@ -355,28 +401,12 @@ class Programs:
                     device=self.ranks.device,
                     process_groups=self.ranks.mesh.labels,
                     static_inputs=microbatch.static,
-                    keep=kept_for(self.outputs),
+                    keep=returned_values(self.outputs),
                     choices=self._choices(),
                     schedule=self.schedule,
                 )
 
         return together(self.ranks, "capturing", export_)
-
-    def _make_program(self, microbatch: Microbatch, exported: ExportedModel) -> Program:
-        searched, self.searched = self.searched, None
-        if searched is not None:
-            _, program = searched
-            notice = program.plan
-        else:
-            make = partial(self.make, microbatch, exported, self.schedule)
-            program = compile_within_memory(make, self.decided or self._options.choices)
-            notice = program.cuts.overweight if self.bound.program is None else ""
-        if self.ranks.is_first and notice:
-            print(f"zbcompile: {notice}")
-        return replace(program, writer=self._save)
-
-    def _save(self, program: Program, directory: Path) -> None:
-        save_program(program, directory, self.ranks)
 
     def make(
         self,
@@ -386,55 +416,37 @@ class Programs:
         choices: Choices,
     ) -> Program:
         """Returns the exported step compiled for a schedule, with the parameters where they are."""
-        task = self._model, microbatch, exported, schedule, choices
+        task, placed = (self._model, microbatch, exported, schedule, choices), self.binding.program
 
         def compile_() -> Program:
             try:
-                return compile_program(*task, self._placed)
-            except PartitionError:
-                if self.bound.trains or self._placed is None:
+                return compile_program(*task, placed)
+            except PartitionError as error:
+                if self.binding.trains or placed is None:
                     raise
-                return compile_program(*task)  # what an evaluation has placed is in another order
+                raise PartitionError(
+                    f"{error} An evaluation has placed the parameters; compile the training step"
+                    " before it: pipe.compile(batch, target=...)."
+                ) from error
 
         program = together(self.ranks, "compiling", compile_)
-        program = self._placed_alike(program, lambda like: compile_program(*task, like))
+        if placed is None and self.ranks.mesh.beside("pp", "dp"):
+            # Ranks of tensor parallelism may hold parts of different sizes, for which other cuts
+            # are balanced: those of the first rank decide.
+            homes = gathered(self.ranks, program.homes)
+            if any(part != homes[0] for part in homes):
+                like = replace(program, homes=homes[0], stages=(), canonical_targets=())
+                program = together(self.ranks, "compiling", lambda: compile_program(*task, like))
         return replace(program, step=self._options.step)
 
-    def _placed_alike(
-        self, program: Program, compile_like: Callable[[Program], Program]
-    ) -> Program:
-        """Returns a program with every parameter on the same stages on all ranks.
-
-        Ranks of tensor parallelism may hold parts of different sizes, for which other cuts are
-        balanced: those of the first rank decide.
-        """
-        if self._placed is not None or not self.ranks.mesh.beside("pp", "dp"):
-            return program
-        homes = gathered(self.ranks, program.homes)
-        if all(each == homes[0] for each in homes):
-            return program
-        like = replace(program, homes=homes[0], stages=(), canonical_targets=())
-        return together(self.ranks, "compiling", lambda: compile_like(like))
-
-    @property
-    def _placed(self) -> Program | None:
-        """The program whose placement a new one keeps; None if it may place parameters anew. An
-        evaluation's placement is not kept if a layout is searched for training, or if the output
-        layer is to be sharded, which the evaluation of a model that trains leaves to the step."""
-        found = self.bound.program
-        if found is None or self.bound.trains:
-            return found
-        sharded = self._options.choices.vocab in (1, 2) and found.choices.vocab == "off"
-        return None if is_searched(self._options) or sharded else found
-
     def _choices(self) -> Choices:
-        """Later programs reuse the first one's sharding decision, because row ownership is already
-        fixed."""
+        """Returns the options of a step. Later programs keep the first one's decision whether the
+        output layer is sharded, because the owners of its rows are fixed."""
         choices = self.decided or self._options.choices
         if self.decided is None and self.outputs and self._options.vocab is None:
-            return replace(choices, vocab="off")  # what is returned is made of whole outputs
-        placed = self._placed
-        if placed is None or (choices.vocab != "auto" and self.bound.trains):
+            return replace(choices, vocab="off")  # what is returned needs whole outputs
+        placed = self.binding.program
+        if placed is None or (choices.vocab != "auto" and self.binding.trains):
             return choices
         if placed.vocabulary is None:
             return replace(choices, vocab="off")
@@ -442,129 +454,108 @@ class Programs:
 
     # Evaluations
 
-    def forwards(self, batch: Batch, computes: str, count: int | None) -> Graphs:
+    def forwards(self, batch: Batch, computes: str, count: int | None) -> tuple[BoundGraphs, ...]:
         """Returns the graphs of the batch's microbatches, at most `count` of them (None: as many as
         a step has), compiled if need be."""
         if self.saved is not None:
             return self._saved_forwards(batch, computes)
-        if self.bound.program is not None:
-            self.bound.require_same_model()
-        task = batch, computes, count or self.schedule.microbatches
-        key, make = partial(self._forward_key, *task), partial(self._make_forwards, *task)
+        if self.binding.program is not None:
+            self.binding.require_same_model()
+        count = count or self.schedule.microbatches
+        key = partial(self._forward_key, batch, computes, count)
+        compile_ = partial(self._compile_forwards, batch, computes, count)
         what = f"{computes} for {batch.whole.summary()}"
-        graphs = self._find(key, what, make, evaluates=True).graphs
-        self.bound.require_same_model()
+        graphs = self._find(self.evaluations, key, what, compile_).graphs
         require_words(batch, graphs[0].program)
         return graphs
 
-    def _saved_forwards(self, batch: Batch, computes: str) -> Graphs:
+    def _saved_forwards(self, batch: Batch, computes: str) -> tuple[BoundGraphs, ...]:
         """Returns the graphs of the batch's microbatches from a saved program."""
-        held = {each.key: each.graphs[0].program for each in self.cache.evaluations}
-        if computes not in held:
+        entry = self.evaluations.find(computes)
+        if entry is None or self.saved is None:
+            names = [str(cached.key) for cached in self.evaluations.entries]
             raise PipelineError(
-                f"the directory holds {', '.join(held) or 'the training step alone'}, and cannot"
+                f"the directory holds {', '.join(names) or 'the training step alone'}, and cannot"
                 f" compute {computes}. Compile a directory with --only {computes}, or make a"
                 " pipeline of the model."
             )
-        program = held[computes]
-        require_words(batch, program)
-        (graphs,) = next(each.graphs for each in self.cache.evaluations if each.key == computes)
-        return (graphs,) * microbatches_like(program, batch)
+        require_words(batch, self.saved)
+        return entry.graphs * microbatches_like(self.saved, batch)
 
-    def _make_forwards(
+    def _forward_key(self, batch: Batch, computes: str, count: int) -> tuple[Any, ...]:
+        model = fingerprint(self._model, modes=False)
+        return computes, count, model, batch.whole.signature, torch_modes(self.ranks.device)
+
+    def _compile_forwards(
         self, batch: Batch, computes: str, count: int, change: str
     ) -> CompiledGraphs:
         if change and self.ranks.is_first:
             print(f"zbcompile: compiling {computes} again for {change}.")
+        options = self._forward_options()
 
         def compile_() -> tuple[Program, ...]:
             refuse_meta_inputs(batch.whole, self.ranks.device)
-            with (
-                readable(self._model),
-                hinting(partial(hint_at_device, batch.whole, self.ranks.device)),
-            ):
-                return compile_forwards(self._model, batch, count, computes, self._forward_options)
+            with hinting(partial(hint_at_device, batch.whole, self.ranks.device)):
+                return compile_forwards(self._model, batch, count, computes, options)
 
-        made = together(self.ranks, "compiling a forward", compile_)
-        graphs = {
-            id(each): self._bind_forward(each)
-            for each in {id(each): each for each in made}.values()
-        }
-        standing = [
-            ModuleState(
-                self._model, without=frozenset().union(*(each.changed_state for each in made))
-            )
-        ]
-        return CompiledGraphs(standing, tuple(graphs[id(each)] for each in made))
+        programs = together(self.ranks, "compiling a forward", compile_)
+        unread = frozenset[str]().union(*(program.changed_state for program in programs))
+        distinct = {id(program): program for program in programs}
+        graphs = {number: self._bind_forward(program) for number, program in distinct.items()}
+        state = ModuleState(self._model, without=unread)
+        return CompiledGraphs(tuple(graphs[id(program)] for program in programs), (state,))
 
     def _bind_forward(self, program: Program) -> BoundGraphs:
         program = replace(program, step=self._options.step)
-        self.bound.agree_on(program)
-        if self.bound.program is None:
-            self.bound.place(program)
-        return self.bound.prepare(program)
+        self.binding.agree_on(program)
+        if self.binding.program is None:
+            self.binding.place(program)
+        return self.binding.prepare(program)
 
-    def _forward_key(self, batch: Batch, computes: str, count: int) -> tuple[Any, ...]:
-        modules = tuple(hooks_of(each) for each in self._model.modules())
-        trains = tuple(parameter.requires_grad for parameter in self._model.parameters())
-        return (
-            computes,
-            count,
-            modules,
-            trains,
-            batch.whole.signature,
-            torch_modes(self.ranks.device),
-            self.bound.moves,
-        )
-
-    @property
     def _forward_options(self) -> ForwardOptions:
+        """Returns what a forward is compiled for. Raises PipelineError for one that would place the
+        parameters of a step whose output layer is sharded."""
         rules, choices = self._options.placements or {}, self._options.choices
-        names = (name for name, _ in self._model.named_parameters())
-        sharded = frozenset(name for name in names if along(placement_of(name, rules), SHARD))
-        if self.bound.program is None and any(
-            parameter.requires_grad for parameter in self._model.parameters()
-        ):
-            choices = replace(
-                choices, vocab="off"
-            )  # the step decides, and moves the parameters if need be
-        like, labels = self.bound.program, self.ranks.mesh.labels
-        return ForwardOptions(self.schedule, like, choices, labels, sharded, self.ranks.device)
+        parameters = dict(self._model.named_parameters())
+        sharded = frozenset(n for n in parameters if along(placement_of(n, rules), SHARD))
+        placed, trains = self.binding.program, any(p.requires_grad for p in parameters.values())
+        if placed is None and trains and choices.vocab in (1, 2):
+            raise PipelineError(
+                f"vocab={choices.vocab} shards the output layer when the training step is compiled,"
+                " and an evaluation would place the layer whole. Call pipe.compile(batch,"
+                " target=...) before the first evaluation."
+            )
+        labels = self.ranks.mesh.labels
+        return ForwardOptions(self.schedule, placed, choices, labels, sharded, self.ranks.device)
 
-    def evaluation(self, own: Sequence[BoundGraphs]) -> Executable:
-        """The executable of microbatches that run the graphs `own`, on the tensors that the model
-        has now."""
-        executable = self.cache.plan(
-            own, list({each.number: each for each in own}.values()), forward_order
-        )
+    def evaluation(self, graphs: Sequence[BoundGraphs]) -> Executable:
+        """Returns the executable of microbatches that run these graphs. The rows of a sharded
+        output layer are gathered for stages that read it whole."""
+        executable = self.evaluations.plan(graphs, forward_order, self.ranks.local)
+        shards, group = self.binding.shards, None
+        if shards is not None:
+            group = self.ranks.collective_group()
+        if shards is None or group is None:
+            return executable
         read = {name for stage in executable.program.stages for name in stage.parameters}
-        rows = gather_rows(self.ranks, self.bound.shards, read)
-        held = resident_tensors(self._model, {}) | {
-            Slot("parameter", name): whole for name, whole in rows.items()
-        }
-        bound = {each.number: _on_tensors(each, held) for each in executable.everywhere}
-        graphs = tuple(bound[each.number] for each in executable.graphs)
-        return replace(executable, graphs=graphs, everywhere=tuple(bound.values()))
-
-
-def _on_tensors(graphs: BoundGraphs, held: Mapping[Slot, torch.Tensor]) -> BoundGraphs:
-    """The same graphs on other tensors of the model."""
-    kept = {
-        s: t
-        for stage in graphs.stages.values()
-        for s, t in stage.resident.items()
-        if s.role == "constant"
-    }
-    return replace(
-        graphs, stages={i: rebind(stage, {**kept, **held}) for i, stage in graphs.stages.items()}
-    )
-
-
-def _require_few(microbatches: Sequence[Microbatch], limit: int) -> None:
-    """Raise PipelineError if the microbatches of a step have more shapes than programs are kept."""
-    kinds = len({each.signature for each in microbatches})
-    if kinds > limit:
-        raise PipelineError(
-            f"the microbatches of this step have {kinds} shapes, and max_shapes={limit} programs"
-            " are kept. Raise it, or pad to fewer shapes."
+        with self.ranks.watch.position.waiting("the rows of the output layer"):
+            rows = {
+                Slot("parameter", name): shards.gathered(name, group)
+                for name in shards.own
+                if name in read
+            }
+        if not rows:
+            return executable
+        tensors: dict[Slot, torch.Tensor] = {**resident_tensors(self._model, {}), **rows}
+        bound = {}
+        for part in executable.distinct:
+            stages = {}
+            for i, stage in part.stages.items():
+                constants = {s: t for s, t in stage.resident.items() if s.role == "constant"}
+                stages[i] = rebind(stage, {**constants, **tensors})
+            bound[part.number] = replace(part, stages=stages)
+        return replace(
+            executable,
+            graphs=tuple(bound[part.number] for part in executable.graphs),
+            distinct=tuple(bound.values()),
         )

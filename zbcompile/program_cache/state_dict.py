@@ -1,7 +1,6 @@
-"""Whole tensors of which several ranks hold parts: eager's state dict as a stream, the rows of a
-sharded layer."""
+"""Eager's state dict as a stream of whole tensors, from the ranks that hold them."""
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -9,57 +8,47 @@ from torch import nn
 
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.engine.vocabulary_parameters import VocabularyShards
-from zbcompile.model.held_elsewhere import state_in_process
 from zbcompile.model.model_info import first_names
+from zbcompile.model.remote_tensors import local_state_dict
 
-Owner = Callable[[str], tuple[int, ...]]
-
-
-def gather_rows(
-    ranks: Ranks, shards: VocabularyShards | None, names: Collection[str]
-) -> dict[str, torch.Tensor]:
-    """The parameters `names` of a sharded output layer, whole; in the model's own memory if it has
-    any. All ranks call it."""
-    group = ranks.collective_group() if shards is not None else None
-    if shards is None or group is None:
-        return {}
-    with ranks.watch.position.waiting("the rows of the output layer"):
-        return {name: shards.gathered(name, group) for name in shards.own if name in names}
+Owners = Callable[[str], tuple[int, ...]]
 
 
 def stream_state(
     model: nn.Module,
     ranks: Ranks,
-    owners: Owner,
+    owners: Owners,
     shards: VocabularyShards | None,
     frozen: bool = True,
 ) -> Iterator[tuple[str, Any]]:
-    """Eager's whole state dict, tensor by tensor on every rank: each comes from the ranks that own
-    it. Frozen parameters are left out if `frozen` is False."""
+    """Yields eager's whole state dict, tensor by tensor on every rank, from the ranks that own
+    them. Frozen parameters are left out if `frozen` is False."""
     names = first_names(model)
-    left_out = {
-        name for name, each in model.named_parameters() if not (frozen or each.requires_grad)
+    excluded = {
+        name
+        for name, parameter in model.named_parameters()
+        if not (frozen or parameter.requires_grad)
     }
     group = None if shards is None else ranks.collective_group()
-    for key, value in state_in_process(model).items():
+    for key, value in local_state_dict(model).items():
         name = names.get(key, key)
-        if name in left_out:
+        if name in excluded:
             continue
         with ranks.watch.position.waiting(key):
             if ranks.group is None:
-                found = value
+                tensor = value
             elif shards is not None and group is not None and name in shards.own:
-                found = shards.gathered(name, group).clone()
+                tensor = shards.gathered(name, group).clone()
             else:
-                found = _broadcast(value, owners(name)[0], ranks)
-        yield key, found
+                tensor = _broadcast(value, owners(name)[0], ranks)
+        yield key, tensor
 
 
 def _broadcast(value: Any, owner: int, ranks: Ranks) -> Any:
     if not isinstance(value, torch.Tensor):
         return ranks.gather_here(value)[owner]
-    whole = torch.empty(value.shape, dtype=value.dtype, device=ranks.device)
-    if not value.is_meta:  # tensors of other ranks stay there
-        whole.copy_(value.detach())
-    ranks.broadcast(whole, owner)
-    return whole
+    buffer = torch.empty(value.shape, dtype=value.dtype, device=ranks.device)
+    if not value.is_meta:
+        buffer.copy_(value.detach())
+    ranks.broadcast(buffer, owner)
+    return buffer

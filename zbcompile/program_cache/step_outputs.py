@@ -1,4 +1,4 @@
-"""What a step returns besides its loss: the model's outputs, joined over the microbatches."""
+"""The model's outputs that a step returns besides its loss, joined over the microbatches."""
 
 from typing import Any, Final
 
@@ -16,8 +16,8 @@ KINDS = (*WHERE, METRICS)
 
 
 def kind_of(return_outputs: Any, return_metrics: Any) -> bool | str:
-    """Which of KINDS a step returns besides its loss. Raises PipelineError for other values, and
-    for both at once."""
+    """Returns which of KINDS a step returns. Raises PipelineError for other values, and for both
+    at once."""
     if not isinstance(return_outputs, bool | str) or return_outputs not in WHERE:
         raise PipelineError(f"return_outputs={return_outputs!r}; expected one of {WHERE}.")
     if not isinstance(return_metrics, bool):
@@ -30,8 +30,8 @@ def kind_of(return_outputs: Any, return_metrics: Any) -> bool | str:
     return METRICS if return_metrics else return_outputs
 
 
-def kept_for(kind: bool | str) -> str:
-    """What a captured step keeps of its forward for one of KINDS."""
+def returned_values(kind: bool | str) -> str:
+    """Returns what a captured step returns of its forward for one of KINDS."""
     return METRICS if kind == METRICS else "outputs" if kind else ""
 
 
@@ -40,20 +40,22 @@ def keyword(kind: bool | str) -> str:
     return "return_metrics=True" if kind == METRICS else f"return_outputs={kind!r}"
 
 
-def joined_outputs(made: Outputs, executable: Executable, rows: int | None, reduction: str) -> Any:
-    """What a step returns besides its loss: leaves with a row for each of the `rows` samples of a
+def joined_outputs(
+    leaves: Outputs, executable: Executable, rows: int | None, reduction: str
+) -> Any:
+    """Returns the extra results of a step. Leaves with a row for each of the `rows` samples of a
     microbatch are concatenated, floating scalars combined as losses are, others are lists over the
     microbatches.
     """
     outputs, count = executable.outputs, executable.program.schedule.microbatches
     first = outputs[0]
-    if any(each.structure != first.structure for each in outputs):
+    if any(output.structure != first.structure for output in outputs):
         return [
-            each.rebuild({name: made[name][i] for name in each.made})
-            for i, each in enumerate(outputs)
+            output.rebuild({name: leaves[name][i] for name in output.made})
+            for i, output in enumerate(outputs)
         ]
     return first.rebuild(
-        {n: _joined([made[n][i] for i in range(count)], rows, reduction) for n in first.made}
+        {n: _joined([leaves[n][i] for i in range(count)], rows, reduction) for n in first.made}
     )
 
 
@@ -65,11 +67,11 @@ def _joined(parts: list[torch.Tensor], rows: int | None, reduction: str) -> Any:
     return parts
 
 
-def joined_rows(made: Outputs, outputs: dict[int, Output]) -> Any:
+def joined_rows(leaves: Outputs, outputs: dict[int, Output]) -> Any:
     """The output of an evaluation: the rows of its microbatches, joined into one batch. `outputs`
     says, by microbatch, how to rebuild it."""
-    chosen = {name: [parts[i] for i in outputs] for name, parts in made.items()}
-    leaves = {
+    chosen = {name: [parts[i] for i in outputs] for name, parts in leaves.items()}
+    joined = {
         name: torch.cat(parts) if len(parts) > 1 else parts[0] for name, parts in chosen.items()
     }
-    return next(iter(outputs.values())).rebuild(leaves)
+    return next(iter(outputs.values())).rebuild(joined)

@@ -274,7 +274,7 @@ def test_pairs_run_as_one_graph(name: str) -> None:
         step for order in pipe.program.schedule.orders for step in order if isinstance(step, Pair)
     ]
     calls: list[str] = []
-    for plan in pipe._compiled.cache.plans[-1].ordered()[1]:
+    for plan in list(pipe._compiled.steps.plans.values())[-1].ordered()[1]:
         for kind, run in plan.merged.items():
             plan.merged[kind] = lambda values, run=run: (calls.append(name), run(values))[1]  # type: ignore[index]
     pipe.record = True

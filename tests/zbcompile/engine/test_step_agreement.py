@@ -207,5 +207,5 @@ def test_a_step_that_differs_between_replicas_changes_nothing(pool: Pool) -> Non
             first, last = losses
             assert last < first
             (text,) = said
-            assert text.startswith("rank 0 passes 2 microbatches of")
-            assert "rank 2 4 microbatches of" in text
+            assert text.startswith("rank 0 runs 2 microbatches with")
+            assert "rank 2 runs 4 microbatches with" in text

@@ -19,7 +19,6 @@ from zbcompile import Example
 from zbcompile.compiler.compile_example import one_microbatch
 from zbcompile.compiler.compile_model import compile_program, export_step
 from zbcompile.model.distributed_tensors import Parts
-from zbcompile.model.held_elsewhere import readable
 from zbcompile.passes.compile_options import Choices
 from zbcompile.schedules import build
 
@@ -159,8 +158,7 @@ def originals(
     ranks."""
     Parts(model, labels)
     microbatch = one_microbatch(example)
-    with readable(model):
-        exported = export_step(model, microbatch, example.loss, process_groups=labels)
+    exported = export_step(model, microbatch, example.loss, process_groups=labels)
     cuts = Choices(balance=first_layers)
     program = compile_program(model, microbatch, exported, build("1f1b", 4, 4), cuts)
     return [stage.original for stage in program.stages]

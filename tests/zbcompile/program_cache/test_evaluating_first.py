@@ -1,5 +1,4 @@
-"""An evaluation before the first step places the parameters: training keeps that, or moves them
-once."""
+"""An evaluation before the first step places the parameters, and training keeps that."""
 
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zbcompile
-from tests.support.oracle import PROBLEMS, WIDTH, Batch, eager_step, optimizer_of
+from tests.support.oracle import PROBLEMS, WIDTH, Batch, eager_step
 from tests.support.pool import Pool
 from tests.support.training import ROWS, Case, pipeline_of
 
@@ -44,7 +43,6 @@ class Prepared(Straight):
         return self.also(x) if self.training else x  # type: ignore[no-any-return]
 
 
-MODELS = {"kept": Straight, "moved": Prepared}
 X = torch.linspace(-1, 1, 4 * WIDTH).sin().view(4, WIDTH)
 
 
@@ -58,10 +56,10 @@ def pipe_of(model: nn.Module, **options: Any) -> zbcompile.Pipeline:
     return zbcompile.pipeline(model, **options)
 
 
-def life(kind: str, own_loss: bool) -> tuple[list[Tensor], dict[str, Tensor]]:
+def life(own_loss: bool) -> tuple[list[Tensor], dict[str, Tensor]]:
     """Evaluate, also what is no batch of a step; load other weights; train; evaluate. Results and
     the last state."""
-    model = MODELS[kind]()
+    model = Straight()
     pipe = pipe_of(model, **({} if own_loss else {"loss": F.mse_loss}))
     optimizer = pipe.optimizer(torch.optim.SGD, lr=0.1)
     found = [pipe.eval(X[:3])]
@@ -77,9 +75,9 @@ def life(kind: str, own_loss: bool) -> tuple[list[Tensor], dict[str, Tensor]]:
     return found, state
 
 
-def eager_life(kind: str) -> tuple[list[Tensor], dict[str, Tensor]]:
+def eager_life() -> tuple[list[Tensor], dict[str, Tensor]]:
     """The same of the unsplit model, microbatch by microbatch."""
-    model = MODELS[kind]()
+    model = Straight()
     found = [evaluated(model, X[:3])]
     model.load_state_dict({key: value * 2 for key, value in model.state_dict().items()})
     found.append(evaluated(model, X))
@@ -101,70 +99,61 @@ def evaluated(model: nn.Module, x: Tensor) -> Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.mostly_slow(every=3)
 @pytest.mark.parametrize("own_loss", [False, True])
-@pytest.mark.parametrize("kind", MODELS)
-def test_training_after_an_evaluation_has_eagers_bits(
-    kind: str, own_loss: bool, pool: Pool, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """In one process and on two ranks, which move parameters if the step needs them elsewhere."""
-    losses, state = eager_life(kind)
-    alone = life(kind, own_loss)
-    assert ("tensors move to other ranks" in capsys.readouterr().out) == (kind == "moved")
-    for found, last in (alone, *pool.run(life, kind, own_loss)):
-        assert [
-            i for i, pair in enumerate(zip(found, losses, strict=True)) if not torch.equal(*pair)
-        ] == []
+def test_training_after_an_evaluation_has_eagers_bits(own_loss: bool, pool: Pool) -> None:
+    """In one process and on two ranks."""
+    losses, state = eager_life()
+    for found, last in (life(own_loss), *pool.run(life, own_loss)):
+        pairs = enumerate(zip(found, losses, strict=True))
+        assert [i for i, pair in pairs if not torch.equal(*pair)] == []
         assert [key for key in state if not torch.equal(last[key], state[key])] == []
 
 
-def taken_before() -> str:
-    """What a step says that needs another cut after `pipe.parameters()` was called."""
+def test_a_step_that_needs_another_placement_says_what_to_call() -> None:
     pipe = pipe_of(Prepared(), loss=F.mse_loss)
     pipe.eval(X)
-    optimizer_of(pipe.parameters())
-    with pytest.raises(zbcompile.PipelineError) as caught:
+    message = r"An evaluation has placed the parameters; compile the training step before it"
+    with pytest.raises(zbcompile.CompileError, match=message):
         pipe.step(X, target=X)
-    return str(caught.value)
+    pipe = pipe_of(Prepared(), loss=F.mse_loss)
+    pipe.compile(X, target=X)
+    pipe.eval(X)
+    pipe.step(X, target=X)
 
 
-def test_parameters_that_somebody_has_taken_do_not_move(pool: Pool) -> None:
-    for said in pool.run(taken_before):
-        assert "pipe.parameters() was called in between" in said
-
-
-def with_sharded_words(schedule: str, vocab: Any) -> tuple[Tensor, bool]:
-    """The loss of a step after an evaluation, for which the output layer is sharded or a layout
-    searched; whether the layer was sharded."""
+def words_of(schedule: str, vocab: Any) -> zbcompile.Pipeline:
     problem = PROBLEMS["small-dropout"]
-    batch = problem.batches(1, 2 * ROWS)[0]
-    pipe = pipe_of(problem.model(), schedule=schedule, vocab=vocab, loss=problem.loss, exact=False)
-    pipe.eval(*batch.args)
-    loss = pipe.step(*batch.args, target=batch.target)
-    sharded = pipe.program.vocabulary is not None
-    pipe.close()
-    return loss, sharded
+    return pipe_of(problem.model(), schedule=schedule, vocab=vocab, loss=problem.loss, exact=False)
 
 
-@pytest.mark.mostly_slow(every=2)
 @pytest.mark.slow
-@pytest.mark.parametrize(("schedule", "vocab"), [("1f1b", 1), ("auto", "off")])
-def test_a_layout_for_training_replaces_that_of_the_evaluation(
-    schedule: str, vocab: Any, pool: Pool
-) -> None:
-    problem = PROBLEMS["small-dropout"]
+def test_a_searched_schedule_keeps_the_placement_of_the_evaluation() -> None:
+    problem, pipe = PROBLEMS["small-dropout"], words_of("auto", "off")
     batch = problem.batches(1, 2 * ROWS)[0]
     expected = eager_step(problem.model(), problem.loss, batch, MICROBATCHES, 0)
-    for loss, sharded in pool.run(with_sharded_words, schedule, vocab):
-        torch.testing.assert_close(loss, expected)
-        assert sharded == (vocab == 1)
+    pipe.eval(*batch.args)
+    homes = pipe.program.homes
+    torch.testing.assert_close(pipe.step(*batch.args, target=batch.target), expected)
+    assert pipe.program.homes == homes
+
+
+def test_a_sharded_output_layer_is_placed_by_a_step() -> None:
+    batch = PROBLEMS["small-dropout"].batches(1, 2 * ROWS)[0]
+    pipe = words_of("1f1b", 1)
+    with pytest.raises(
+        zbcompile.PipelineError, match=r"Call pipe\.compile\(batch, target=\.\.\.\)"
+    ):
+        pipe.eval(*batch.args)
+    pipe.compile(*batch.args, target=batch.target)
+    pipe.eval(*batch.args)
+    assert pipe.program.vocabulary is not None
 
 
 def on_meta() -> tuple[Tensor, bool]:
     """The loss of a model built on the meta device that was evaluated first; whether this process
     holds a part."""
     with torch.device("meta"):
-        model = Prepared()
+        model = Straight()
     pipe = pipe_of(model, loss=F.mse_loss, init=lambda name, tensor: tensor.fill_(0.01 * len(name)))
     pipe.eval(X)
     loss = pipe.step(X, target=X)

@@ -72,7 +72,7 @@ def test_a_run_is_checked_recorded_and_predicted(pipe: zbcompile.Pipeline) -> No
     (record,) = records
     assert next(span.action for span in record.spans[1] if span.action.startswith("F")) == "F1.0"
     assert record.peak_activation_bytes == {0: 0, 1: 0}
-    program = pipe._compiled.cache.plans[-1].program
+    program = list(pipe._compiled.evaluations.plans.values())[-1].program
     check(program.lowered)
     assert simulate(program.schedule, predicted_costs(program)).schedule == record.schedule
     peaks, same = (
@@ -96,7 +96,7 @@ def test_what_is_predicted_is_alive(pipe: zbcompile.Pipeline, count: int) -> Non
     pipe.eval(x, microbatches=count)
     with Alive([], [*pipe._model.parameters(), *pipe._model.buffers(), x]) as alive:
         pipe.eval(x, microbatches=count)
-    inside, beside = forward_bytes(pipe._compiled.cache.plans[-1].program)
+    inside, beside = forward_bytes(list(pipe._compiled.evaluations.plans.values())[-1].program)
     assert inside <= alive.most <= inside + beside
 
 

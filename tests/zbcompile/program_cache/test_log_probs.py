@@ -132,7 +132,7 @@ def test_what_is_refused_says_why_in_one_line(pipe: zbcompile.Pipeline) -> None:
         ({"labels": labels, "microbatches": 0}, "microbatches=0"),
     ]
     pipe.log_probs(tokens, labels=labels)
-    kept = len(pipe._compiled.cache.evaluations)
+    kept = len(pipe._compiled.evaluations.entries)
     for given, reason in wrong:
         with pytest.raises(
             (zbcompile.PipelineError, zbcompile.CompileError), match=reason
@@ -141,7 +141,7 @@ def test_what_is_refused_says_why_in_one_line(pipe: zbcompile.Pipeline) -> None:
         assert "\n" not in str(raised.value)
     with pytest.raises(zbcompile.PipelineError, match="got no inputs besides labels="):
         pipe.log_probs(labels=labels)
-    assert len(pipe._compiled.cache.evaluations) == kept
+    assert len(pipe._compiled.evaluations.entries) == kept
 
 
 class Odd(nn.Module):

@@ -101,7 +101,7 @@ def test_pairs_of_two_shapes_are_one_graph_that_is_made_once() -> None:
     found = []
     for _ in range(2):
         assert torch.equal(pipe.step(microbatches=parts), eagerly(model, parts))
-        plan, other = pipe._compiled.cache.plans[-1].ordered()[1]
+        plan, other = list(pipe._compiled.steps.plans.values())[-1].ordered()[1]
         pairs = [
             step
             for order in pipe.program.schedule.orders
@@ -111,7 +111,7 @@ def test_pairs_of_two_shapes_are_one_graph_that_is_made_once() -> None:
         assert {*plan.merged, *other.merged} == {*pairs}
         assert all((first.microbatch + second.microbatch) % 2 for first, second in pairs)
         found.append({id(run.__self__) for each in (plan, other) for run in each.merged.values()})  # type: ignore[attr-defined]
-        pipe._compiled.cache.forget_plans()
+        pipe._compiled.steps.plans.clear()
     assert same(pipe, model)
     assert found[0] == found[1]
 
@@ -248,5 +248,5 @@ def on_each_replica(sizes: tuple[int, ...]) -> tuple[torch.Tensor, int] | str:
 def test_replicas_take_as_many_microbatches(pool: Pool) -> None:
     assert all(found[1] == 1 for found in pool.run(on_each_replica, (6, 6), ranks=4))
     for found in pool.run(on_each_replica, (6, 8), ranks=4):
-        assert "rank 0 passes 3 microbatches of" in found
+        assert "rank 0 runs 3 microbatches with" in found
         assert "rank 2 4 microbatches of" in found

@@ -57,7 +57,9 @@ def test_a_bounded_number_of_programs(capsys: pytest.CaptureFixture[str]) -> Non
             eager_step(eager, F.mse_loss, batch, 2, step),
         )
         assert_same_tensors(gradients_of(pipe), gradients_of(eager), "gradient of")
-        held.append([weakref.ref(executable.program) for executable in pipe._compiled])
+        held.append(
+            [weakref.ref(entry.graphs[0].program) for entry in pipe._compiled.steps.entries]
+        )
     gc.collect()
     assert [len(programs) for programs in held] == [1, 2, 2, 2, 2]
     dropped = [program for programs in held for program in programs if program not in held[-1]]
@@ -78,7 +80,7 @@ def test_evaluations_are_bounded_too() -> None:
     pipe.compile(*batch.args, target=batch.target)
     for length in (2, 3, 4):
         pipe.eval(*sequences(4, length).args)
-    assert len(pipe._compiled.cache.evaluations) == 2
+    assert len(pipe._compiled.evaluations.entries) == 2
 
 
 @pytest.mark.parametrize("value", [0, "many"])

@@ -40,8 +40,8 @@ MASK = ("args[1]",)
 def test_a_stream_whose_mask_changes(schedule: str, kinds: tuple[str, ...]) -> None:
     """Three programs, one for each value, serve all batches, also those that mix them."""
     pipe = follow(kinds, schedule, 4, ranks=2, static_inputs=MASK)
-    assert len(list(pipe._compiled)) == 3
-    first, second, third = (each.program for each in pipe._compiled)
+    assert len(pipe._compiled.steps.entries) == 3
+    first, second, third = (entry.graphs[0].program for entry in pipe._compiled.steps.entries)
     assert first.homes == second.homes == third.homes
 
 
@@ -59,7 +59,7 @@ def test_an_evaluation_computes_its_batch_as_a_whole() -> None:
     for kind in ("full", "both", "padded", "full"):
         x, mask, _ = batch_of(kind, 2, seed=9)
         torch.testing.assert_close(pipe.eval(x, mask), eager(x, mask), rtol=1e-6, atol=1e-6)
-    assert len(pipe._compiled.cache.evaluations) == 3
+    assert len(pipe._compiled.evaluations.entries) == 3
 
 
 @pytest.mark.parametrize("kinds", [("padded", "full"), ("full", "padded")])
@@ -100,7 +100,7 @@ def test_values_and_shapes_together_keep_so_many_programs() -> None:
             x, mask, target = (each[:rows] for each in batch_of("full", 2))
             mask[:, length:] = 0
             assert torch.equal(pipe.step(x, mask, target=target), eager.step(x, mask, target))
-            assert len(list(pipe._compiled)) <= 2
+            assert len(pipe._compiled.steps.entries) <= 2
 
 
 def test_a_decision_is_refused_with_its_line_and_the_remedy() -> None:

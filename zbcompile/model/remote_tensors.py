@@ -1,0 +1,53 @@
+"""Parameters and buffers of other ranks: in the user's module they are on the meta device.
+
+torch refuses to compute with them, and a state dict of the module raises, as it would hold nothing
+of other ranks. `pipe.state_dict(full=True)` has the whole model.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from zbcompile.model.distributed_tensors import PART, TensorPart, is_distributed
+from zbcompile.model.state_dict_guard import local_state_allowed
+from zbcompile.passes.meta_device import on_device
+from zbcompile.passes.torch_private import tensor_tables
+
+_META = torch.device("meta")
+
+
+def move_to_meta(model: nn.Module, is_remote: Callable[[str], bool]) -> None:
+    """Replaces the parameters and buffers whose first names are remote, in every module that has
+    them."""
+    replaced: dict[int, torch.Tensor] = {}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_remote(name) and not tensor.is_meta:
+            replaced[id(tensor)] = _on_meta(tensor)
+    for table, name, tensor in list(tensor_tables(model)):
+        if id(tensor) in replaced:
+            table[name] = replaced[id(tensor)]
+
+
+def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor without memory that has the shape, the hooks and the attributes."""
+    remote = on_device(tensor, _META)
+    remote._backward_hooks = tensor._backward_hooks
+    part = getattr(tensor, PART, None)
+    if part is not None:
+        whole = part.wrap(remote.detach())
+        if isinstance(tensor, nn.Parameter):
+            whole = nn.Parameter(whole, tensor.requires_grad)
+        setattr(remote, PART, TensorPart(whole, part.dimensions))
+    return remote
+
+
+def local_state_dict(model: nn.Module) -> dict[str, Any]:
+    """Returns the state dict of the module: meta tensors of other ranks, local parts of
+    DTensors."""
+    with local_state_allowed():
+        state = model.state_dict()
+    return {
+        key: value.to_local() if is_distributed(value) else value for key, value in state.items()
+    }

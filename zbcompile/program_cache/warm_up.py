@@ -1,0 +1,55 @@
+"""Every pass of this rank runs once on zeros before the first message of a program.
+
+Kernels that are built at their first call are then built on all ranks at once. Without that the
+ranks build them one after the other, because each waits for the messages of the one before.
+"""
+
+import warnings
+from collections.abc import Collection, Iterable
+
+import torch
+
+from zbcompile.engine.stage import CompiledStage
+from zbcompile.model.seeds import undisturbed
+
+
+def warm_up(stages: Iterable[CompiledStage], passes: Collection[tuple[str, int]]) -> None:
+    """Runs those of `passes`, (name, stage), that these stages have, once each on zeros.
+
+    Parameters, buffers, gradients and the state of random generators are as before. An exception
+    becomes a warning, because a pass may refuse zeros.
+    """
+    for stage in stages:
+        for name in stage.calls:
+            if (name, stage.index) not in passes:
+                continue
+            try:
+                with undisturbed(stage.device), torch.no_grad():
+                    _run(stage, name)
+            except Exception as error:
+                problem = f"{type(error).__name__}: {error}".partition("\n")[0]
+                warnings.warn(
+                    f"warm-up: {name} of stage {stage.index} failed on zeros ({problem}). The step"
+                    " runs it for the first time; warm_up=False does not try.",
+                    stacklevel=2,
+                )
+
+
+def _run(stage: CompiledStage, name: str) -> None:
+    piece = stage.program.pieces[name]
+    placeholders = piece.module.graph.find_nodes(op="placeholder")
+    values = []
+    for slot, node in zip(piece.inputs, placeholders, strict=True):
+        resident = stage.resident.get(slot)
+        if resident is None or resident.is_meta:  # rows of other ranks are gathered for a run
+            resident = _zeros(node.meta["val"], stage.device)
+        values.append(resident)
+    stage.calls[name].run(values)
+
+
+def _zeros(like: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Returns zeros with the shape, strides and dtype of a fake tensor."""
+    sizes = zip(like.shape, like.stride(), strict=True)
+    count = 1 + sum((size - 1) * stride for size, stride in sizes) if like.numel() else 0
+    zeros = torch.zeros(count, dtype=like.dtype, device=device)
+    return zeros.as_strided(like.shape, like.stride())
