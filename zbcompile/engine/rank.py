@@ -265,7 +265,9 @@ class RankRun:
         values = self.outbox.pop(message)
         if self.times is not None:
             self.times.sent[self.rank] += sum(value.nbytes for value in values)
+        self.position.waits = True  # for an earlier send
         self.transport.send(message, values, instruction.peer)
+        self.position.waits = False
 
     def _post_receive(self, instruction: Instruction) -> None:
         assert instruction.carries is not None

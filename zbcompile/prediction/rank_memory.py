@@ -6,18 +6,20 @@ from dataclasses import dataclass
 
 import torch
 
+from zbcompile.distributed.transport import PENDING_SENDS
 from zbcompile.engine.stage import received_specs
 from zbcompile.passes.compile_options import HALF
 from zbcompile.passes.graph.fx import output_values, tensors_of
+from zbcompile.passes.graph.roles import ACTIVATION, GRADIENT, SAVED
 from zbcompile.passes.stage.stage_program import StageProgram
 from zbcompile.passes.torch_private import storage_key
 from zbcompile.prediction.predict import stage_costs
 from zbcompile.program.program import Program
 from zbcompile.schedules import Costs
 from zbcompile.schedules.execution.memory import deltas
-from zbcompile.schedules.ir.actions import COMPUTE, RECEIVES, SENDS, Action, B, F, flatten
+from zbcompile.schedules.ir.actions import BW, COMPUTE, RECEIVES, SENDS, Action, B, F, W, flatten
 from zbcompile.schedules.ir.dependencies import DIRECTION
-from zbcompile.schedules.ir.kinds import MESSAGE_OPS, result_of
+from zbcompile.schedules.ir.kinds import MESSAGE_OPS
 from zbcompile.schedules.lowering.edges import Message, edges_of
 
 
@@ -138,8 +140,8 @@ def _moments(
 class _Messages:
     """The messages of a rank: received and not read yet, sent and not complete.
 
-    gloo reports no completion, so its sends last to the end of the step. On a GPU a send counts
-    until the next one of the rank.
+    gloo reports no completion, so the last `PENDING_SENDS` of a channel and kind count. On a GPU a
+    send counts until the next one of the rank. Bytes that the stage has saved as well count once.
     """
 
     def __init__(self, rank: int, program: Program) -> None:
@@ -148,8 +150,13 @@ class _Messages:
         self.device = torch.device(program.device_type)
         self.waiting: dict[Message, int] = {}
         self.sent: dict[Message, int] = {}
-        own = program.stages_of(rank)
-        self.kept = {stage: _sent_and_kept(program.stages[stage]) for stage in own}
+        self.pending: dict[tuple[int, str], list[Message]] = {}  # by peer and kind
+        self.before_w: set[tuple[int, int]] = set()  # stage and microbatch of B without its W
+        self.saved = {
+            (stage, op, reader): _sent_and_saved(program.stages[stage], op, reader)
+            for stage in program.stages_of(rank)
+            for op, reader in ((F, BW), (F, W), (B, W))
+        }
 
     @property
     def bytes(self) -> int:
@@ -164,10 +171,7 @@ class _Messages:
                 spec.bytes for spec in received[MESSAGE_OPS[action.op]]
             )
         elif action.op in SENDS and edge.carries is not None:
-            if self.device.type != "cpu":
-                self.sent.clear()
-            kept = self.kept[action.stage] if edge.carries.kind == F else 0
-            self.sent[edge.carries] = stage.message_bytes(edge.carries.kind) - kept
+            self._send(action, edge.carries, edge.peer)
         for message in edge.needs:
             self.waiting.pop(message, None)
 
@@ -176,27 +180,52 @@ class _Messages:
         stage = self.program.stages[action.stage]
         for message, peer in self.edges[action].makes:
             if peer == self.rank and message.kind in DIRECTION:
-                self.waiting[message] = stage.message_bytes(message.kind)
-        if result_of(action.op) == B:  # frees the activations
-            sent = Message(F, action.stage + 1, action.microbatch)
-            if sent in self.sent:
-                self.sent[sent] = stage.message_bytes(F)
+                reader = BW if message.kind == F else W
+                saved = self.saved[action.stage, message.kind, reader] * (action.op != BW)
+                self.waiting[message] = stage.message_bytes(message.kind) - saved
+        number = action.stage, action.microbatch
+        forward = Message(F, action.stage + 1, action.microbatch)
+        backward = Message(B, action.stage - 1, action.microbatch)
+        if action.op == B:
+            self.before_w.add(number)
+            self._count(forward, action.stage, F, W)
+        elif action.op in (BW, W):
+            self.before_w.discard(number)
+            self._count(forward, action.stage, F)
+            self._count(backward, action.stage, B)
+
+    def _send(self, action: Action, message: Message, peer: int) -> None:
+        pending = self.pending.setdefault((peer, message.kind), [])
+        if self.device.type != "cpu":
+            self.sent.clear()
+        elif len(pending) == PENDING_SENDS:
+            self.sent.pop(pending.pop(0), None)
+        pending.append(message)
+        self.sent[message] = 0
+        is_split = (action.stage, action.microbatch) in self.before_w
+        reader = BW if message.kind == F else W if is_split else None
+        self._count(message, action.stage, message.kind, reader)
+
+    def _count(self, message: Message, stage: int, op: str, reader: str | None = None) -> None:
+        """Counts a message, if it is under way, without what `reader` of its stage saves too."""
+        if message in self.sent:
+            saved = self.saved[stage, op, reader] if reader is not None else 0
+            self.sent[message] = self.program.stages[stage].message_bytes(op) - saved
 
 
-def _sent_and_kept(stage: StageProgram) -> int:
-    """Returns the bytes of sent activations that F keeps for the backward as well."""
-    piece = stage.pieces["F"]
-    values = [*zip(piece.outputs, output_values(piece.module.graph), strict=True)]
-    kept = {
-        storage_key(tensor)
-        for slot, node in values
-        if slot.role == "saved"
-        for tensor in tensors_of(node)
-    }
-    sent = {
-        storage_key(tensor): int(tensor.untyped_storage().nbytes())
-        for slot, node in values
-        if slot.role == "activation" and slot.name in stage.sends
-        for tensor in tensors_of(node)
-    }
-    return sum(size for key, size in sent.items() if key in kept)
+def _sent_and_saved(stage: StageProgram, op: str, reader: str) -> int:
+    """Returns the bytes of tensors that `op` of a stage sends and that `reader` reads as well."""
+    if not {op, reader} <= stage.pieces.keys():
+        return 0
+    piece, read = stage.pieces[op], set(stage.pieces[reader].inputs)
+    names = stage.sends if op == F else stage.gradients_out
+    role = ACTIVATION if op == F else GRADIENT
+    saved, sent = set[int](), dict[int, int]()
+    for slot, node in zip(piece.outputs, output_values(piece.module.graph), strict=True):
+        for tensor in tensors_of(node):
+            key = storage_key(tensor)
+            if slot.role == SAVED and slot in read:
+                saved.add(key)
+            elif slot.role == role and slot.name in names:
+                sent[key] = int(tensor.untyped_storage().nbytes())
+    return sum(size for key, size in sent.items() if key in saved)
