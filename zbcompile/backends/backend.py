@@ -66,8 +66,8 @@ class Compiler(Protocol):
 
 @dataclass
 class Backend:
-    """What runs the pieces of one pipeline. Without a `compiler` the graphs run as FX code; with
-    one, `made` holds what it compiled, by key, for all shapes of the pipeline."""
+    """Compiles and runs the pieces of one pipeline. Without a `compiler` the graphs run as FX code;
+    with one, `made` holds what it compiled, by key, for all shapes of the pipeline."""
 
     name: str
     compiler: Compiler | None = None
@@ -156,9 +156,9 @@ class ByFunction:
 
 def _unpacking(function: Callable[..., Any]) -> Run:
     def run(values: list[Any]) -> Any:
-        given = tuple(values)
+        arguments = tuple(values)
         values.clear()
-        return function(*given)
+        return function(*arguments)
 
     return run
 
@@ -167,18 +167,18 @@ def _counted(run: Callable[[list[Any]], Any], results: int, name: str) -> Run:
     """Returns `run` with a check that it returns a list or tuple of `results` values."""
 
     def call(values: list[Any]) -> Sequence[torch.Tensor]:
-        found = run(values)
-        if not isinstance(found, list | tuple) or len(found) != results:
+        outputs = run(values)
+        if not isinstance(outputs, list | tuple) or len(outputs) != results:
             what = (
-                f"{len(found)} values"
-                if isinstance(found, list | tuple)
-                else f"a {type(found).__name__}"
+                f"{len(outputs)} values"
+                if isinstance(outputs, list | tuple)
+                else f"a {type(outputs).__name__}"
             )
             raise PipelineError(
                 f"backend {name} compiled a function that returned {what}; the graph returns"
                 f" {results}."
             )
-        return found
+        return outputs
 
     return call
 

@@ -1,5 +1,5 @@
-"""A folder of compiled graphs that processes share: each is made once, by the first process that
-needs it, and then only read.
+"""A folder of compiled graphs that processes share. The first process that needs a graph compiles
+it; all others only read it.
 
 An entry is a folder that gets its final name once it is complete: it is made under another name and
 renamed. Its maker holds a lock of the operating system, which ends with the process, so a killed
@@ -7,8 +7,8 @@ one leaves neither a lock nor half an entry; its remains are removed by the next
 this entry.
 
 An entry is executable code. So before it is loaded its files are compared with the checksums stored
-with it, and the folder must belong to this user or to root, with nobody else allowed to write
-there.
+with it, and the folder must belong to this user or to root, and no other user may have permission
+to write there.
 """
 
 import contextlib
@@ -42,32 +42,32 @@ class CompileCache:
     folder: Path
 
     def has(self, key: str) -> bool:
-        """Whether an entry is complete."""
+        """Returns whether an entry is complete."""
         return self._at(key).is_dir()
 
     def obtain(
         self, wanted: Mapping[str, Make], load: Load[Loaded], first: int = 0
     ) -> dict[str, tuple[Loaded, How]]:
-        """Every entry of `wanted` as `load(key, folder)` reads it, and whether this process made
-        it.
+        """Returns every entry of `wanted` as `load(key, folder)` reads it, and whether this process
+        made it.
 
-        Missing ones are made, from the `first` on; one that another process is making is left to
-        it, and waited for when there is nothing else to do. An entry that cannot be loaded is
-        dropped and made again, with a notice. Raises PipelineError if the folder belongs to
-        somebody else, or cannot be written and something is missing in it.
+        Missing entries are made in order, beginning with number `first`. An entry that another
+        process is making is skipped, and polled when there is nothing else to do. An entry that
+        cannot be loaded is dropped and rebuilt, with a notice. Raises PipelineError if the folder
+        belongs to another user, or cannot be written and lacks an entry.
         """
         self._prepare(wanted)
         pending = [*list(wanted)[first:], *list(wanted)[:first]]
-        found: dict[str, tuple[Loaded, How]] = {}
+        entries: dict[str, tuple[Loaded, How]] = {}
         while pending:
             done = {key: how for key in pending if (how := self._ensure(key, wanted[key]))}
-            found |= {
+            entries |= {
                 key: entry for key, how in done.items() if (entry := self._load(key, how, load))
             }
-            pending = [key for key in pending if key not in found]
+            pending = [key for key in pending if key not in entries]
             if pending and not done:
                 time.sleep(PAUSE)
-        return {key: found[key] for key in wanted}
+        return {key: entries[key] for key in wanted}
 
     def _prepare(self, wanted: Iterable[str]) -> None:
         try:
@@ -83,20 +83,21 @@ class CompileCache:
             )
 
     def _require_own(self) -> None:
-        found = self.folder.stat()
-        if found.st_uid not in (os.getuid(), 0) or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        stats = self.folder.stat()
+        if stats.st_uid not in (os.getuid(), 0) or stats.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             raise PipelineError(
-                f"{self.folder}, the folder for compiled graphs, belongs to user {found.st_uid} and"
-                f" has mode {stat.filemode(found.st_mode)}: others could put code there. Set"
+                f"{self.folder}, the folder for compiled graphs, belongs to user {stats.st_uid} and"
+                f" has mode {stat.filemode(stats.st_mode)}: others could put code there. Set"
                 f" {CACHE.name} to a folder of your own (chmod go-w)."
             )
 
     def _ensure(self, key: str, make: Make) -> How | None:
-        """Whether the entry was compiled here or loaded; None while another process makes it."""
+        """Returns "compiled" if this process made the entry, "loaded" if it was there, and None
+        while another process makes it."""
         if self.has(key):
             return "loaded"
-        with self._lock(key) as mine:
-            if not mine:
+        with self._lock(key) as locked:
+            if not locked:
                 return None
             if self.has(key):
                 return "loaded"
@@ -117,9 +118,9 @@ class CompileCache:
             return None
 
     def _drop(self, key: str, load: Load[Loaded], error: Exception) -> None:
-        """Remove an entry that cannot be loaded, unless another process has made it anew since."""
-        with self._lock(key) as mine:
-            if not mine or self._loads(key, load):
+        """Removes an entry that cannot be loaded, unless another process has rebuilt it since."""
+        with self._lock(key) as locked:
+            if not locked or self._loads(key, load):
                 return
             reason = f"{type(error).__name__}: {error}".partition("\n")[0]
             print(f"zbcompile: {self._at(key)} cannot be loaded ({reason}); rebuilding it.")
@@ -159,7 +160,7 @@ class CompileCache:
 
     @contextlib.contextmanager
     def _lock(self, key: str) -> Iterator[bool]:
-        """Whether this process holds the lock of an entry inside."""
+        """Context that yields whether this process holds the lock of an entry."""
         lock = FileLock(self._at(key, ".lock"))
         try:
             lock.acquire(blocking=False)
@@ -177,18 +178,18 @@ class CompileCache:
 
 def _checksums(folder: Path) -> dict[str, str]:
     """The SHA-256 of every file; all of them, and the folders, are on the disk afterwards."""
-    found = {}
+    checksums = {}
     for path in sorted(folder.rglob("*")):
         sync(path)
         if path.is_file():
-            found[str(path.relative_to(folder))] = sha256_of(path)
+            checksums[str(path.relative_to(folder))] = sha256_of(path)
     sync(folder)
-    return found
+    return checksums
 
 
 def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
     """The folder of compiled graphs: ZBCOMPILE_CACHE, or `zbcompile` in the user's cache folder."""
-    if given := CACHE.read(environment):
-        return given
+    if folder := CACHE.read(environment):
+        return folder
     base = environment.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "zbcompile"

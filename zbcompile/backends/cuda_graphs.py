@@ -1,9 +1,9 @@
-"""cuda_graphs=True: every pass recorded as a CUDA graph, so that the host launches it as a whole.
+"""CUDA graphs of passes, for cuda_graphs=True: the host launches each pass as one recording.
 
 A recording reads and writes fixed addresses. Tensors that have one (parameters, buffers, gradient
 buffers) are used in place; everything else is copied into buffers of the recording, and results are
-copied out of it, because several microbatches are under way at once. If a gradient buffer has
-moved, the pass is recorded again.
+copied out of it, because several microbatches are in flight. If a gradient buffer has moved, the
+pass is recorded again.
 """
 
 import warnings

@@ -41,7 +41,7 @@ class Batch:
         return {path: leaf.shape[dim] for path, leaf, dim in cut if dim is not None}
 
     def divides_into(self, count: int) -> bool:
-        """Whether `count` equal microbatches can be made."""
+        """Returns whether the batch divides into `count` equal microbatches."""
         return all(length % count == 0 for length in self.lengths.values())
 
     def most_parts(self, count: int, even: bool) -> int:
@@ -135,12 +135,11 @@ def _describe(leaf: Any) -> Any:
 
 @dataclass(frozen=True)
 class Microbatches:
-    """The microbatches of a step; `alike` if one graph is right for the shapes of all, `rows` how
-    many samples each has (None if the caller passed microbatches, whose sizes are unknown)."""
+    """The microbatches of a step."""
 
     each: tuple[Microbatch, ...]
-    alike: bool = False
-    rows: int | None = None
+    alike: bool = False  # one graph is right for the shapes of all
+    rows: int | None = None  # samples in a microbatch; None if the caller passed microbatches
 
     @property
     def tensors(self) -> list[dict[str, torch.Tensor]]:
@@ -149,7 +148,7 @@ class Microbatches:
 
     @property
     def distinct(self) -> tuple[Microbatch, ...]:
-        """One, if all are alike."""
+        """Returns the microbatches to compile for: only the first if one graph is right for all."""
         return self.each[:1] if self.alike else self.each
 
     @property
@@ -231,7 +230,7 @@ def static_paths(
 
 
 def hint_at_target(model: nn.Module, microbatch: Microbatch, loss: Any) -> str:
-    """What to write if the target of a loss was forgotten, or passed to forward; "" if that
+    """Returns advice for a loss whose target was forgotten, or passed to forward. It is "" if that
     explains no failure."""
     args, kwargs, target = microbatch.example
     if loss is None or target is not None:
@@ -247,8 +246,8 @@ def hint_at_target(model: nn.Module, microbatch: Microbatch, loss: Any) -> str:
 
 
 def hint_at_device(microbatch: Microbatch, device: torch.device) -> str:
-    """Which inputs are not on the model's device; "" if all are. No error by itself: forward may
-    move them."""
+    """Returns a sentence about inputs that are on another device than the model, or "". Such inputs
+    are not an error: forward may move them."""
     far = [
         f"{path} is on {t.device}"
         for path, t in microbatch.tensors.items()
@@ -272,10 +271,10 @@ def hinting(*hints: Callable[[], str]) -> Iterator[None]:
     try:
         yield
     except CaptureError as error:
-        found = next(filter(None, (hint() for hint in hints)), "")
-        if not found:
+        hint_text = next(filter(None, (hint() for hint in hints)), "")
+        if not hint_text:
             raise
-        raise CaptureError(f"{error} {found}") from error
+        raise CaptureError(f"{error} {hint_text}") from error
 
 
 def refuse_input_gradients(batch: Batch) -> None:
@@ -295,9 +294,9 @@ def require_divisible(batch: Batch, microbatches: int) -> None:
         return
     near = [n for n in range(1, batch.size + 1) if batch.divides_into(n)]
     lengths = [f"{path} has {n}" for path, n in batch.lengths.items() if n != batch.size]
-    others = f" ({', '.join(lengths)})" if lengths else ""
+    detail = f" ({', '.join(lengths)})" if lengths else ""
     raise PipelineError(
-        f"a batch of {batch.size} samples{others} cannot be split into {microbatches} equal"
+        f"a batch of {batch.size} samples{detail} cannot be split into {microbatches} equal"
         f" microbatches. Pass a batch size divisible by {microbatches}, or choose microbatches="
         f" among {near}."
     )
@@ -333,12 +332,12 @@ def split_batches(
             " well. Pass one."
         )
     lengths = set(map(len, forms))
-    for index, each in enumerate(given):
-        fits = isinstance(each, Sequence) and len(each) in lengths
-        if not (fits and isinstance(each[0], tuple) and isinstance(each[1], Mapping)):
+    for index, entry in enumerate(given):
+        fits = isinstance(entry, Sequence) and len(entry) in lengths
+        if not (fits and isinstance(entry[0], tuple) and isinstance(entry[1], Mapping)):
             raise PipelineError(
-                f"microbatches[{index}] is a {type(each).__name__} of another form; {expected}."
+                f"microbatches[{index}] is a {type(entry).__name__} of another form; {expected}."
             )
-    targets = (each[2] if len(each) > 2 else None for each in given)
+    targets = (entry[2] if len(entry) > 2 else None for entry in given)
     pairs = zip(given, targets, strict=True)
-    return [whole_batch(each[0], dict(each[1]), target, static_inputs) for each, target in pairs]
+    return [whole_batch(entry[0], dict(entry[1]), target, static_inputs) for entry, target in pairs]

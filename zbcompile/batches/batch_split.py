@@ -83,14 +83,14 @@ def _require_agreement(lengths: Mapping[str, int]) -> None:
     if len(set(lengths.values())) <= 1:
         return
     size = Counter(lengths.values()).most_common(1)[0][0]
-    others = [path for path, length in lengths.items() if length != size]
+    uneven = [path for path, length in lengths.items() if length != size]
     batch = [path for path, length in lengths.items() if length == size]
-    rows = ", ".join(f"{path} has {lengths[path]} rows" for path in others)
+    rows = ", ".join(f"{path} has {lengths[path]} rows" for path in uneven)
     raise PipelineError(
         f"{rows}, the batch {size} ({', '.join(batch)}). If each microbatch needs a part of its own"
         " (offsets of packed documents, patches of pictures), pass"
         " microbatches=[(args, kwargs, target), ...]. For the same whole tensor in every"
-        f" microbatch, pass split={dict.fromkeys(others, False)}; True instead of False cuts it by"
+        f" microbatch, pass split={dict.fromkeys(uneven, False)}; True instead of False cuts it by"
         " its own length, a number along that dimension."
     )
 

@@ -12,9 +12,9 @@ from zbcompile.torch_private import READ_SCALAR, pytree, wrapper_like
 
 @dataclass
 class Losses:
-    """`found` has the loss of every microbatch of all replicas, once `wait` has returned (None:
-    they are there). `require` raises if they are not those of one batch; on a device it waits for
-    the step to end.
+    """The losses of a step. `found` has the loss of every microbatch of all replicas, once `wait`
+    has returned; without `wait` they are complete. `require` raises if they are not the losses of
+    one batch; on a device it blocks until the step ends.
     """
 
     found: Sequence[torch.Tensor]
@@ -22,7 +22,8 @@ class Losses:
     require: Callable[[], None] | None = None
 
     def read(self, as_numbers: bool = False) -> list[torch.Tensor]:
-        """Every loss; `as_numbers` if the caller waits for the device itself."""
+        """Returns every loss. With `as_numbers` the caller synchronizes with the device, so
+        `require` may block too."""
         if self.wait is not None:
             self.wait()
             self.wait = None
@@ -32,8 +33,8 @@ class Losses:
         return list(self.found)
 
     def total(self, reduction: str) -> torch.Tensor:
-        """The loss of the step, at once: if it is still in flight, or not required yet, its first
-        use does that."""
+        """Returns the loss of the step without blocking. If the losses are still in flight or not
+        checked yet, the first use of the result waits and checks."""
         if self.wait is None and self.require is None:
             return total_loss(self.found, reduction)
         return PendingLoss(self, reduction)
@@ -48,7 +49,8 @@ def total_loss(losses: Sequence[torch.Tensor], reduction: str) -> torch.Tensor:
 
 
 class PendingLoss(torch.Tensor):
-    """A tensor that waits for its value when something reads it; only `detach` does not wait."""
+    """A tensor that blocks on its value when an operation reads it; only `detach` does not
+    block."""
 
     _losses: Losses
     _reduction: str

@@ -44,9 +44,10 @@ def gathered(ranks: Ranks, value: Result) -> list[Result]:
 
 
 def from_first(ranks: Ranks, what: str, make: Callable[[], Result]) -> Result:
-    """What the first rank of all makes, on every rank; if it fails, every rank raises."""
+    """Returns on every rank the result of `make` on the first rank of all. If it fails, every rank
+    raises."""
     report = gathered(ranks, together(ranks, what, lambda: make() if ranks.is_first else None))
-    return next(index for index in report if index is not None)
+    return next(result for result in report if result is not None)
 
 
 def agree(
@@ -72,17 +73,17 @@ def agree(
         for place, report in zip(places, every, strict=True)
     ]
     for (key, _), first, rank, expected, report in unlike(ranks.members, reports):
-        where, one, other = first_difference(key, expected, report)
+        where, reference, actual = first_difference(key, expected, report)
         raise ranks.refusal(
-            f"the ranks {what}: {where} is {one} on rank {first} and {other} on rank {rank}."
+            f"the ranks {what}: {where} is {reference} on rank {first} and {actual} on rank {rank}."
             f" {remedy}"
         )
 
 
 class Digests:
-    """A comparison of values by their digests: one reduction, under way until somebody reads
-    `differ`. Each value comes with dimensions of the mesh: ranks at the same place along these must
-    have equal ones."""
+    """A comparison of values by their digests. It is one reduction, in flight until `differ` is
+    read. Each value is passed with dimensions of the mesh: ranks at the same place along these must
+    have equal values."""
 
     def __init__(self, ranks: Ranks, *values: tuple[object, Sequence[str]]) -> None:
         self._position, self._pairs = ranks.watch.position, list[torch.Tensor]()
@@ -95,8 +96,8 @@ class Digests:
 
     @cached_property
     def differ(self) -> list[bool]:
-        """Whether each value differs between some ranks that must have equal ones; waits until all
-        have begun."""
+        """Returns for each value whether it differs between ranks that must have equal ones. Blocks
+        until all ranks have begun the comparison."""
         if self._work is not None:
             before = self._position.action
             with self._position.waiting("the comparison"):
@@ -111,8 +112,8 @@ def unlike(
     reports: Iterable[Mapping[Key, Result]],
     equal: Callable[[Result, Result], bool] = operator.eq,
 ) -> Iterator[tuple[Key, int, int, Result, Result]]:
-    """Where `reports` of ranks differ under one key: the key, the first rank that has it and one
-    that has another value, and both values. Ranks may report other keys.
+    """Yields the differences between the `reports` of ranks: the key, the first rank that has it, a
+    rank that has another value, and both values. Ranks may report different keys.
 
     >>> list(unlike([0, 1, 2], [{"a": 1, "b": 2}, {"a": 1}, {"b": 3}]))
     [('b', 0, 2, 2, 3)]

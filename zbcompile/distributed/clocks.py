@@ -24,7 +24,7 @@ class Clock:
 
 
 class DeviceClock(Clock):
-    """For CUDA: events in the stream; the host only waits when it reads them."""
+    """A clock of CUDA events in the stream. The host blocks only when it reads them."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -1,5 +1,5 @@
-"""Check that tensors held by several ranks are equal: tied parameters, model copies, replicas.
-Otherwise a model that each rank seeds by itself would train on, with a loss that belongs to no
+"""Checks that tensors of several ranks are equal: tied parameters, model copies, replicas. Without
+the check a model that every rank seeds differently would train on, with a loss that belongs to no
 model.
 
 Initial values are gathered once per program, not reduced as a digest
@@ -38,9 +38,9 @@ def require_equal_tensors(ranks: Ranks, tensors: Mapping[str, torch.Tensor]) -> 
         different.setdefault(name, (first, rank))
     if different:
         name, (first, second) = next(iter(different.items()))
-        others = f" (and {len(different) - 1} more tensors)" if different.keys() - {name} else ""
+        more = f" (and {len(different) - 1} more tensors)" if different.keys() - {name} else ""
         text = (
-            f"{name}{others} is shared by ranks {first} and {second}{_apart(ranks, first, second)},"
+            f"{name}{more} is shared by ranks {first} and {second}{_apart(ranks, first, second)},"
             " which hold different values of it. Build the model alike on every rank"
             " (torch.manual_seed before it), or load one state dict on all of them:"
             " pipe.load_state_dict(state) after compiling."
@@ -49,9 +49,10 @@ def require_equal_tensors(ranks: Ranks, tensors: Mapping[str, torch.Tensor]) -> 
 
 
 def _apart(ranks: Ranks, first: int, second: int) -> str:
-    """Along which dimensions of the mesh two ranks differ, if there is more than the pipeline's."""
-    found = _dimensions_between(ranks, first, second)
-    return f" (apart along {', '.join(found)})" if found else ""
+    """Returns text for a message: the dimensions of the mesh along which two ranks differ, or ""
+    if the mesh has no dimension but the pipeline's."""
+    dimensions = _dimensions_between(ranks, first, second)
+    return f" (apart along {', '.join(dimensions)})" if dimensions else ""
 
 
 def _dimensions_between(ranks: Ranks, first: int, second: int) -> list[str]:
@@ -108,7 +109,7 @@ def require_equal_results(
     def place(*dimensions: str) -> tuple[int, ...]:
         return tuple(mesh.index(dimension) for dimension in mesh.beside(*dimensions))
 
-    whole = {
+    full_results = {
         (name, place(*along)): projections(tensor) for name, (tensor, along) in results.items()
     }
     summed = {
@@ -116,7 +117,7 @@ def require_equal_results(
         for name, (value, along) in parts.items()
         for dimension in along
     }
-    reports = gathered(ranks, (whole, summed, losses))
+    reports = gathered(ranks, (full_results, summed, losses))
     _require_parts(ranks, [(dimension, theirs) for _, dimension, theirs in reports])
     for (name, _), first, rank, _, _ in unlike(
         ranks.members, [dimension for dimension, _, _ in reports], _near
@@ -156,8 +157,9 @@ def _differs(ranks: Ranks, name: str, first: int, second: int, trained: bool) ->
 
 
 def projections(tensor: torch.Tensor) -> list[float]:
-    """The tolerance for a tensor, its norm, and sums of its elements under fixed random signs: two
-    tensors that are as far apart as a part of their norm differ that much in one of them."""
+    """Returns the tolerance for a tensor, its norm, and sums of its elements under fixed random
+    signs. Two tensors whose distance is a fraction of their norm differ by about as much in one of
+    these numbers."""
     flat = tensor.detach().reshape(-1).double()
     generator = torch.Generator(flat.device).manual_seed(0)
     signs = (torch.rand(flat.numel(), generator=generator, device=flat.device) < 0.5) * 2.0 - 1

@@ -29,10 +29,10 @@ def own_gpu(environment: Mapping[str, str], count: int) -> int:
     2
     """
     local = int(environment.get("LOCAL_RANK", "0"))
-    wanted = int(environment.get("LOCAL_WORLD_SIZE", local + 1))
-    if count > 1 and wanted > count:
+    ranks = int(environment.get("LOCAL_WORLD_SIZE", local + 1))
+    if count > 1 and ranks > count:
         raise PipelineError(
-            f"local rank {local} of {wanted} on this machine, which has {count} GPUs: every process"
+            f"local rank {local} of {ranks} on this machine, which has {count} GPUs: every process"
             f" needs its own. Start {count} processes per machine (torchrun --nproc-per-node"
             f" {count}), or hide the GPUs (CUDA_VISIBLE_DEVICES=) to train on the CPU."
         )
@@ -44,10 +44,10 @@ def warn_of_few_queues(environment: Mapping[str, str]) -> None:
     second receive, which waits in its stream for the first, also holds back the pass whose result
     the sender of the first one needs.
     """
-    given = environment.get(QUEUES, "")
-    if given.isdecimal() and int(given) < FEWEST_QUEUES:
+    value = environment.get(QUEUES, "")
+    if value.isdecimal() and int(value) < FEWEST_QUEUES:
         warnings.warn(
-            f"{QUEUES}={given}: streams that share a hardware queue of the GPU wait for each other,"
+            f"{QUEUES}={value}: streams that share a hardware queue of the GPU wait for each other,"
             " and a pipeline whose receives are posted early can stand still. Unset it (CUDA takes"
             f" {FEWEST_QUEUES}), or set it to 32.",
             RuntimeWarning,

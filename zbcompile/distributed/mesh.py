@@ -31,9 +31,9 @@ PARTS = ("dp", "ep", "cp")  # ranks along these have losses of their own, which 
 @dataclass
 class Mesh:
     """The mesh around a pipeline, as this process sees it. `layout` holds the ranks of all
-    processes, with an axis for each of `names`, and this process at `place`. `groups` are those in
-    use so far, all of which wait `timeout` seconds; `made` lists the ones that torch's mesh did not
-    bring along."""
+    processes, with an axis for each of `names`, and this process at `place`. `groups` are the
+    process groups in use so far, all with a timeout of `timeout` seconds. `made` lists the groups
+    that are not from torch's mesh."""
 
     names: tuple[str, ...] = ()
     layout: torch.Tensor = field(default_factory=lambda: torch.tensor(0))
@@ -63,7 +63,7 @@ class Mesh:
         return number
 
     def place_of(self, rank: int) -> dict[str, int]:
-        """Where the process `rank` is, by dimension."""
+        """Returns the place of the process `rank`, by dimension."""
         labels = (self.layout == rank).nonzero()[0].tolist() if self.names else ()
         return dict(zip(self.names, labels, strict=True))
 
@@ -116,9 +116,9 @@ class Mesh:
         """Use the process groups of single dimensions, but not those whose ranks wait less than
         `timeout`."""
         patient = {
-            name: each
-            for name, each in given.items()
-            if each.size() == 1 or is_patient(each, self.timeout)
+            name: group
+            for name, group in given.items()
+            if group.size() == 1 or is_patient(group, self.timeout)
         }
         self.groups |= {(name,): group for name, group in patient.items()}
 
@@ -153,9 +153,10 @@ def patience(backend: str, timeout: float) -> timedelta:
 
 
 def is_patient(group: dist.ProcessGroup, timeout: float) -> bool:
-    """Whether what is received in a group waits for `timeout` seconds, if the group is gloo's."""
-    own_timeout = gloo_timeout(group) if "gloo" in dist.get_backend_config(group) else None
-    return own_timeout is None or own_timeout.total_seconds() >= timeout
+    """Returns whether a receive in a group times out after `timeout` seconds at the earliest. Only
+    gloo's timeout is read; groups of other backends pass."""
+    group_timeout = gloo_timeout(group) if "gloo" in dist.get_backend_config(group) else None
+    return group_timeout is None or group_timeout.total_seconds() >= timeout
 
 
 def mesh_of(given: Any, timeout: float) -> Mesh:

@@ -62,7 +62,7 @@ def _copied(tensor: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ..
 
 
 def _same_strides(value: torch.Tensor, spec: TensorSpec) -> bool:
-    """Whether strides agree, except in dimensions of size 1, where they mean nothing."""
+    """Returns whether strides agree. Those of dimensions of size 1 mean nothing and are ignored."""
     return all(
         a == b or size == 1
         for a, b, size in zip(value.stride(), spec.stride, value.shape, strict=True)

@@ -1,5 +1,5 @@
-"""What travels in collectives: a large tensor by itself, in its own memory, small ones together in
-a copy."""
+"""The buffers of collectives: a large tensor is sent alone, from its memory; small ones are copied
+into one buffer."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass

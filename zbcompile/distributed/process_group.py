@@ -1,5 +1,4 @@
-"""Where the ranks come from: a mesh, a process group, torchrun's environment, or this process
-alone."""
+"""Finds the ranks: from a mesh, a process group, torchrun's environment, or this process alone."""
 
 import os
 from collections.abc import Callable
@@ -24,9 +23,9 @@ FindDevice = Callable[[], torch.device]
 
 
 def find_ranks(find_device: FindDevice, ranks: int | None, mesh: Any, timeout: float) -> Ranks:
-    """The ranks of this process: one of a group if a mesh, a process group or torchrun gives ranks,
-    else all of them. `find_device` is asked once this process has its GPU. `timeout`: see
-    `zbcompile.pipeline`."""
+    """Returns the ranks of this process: one of a group if there is a mesh, a process group or
+    torchrun's environment, else all of them. `find_device` is called once this process has its GPU.
+    `timeout`: see `zbcompile.pipeline`."""
     if not is_alone(mesh):
         if mesh is None and not dist.is_initialized():
             start_group(find_device, timeout)
@@ -40,8 +39,8 @@ def find_ranks(find_device: FindDevice, ranks: int | None, mesh: Any, timeout: f
 
 
 def is_alone(mesh: Any = None) -> bool:
-    """Whether this process is the only one: no mesh, process group or torchrun gives it other
-    ranks."""
+    """Returns whether this process is the only one: there is no mesh, process group or environment
+    of torchrun."""
     grouped = dist.is_available() and dist.is_initialized()
     return (
         mesh is None and not grouped and not ("RANK" in os.environ and "WORLD_SIZE" in os.environ)
@@ -49,8 +48,8 @@ def is_alone(mesh: Any = None) -> bool:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """The device of the model's parameters; a pipeline stage lives on one device. A model on the
-    meta device goes to this process's GPU, or without one to the CPU."""
+    """Returns the device of the model's parameters. For a model on the meta device it is this
+    process's GPU, or without one the CPU. Raises PipelineError if there are several devices."""
     devices = {
         tensor.device for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta
     }
@@ -102,18 +101,18 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
     """The backend by which a group moves the tensors of a device: "gloo" for the CPU, "nccl" for
     CUDA. Raises PipelineError if it has another one, or none."""
     backends = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
-    wanted, found = (
+    expected, actual = (
         {"cpu": "gloo", gpu.KIND: gpu.BACKEND}.get(device.type, "none"),
         backends.get(device.type, "none"),
     )
-    if found != wanted or wanted == "none":
+    if actual != expected or expected == "none":
         raise PipelineError(
-            f"the model is on {device}, for which the process group has the backend {found};"
+            f"the model is on {device}, for which the process group has the backend {actual};"
             " expected "
-            f"{wanted}. Move the model (model.to(device)), or call"
+            f"{expected}. Move the model (model.to(device)), or call"
             ' init_process_group("cpu:gloo,cuda:nccl").'
         )
-    return wanted
+    return expected
 
 
 def _group_ranks(

@@ -30,7 +30,7 @@ Value = TypeVar("Value")
 
 
 class Traffic(NamedTuple):
-    """What a transport is for: one pass over `microbatches` microbatches, of program `number`, over
+    """The traffic of one pass over `microbatches` microbatches, of program `number`, over the
     channels of `schedule`."""
 
     schedule: Schedule
@@ -40,8 +40,8 @@ class Traffic(NamedTuple):
 
 @dataclass
 class Ranks:
-    """The ranks of a pipeline as one process sees them; as it is, of a process that plays all of
-    them.
+    """The ranks of a pipeline as one process sees them. This base class is for a process that plays
+    all of them.
 
     `local` are those that this process plays, of `count` in all; `rank` is the only one, None if it
     plays all of them. `group` is the pipeline's process group, `everyone` that of the whole mesh,
@@ -98,7 +98,7 @@ class Ranks:
         return numbers, None
 
     def transport(self, traffic: Traffic) -> Transport:
-        """What moves the messages of one pass."""
+        """Returns the transport for the messages of one pass."""
         return Transport()
 
     def collective_group(self) -> dist.ProcessGroup | None:
@@ -175,8 +175,8 @@ class GroupRanks(Ranks):
         return PointToPoint(channels=self.channels(traffic), device=self.device)
 
     def channels(self, traffic: Traffic) -> Channels:
-        """What carries messages between the ranks of a schedule; the first call opens the
-        rank-local channels, a later one those that only its schedule needs."""
+        """Returns the channels between the ranks of a schedule. Channels of this rank that no
+        earlier call opened are opened now; messages with tags need none."""
         schedule = traffic.schedule
         if not self.ordered:
             return TaggedLinks(

@@ -1,5 +1,5 @@
-"""How boundary tensors travel: through mailboxes inside one process, or through point-to-point
-messages, which channels carry from rank to rank.
+"""Transports for boundary tensors: mailboxes inside one process, or point-to-point messages over
+channels between ranks.
 
 gloo pairs messages by their tags, so one process group carries them all. NCCL has no tags: it pairs
 the operations of a communicator by their order, and runs them on one stream, one after the other.
@@ -7,7 +7,7 @@ Two things can go wrong there. A send may be queued behind a receive that was po
 message that is made from what is sent: so no two channels may share a communicator, not the two
 directions of a pair of ranks (which share one by default), nor the pairs of a group (which do once
 it is bound to a device, `init_process_group(device_id=...)`). And both ends may post in different
-orders. So every channel, from one rank to another, has a separate group of its own, and
+orders. So every channel, from one rank to another, has a separate group, and
 `zbcompile.schedules.checking.communication_rules` proves that both ends post the same messages in
 the same order. Each group has its own stream, so that a channel waits neither for another one nor
 for the passes."""
@@ -82,7 +82,7 @@ class OrderedLinks:
             (link.abort if broken else link.shutdown)()
 
     def missing(self, pairs: Sequence[Pair], rank: int) -> list[Pair]:
-        """Those of the channels of a rank that are not open."""
+        """Returns the channels among `pairs` that begin or end at `rank` and are not open."""
         there = {(rank, peer) for peer in self.outward} | {(peer, rank) for peer in self.inward}
         return [pair for pair in pairs if rank in pair and pair not in there]
 
@@ -105,9 +105,9 @@ def open_channels(
     """Open this rank's channels; all ranks must call it, with the same `pairs`. Only they use
     `store`.
 
-    Opening one waits for the other end (an NCCL communicator is made by its first operation), so
-    all ranks go through theirs in one common order: both ends of the lowest-numbered unopened
-    channel are waiting on it, so this cannot deadlock.
+    Opening a channel blocks until the other end opens it (an NCCL communicator is made by its first
+    operation), so all ranks open theirs in one common order: both ends of the lowest-numbered
+    unopened channel are waiting on it, so this cannot deadlock.
     """
     outward: dict[int, Any] = {}
     inward: dict[int, Any] = {}
@@ -155,8 +155,8 @@ class Waitable(Protocol):
 
 @dataclass
 class Transport:
-    """Moves messages between stages; as it is, in one process, where a message is in its box as
-    soon as it is sent.
+    """Moves messages between stages. This base class serves one process, where a send puts the
+    message into its box.
 
     `deliver` is for a stage on the same rank; `post` begins to receive tensors of these `specs`;
     `ready` says whether `wait` may be called, which returns once the message has arrived. What else
@@ -202,8 +202,8 @@ class PointToPoint(Transport):
     passes have freed.
 
     A tensor is kept until its send is complete, so that its memory is not reused while it is read.
-    gloo reports completion only to a wait: a send waits for the one `PENDING_SENDS` before it on
-    its channel. A lowered schedule cannot deadlock even if every send waits at once.
+    gloo reports completion only to a wait: a send blocks until the one `PENDING_SENDS` before it on
+    its channel is complete. A lowered schedule cannot deadlock even if every send blocks.
     """
 
     channels: Channels

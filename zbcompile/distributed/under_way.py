@@ -17,7 +17,7 @@ LETTING_GO = 0.01  # seconds in which gloo's threads, done with an exchange, get
 
 
 def outlives_its_step(work: dist.Work) -> dist.Work:
-    """Register an exchange, just begun, that nobody need wait for before the process ends."""
+    """Registers an exchange, just begun, that may stay in flight until the process ends."""
     _under_way[:] = [pending for pending in _under_way if not pending.is_completed()]
     _under_way.append(work)
     return work

@@ -1,4 +1,4 @@
-"""Ends what a rank waits for in its process groups."""
+"""Aborts pending operations of a rank's process groups."""
 
 import contextlib
 from datetime import timedelta

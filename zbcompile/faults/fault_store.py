@@ -15,9 +15,9 @@ ANSWER = timedelta(seconds=3)  # for the answer of the store
 
 
 class FaultStore:
-    """The records of one pipeline, over a connection of its own, which a blocked call on the
-    group's connection does not block. All methods raise RuntimeError if the store is gone. `rank`
-    is this process's among the global ranks `members`."""
+    """The status and fault records of one pipeline. They use a separate connection, which a blocked
+    call on the group's connection does not block. All methods raise RuntimeError if the store is
+    gone. `rank` is this process's among the global ranks `members`."""
 
     def __init__(self, group: dist.ProcessGroup, members: Sequence[int], rank: int) -> None:
         self.members, self.rank = tuple(members), rank

@@ -1,4 +1,4 @@
-"""Where a rank is, and what ended the step of all ranks."""
+"""The position of a rank, and the fault that ended the step of all ranks."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,8 +27,8 @@ class RankStatus:
     only; the watch reads it and publishes copies.
 
     `region` counts the calls in which ranks depend on each other, `doing` names the present one.
-    `action` is what runs in it, `waits` says whether it waits for another rank, `waited` counts the
-    waits outside of the action loop. `beat` grows while the process lives.
+    `action` is what runs in it, `waits` says whether the rank is blocked on another one, `waited`
+    counts the waits outside of the action loop. `beat` grows while the process lives.
     """
 
     rank: int = 0
@@ -66,7 +66,7 @@ class RankStatus:
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """Context for what returns only when other ranks come to the same place."""
+        """Context for a call that returns only when other ranks make it too."""
         self.action, self.waits = what, True
         self.waited += 1
         yield

@@ -70,7 +70,7 @@ def _local_fault(position: RankStatus, error: BaseException) -> Fault:
 class Watch:
     """The watch of a process that is one rank of several. `groups` are the process groups of its
     pipeline, all of `backend`; `inner` those that its graphs use together with ranks of other
-    pipelines. `timeout` is how many seconds it waits for another rank."""
+    pipelines. `timeout` is the number of seconds after which a wait on another rank fails."""
 
     position: RankStatus
     store: FaultStore
@@ -190,7 +190,7 @@ class Watch:
             return self.fault.error()
 
     def _lost_connection(self, error: BaseException) -> bool:
-        """Whether a process group raised `error`: only it raises while a rank waits or
+        """Returns whether a process group raised `error`. Nothing else raises while a rank waits or
         communicates."""
         action = self.position.action
         communicates = isinstance(action, Action) and action.op.startswith(("SEND", "RECV"))
@@ -274,7 +274,8 @@ class Watch:
             self._abort(fault)
 
     def _device_waits(self) -> bool:
-        """Whether the device still works on the last call, which has returned."""
+        """Returns whether the device still executes the last call, which has returned on the
+        host."""
         if self._event is None:
             return False
         with contextlib.suppress(RuntimeError), gpu.as_current(self.device):
@@ -282,8 +283,8 @@ class Watch:
         return False  # the device has failed: its next use says why
 
     def _abort(self, fault: Fault) -> None:
-        """Ends this rank's wait. If its device waits, no call may be there to raise the fault, so
-        it is printed at once."""
+        """Aborts the communication of this rank. If the device is still busy, there may be no call
+        to raise the fault, so it is printed."""
         self.fault = fault
         if self._device_waits():
             print(f"zbcompile: {fault.error()}", file=sys.stderr, flush=True)

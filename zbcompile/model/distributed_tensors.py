@@ -20,20 +20,20 @@ PART = "part_of"  # the attribute of a plain tensor that is a part of a DTensor
 
 @dataclass(frozen=True)
 class TensorPart:
-    """The DTensor `whole` of which a plain tensor is the local part. `dimensions` are those of the
-    pipeline's mesh over which it is distributed, None on a mesh of a single rank."""
+    """The DTensor `whole` that a plain tensor is the local part of. `dimensions` are the dimensions
+    of the pipeline's mesh over which it is distributed, None on a mesh of a single rank."""
 
     whole: Any
     dimensions: tuple[str | None, ...]
 
     def wrap(self, local: torch.Tensor) -> Any:
-        """The DTensor of which `local` is this rank's part; gradients pass."""
+        """Returns the DTensor that has `local` as this rank's part. It is differentiable."""
         from torch.distributed.tensor import DTensor
 
-        whole = self.whole
-        shape, stride = whole.shape, whole.stride()
+        full = self.whole
+        shape, stride = full.shape, full.stride()
         return DTensor.from_local(
-            local, whole.device_mesh, whole.placements, run_check=False, shape=shape, stride=stride
+            local, full.device_mesh, full.placements, run_check=False, shape=shape, stride=stride
         )
 
     def cut(self, name: str, given: torch.Tensor) -> torch.Tensor:
@@ -72,7 +72,7 @@ class Parts:
         modules = [
             module
             for module in model.modules()
-            if any(is_distributed(each) for _, each in _own(module))
+            if any(is_distributed(tensor) for _, tensor in _own(module))
         ]
         full = {
             id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())
@@ -104,11 +104,11 @@ class Parts:
             self._read()
             for name, tensor in self.locals.items():
                 if self.parts[name].whole.is_meta and not tensor.is_meta:
-                    whole = self.parts[name].wrap(tensor.detach())
+                    full_tensor = self.parts[name].wrap(tensor.detach())
                     user_tensor = (
-                        nn.Parameter(whole, tensor.requires_grad)
+                        nn.Parameter(full_tensor, tensor.requires_grad)
                         if isinstance(tensor, nn.Parameter)
-                        else whole
+                        else full_tensor
                     )
                     setattr(tensor, PART, replace(self.parts[name], whole=user_tensor))
             self._read()
@@ -126,9 +126,9 @@ class Parts:
     def take_gradients(self) -> None:
         """Copy gradients and `requires_grad` from the user's DTensors to the plain parameters."""
         for name, local in self._trained():
-            whole = self.parts[name].whole
-            local.requires_grad_(whole.requires_grad)
-            gradient = None if whole.grad is None else whole.grad.to_local()
+            user_tensor = self.parts[name].whole
+            local.requires_grad_(user_tensor.requires_grad)
+            gradient = None if user_tensor.grad is None else user_tensor.grad.to_local()
             if (
                 gradient is None
                 or local.grad is None
@@ -175,10 +175,10 @@ def _warn_of_untied(model: nn.Module) -> None:
         if getattr(module, "weight", None) is not None
     }
     embeddings = [name for name, module in layers.items() if isinstance(module, nn.Embedding)]
-    for name, other in product(embeddings, layers.keys() - set(embeddings)):
-        if _is_copy(layers[name].weight, layers[other].weight):  # type: ignore[arg-type]
+    for name, layer in product(embeddings, layers.keys() - set(embeddings)):
+        if _is_copy(layers[name].weight, layers[layer].weight):  # type: ignore[arg-type]
             warnings.warn(
-                f"{name}.weight and {other}.weight have equal values but are two parameters. If"
+                f"{name}.weight and {layer}.weight have equal values but are two parameters. If"
                 " they were tied, parallelize_module has untied them: assign one to the other"
                 " again before zbcompile.pipeline.",
                 stacklevel=2,
@@ -186,17 +186,17 @@ def _warn_of_untied(model: nn.Module) -> None:
 
 
 def _is_copy(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors, at least one of them a part of a DTensor, have equal values that are not
-    all the same."""
+    """Returns whether two tensors have equal values that are not all the same. At least one must be
+    a part of a DTensor."""
     part = getattr(one, PART, None) or getattr(other, PART, None)
     if one is other or part is None or not (has_values(one) and has_values(other)):
         return False
-    whole = [
+    is_full = [
         tensor.shape == part.whole.shape and not hasattr(tensor, PART) for tensor in (one, other)
     ]
     a, b = (
         part.cut("", tensor) if cut else tensor
-        for tensor, cut in zip((one, other), whole, strict=True)
+        for tensor, cut in zip((one, other), is_full, strict=True)
     )
     return a.shape == b.shape and torch.equal(a, b) and not bool((a == a.flatten()[:1]).all())
 

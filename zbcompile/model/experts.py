@@ -24,9 +24,9 @@ from zbcompile.torch_private import exchanged
 
 
 class TokenRoute(NamedTuple):
-    """Where rows went: `sent` has the place of each row in what this rank sends (behind its end: it
-    did not fit), `arrived` the place, among what has arrived, of each row that the experts get
-    (behind its end: a row of padding).
+    """The route of rows. `sent` has the place of each row in the buffer that this rank sends; a
+    place behind its end means that the row did not fit. `arrived` has the place in the received
+    buffer of each row for the experts; a place behind its end means a row of padding.
     """
 
     sent: Tensor
@@ -34,10 +34,10 @@ class TokenRoute(NamedTuple):
 
 
 class DispatchedRows(NamedTuple):
-    """What the experts of a rank get: `rows` [capacity, width], `ends` [experts of this rank],
-    int32, the number of the row behind the last one of each expert (`offs` of
-    `torch.nn.functional.grouped_mm`), and the `route` that `combine` takes. Rows behind the last
-    end are padding."""
+    """The input of a rank's experts. `rows` [capacity, width] are sorted by expert. `ends` [experts
+    of this rank], int32, has the number of the row behind the last one of each expert (`offs` of
+    `torch.nn.functional.grouped_mm`); rows behind the last end are padding. `combine` takes the
+    `route`."""
 
     rows: Tensor
     ends: Tensor
@@ -127,14 +127,15 @@ class ExpertExchange(nn.Module):
         return self._exchange(results).index_select(0, route.sent.clamp(max=rows.shape[0] - 1))
 
     def _exchange(self, rows: Tensor) -> Tensor:
-        """Exchange parts: part i goes to rank i, and part i of the result comes from there."""
+        """Exchanges parts: part i is sent to rank i, and part i of the result is received from
+        it."""
         return rows if self.ranks == 1 else exchanged(rows, self.group)
 
 
 def _by_expert(came: Tensor, counts: Tensor, begins: Tensor, route: TokenRoute) -> DispatchedRows:
-    """What has arrived in the order of this rank's experts; `counts` says how many rows are from
-    each rank for each of them, `begins` where those of each rank begin. `arrived` of the route is
-    still to be found."""
+    """Returns the received rows in the order of this rank's experts. `counts` has the number of
+    rows from each rank for each expert, `begins` the first row of each rank. The result's route has
+    `arrived` filled in."""
     total = came.shape[0]
     by_expert = _places(counts.t().flatten(), total)
     first = counts.cumsum(1) - counts + begins.unsqueeze(1)
@@ -170,6 +171,6 @@ def _moved(rows: Tensor, places: Tensor, count: int) -> Tensor:
 
 
 def _inverse(places: Tensor, count: int) -> Tensor:
-    """Which row has each of `count` places; `count` for those that none has."""
+    """Returns the row at each of `count` places, or `count` for a place without a row."""
     numbers = torch.arange(count, device=places.device)
     return torch.full_like(places.new_zeros(count + 1), count).index_copy(0, places, numbers)[:-1]

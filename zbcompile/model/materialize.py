@@ -77,9 +77,9 @@ class Share:
         elif part is None:
             fill(self.init, self.seed, name, tensor)
         else:
-            whole = torch.empty(part.whole.shape, dtype=tensor.dtype, device=tensor.device)
-            fill(self.init, self.seed, name, whole)
-            tensor.detach().copy_(part.cut(name, whole))
+            full_tensor = torch.empty(part.whole.shape, dtype=tensor.dtype, device=tensor.device)
+            fill(self.init, self.seed, name, full_tensor)
+            tensor.detach().copy_(part.cut(name, full_tensor))
 
     def _require_known_values(self) -> None:
         """Raise PipelineError for tensors that no state dict holds if there is no `init` to fill

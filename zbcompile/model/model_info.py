@@ -58,8 +58,8 @@ def first_names(model: nn.Module) -> dict[str, str]:
 
 
 def has_values(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has memory: one of a model built on the meta device or under fake tensors
-    has none."""
+    """Returns whether a tensor has memory. One of a model built on the meta device or under fake
+    tensors has none."""
     return not (tensor.is_meta or isinstance(tensor, FakeTensor))
 
 
@@ -106,10 +106,10 @@ def module_of(facts: ModelFacts) -> nn.Module:
     tensors_by_name = dict(facts.unsaved)
     members = [member for member in facts.members if member.saved or member.name in facts.unsaved]
     tensors = {
-        each.name: tensors_by_name.setdefault(
-            each.first, facts.unsaved.get(each.name, on_meta(each))
+        member.name: tensors_by_name.setdefault(
+            member.first, facts.unsaved.get(member.name, on_meta(member))
         )
-        for each in members
+        for member in members
     }
     return module_with(tensors, facts.name, {member.name for member in members if not member.saved})
 

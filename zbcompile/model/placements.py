@@ -1,5 +1,5 @@
-"""What a parameter is along each dimension of the mesh: the same on all its ranks or not, and its
-gradient likewise."""
+"""Placements of parameters along the dimensions of the mesh: whether the parameter is equal on all
+ranks of a dimension, and whether its gradient is."""
 
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
@@ -15,7 +15,8 @@ Placements = Mapping[str, Placement]  # by pattern of names
 
 
 def read_placements(given: Any) -> dict[str, dict[str, str]]:
-    """`given` as it is kept. Raises ValueError for another dimension or another word."""
+    """Returns `given` as a dict of dicts. Raises ValueError for another dimension or another
+    word."""
     placement = {str(pattern): dict(along) for pattern, along in dict(given).items()}
     for along in placement.values():
         if not all(
@@ -40,7 +41,7 @@ def placement_of(name: str, rules: Placements) -> dict[str, str]:
 
 def along(placement: Placement, word: str) -> tuple[str, ...]:
     """The dimensions along which a placement says `word`."""
-    return tuple(name for name, found in placement.items() if found == word)
+    return tuple(name for name, kind in placement.items() if kind == word)
 
 
 def require_matches(rules: Placements, names: Iterable[str]) -> None:
@@ -48,8 +49,8 @@ def require_matches(rules: Placements, names: Iterable[str]) -> None:
     names = list(names)
     for pattern in rules:
         if not any(fnmatchcase(name, pattern) for name in names):
-            shown = ", ".join(names[:4])
+            examples = ", ".join(names[:4])
             raise PipelineError(
                 f"placements= has {pattern!r}, which fits no parameter or buffer (there are"
-                f" {shown}, ...)."
+                f" {examples}, ...)."
             )

@@ -36,10 +36,10 @@ def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
     remote._backward_hooks = tensor._backward_hooks
     part = getattr(tensor, PART, None)
     if part is not None:
-        whole = part.wrap(remote.detach())
+        full_tensor = part.wrap(remote.detach())
         if isinstance(tensor, nn.Parameter):
-            whole = nn.Parameter(whole, tensor.requires_grad)
-        setattr(remote, PART, TensorPart(whole, part.dimensions))
+            full_tensor = nn.Parameter(full_tensor, tensor.requires_grad)
+        setattr(remote, PART, TensorPart(full_tensor, part.dimensions))
     return remote
 
 

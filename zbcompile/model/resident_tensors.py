@@ -36,7 +36,7 @@ def require_same_tensors(model: nn.Module, bound: Mapping[Slot, tuple[torch.Tens
             " zbcompile.pipeline, or make a new pipeline."
         )
     both = (model.named_parameters, model.named_buffers)  # with every name of a tied tensor
-    by_name = {name: each for named in both for name, each in named(remove_duplicate=False)}
+    by_name = {name: value for named in both for name, value in named(remove_duplicate=False)}
     for slot, (tensor, kind) in bound.items():
         now = by_name.get(slot.name)
         if now is None:

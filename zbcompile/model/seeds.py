@@ -60,8 +60,8 @@ class Relay:
     """Continues on a stage from the generator state at the end of the stage before.
 
     On CUDA the state is a seed and an offset. The seed is the microbatch's; the offset depends on
-    shapes alone. So it is read from the first state that arrives and known from then on (reading
-    waits for the device), and what the first microbatch leaves is sent for the others too.
+    shapes alone. Reading it synchronizes with the device, so it is read only from the first state
+    that arrives, and the state after the first microbatch is sent for the others too.
     """
 
     device: torch.device

@@ -10,10 +10,10 @@ Chunk = tuple[tuple[int, ...], tuple[int, ...]]  # the shape of a whole tensor, 
 
 
 class TensorShard(torch.Tensor):
-    """A tensor of which this process holds the part `local` at `offset`.
+    """A tensor that is sharded over processes: this one has the part `local` at `offset`.
 
-    It has the shape of the whole and no memory of its own. The methods with underscores are the
-    protocol by which torch.distributed.checkpoint plans tensor subclasses.
+    It has the shape of the full tensor and no memory except that of `local`. The methods with
+    underscores are the protocol by which torch.distributed.checkpoint plans tensor subclasses.
     """
 
     local: torch.Tensor
@@ -65,6 +65,7 @@ def local_of(tensor: Any) -> Any:
 
 
 def shard_of(tensor: Any) -> Any:
-    """Returns a DTensor's part as a TensorShard over the same memory; another value as it is."""
+    """Returns a DTensor's part as a TensorShard over the same memory, and any other value
+    unchanged."""
     chunk = chunk_of(tensor)
     return tensor if chunk is None else TensorShard.of(local_of(tensor).detach(), chunk)

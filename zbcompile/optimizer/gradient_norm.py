@@ -31,8 +31,8 @@ def squares_of(gradient: torch.Tensor) -> torch.Tensor:
 def begin_sum(
     squares: Iterable[torch.Tensor], ranks: Ranks
 ) -> tuple[torch.Tensor, dist.Work | None]:
-    """Begin to add the squares of all processes, of which each passes those of the gradients that
-    it counts."""
+    """Begins to add up the squares of all processes. A process passes the squares of the gradients
+    that it counts."""
     total = torch.zeros((), dtype=torch.float64, device=ranks.device)
     for square in squares:
         total += square
@@ -62,13 +62,13 @@ def total_norm(
     norm_type: float,
     error_if_nonfinite: bool,
 ) -> torch.Tensor:
-    """The norm of the gradients of the `trained` among `parameters`, on every rank: bit for bit
-    that of `torch.nn.utils.get_total_norm` over the whole model, for the same gradients.
+    """Returns on every rank the norm of the gradients of the `trained` among `parameters`. For the
+    same gradients it is bit for bit that of `torch.nn.utils.get_total_norm` over the whole model.
 
-    Each rank contributes the norms of the parameters of which it is the first holder, and zeros for
-    all others; so the sum over the ranks is the list of all norms in the model's order. What is
-    sharded has a norm per part: along dimensions of the mesh, and the output layer in `rows` of
-    which every pipeline rank holds others.
+    Each rank contributes the norms of the parameters that it is the first to hold, and zeros for
+    all others; so the sum over the ranks is the list of all norms in the model's order. A sharded
+    parameter has a norm per part: along dimensions of the mesh, and per pipeline rank for the
+    output layer in `rows`.
     """
     listed = [
         (name, rank, part)
@@ -96,7 +96,7 @@ def total_norm(
 
 
 def _contributes(mesh: Mesh, placement: Placement, part: int) -> bool:
-    """Whether this process counts for a part of a parameter: it is the first of those that hold it,
-    in its replica."""
+    """Returns whether this process counts for a part of a parameter, as the first of its replica
+    that holds it."""
     split = along(placement, SHARD)
     return mesh.index(*split) == part and mesh.index(*mesh.beside("pp", "dp", *split)) == 0

@@ -83,8 +83,8 @@ def empty_entry(
 ) -> torch.Tensor:
     """Returns memory for an entry to be read into: as large as this process's part of the parameter
     if the entry has the parameter's shape."""
-    whole = tuple(member.local.shape) if member.chunk is None else member.chunk[0]
-    if tuple(shape) != whole or key == "step":  # a parameter may have the shape of a step: ()
+    full_shape = tuple(member.local.shape) if member.chunk is None else member.chunk[0]
+    if tuple(shape) != full_shape or key == "step":  # a parameter may have the shape of a step: ()
         return torch.empty(shape, dtype=dtype, device="cpu")
     device = device or member.local.device
     local = torch.empty_like(member.local, dtype=dtype, device=device, requires_grad=False)
@@ -102,7 +102,7 @@ def torch_state_dict(
     A group gets the options of its first member that has any: a frozen parameter may have none.
     """
     pairs = enumerate(zip(members, states, strict=True))
-    state = {number: _nest(_like(member, own)) for number, (member, own) in pairs if own}
+    state = {number: _nest(_like(member, values)) for number, (member, values) in pairs if values}
     saved_groups = []
     for number, group in enumerate(groups):
         group_members = [
@@ -123,15 +123,15 @@ def torch_state_dict(
 def _like(member: NamedParameter, state: Mapping[str, Any]) -> Values:
     """Returns the state with plain tensors, or with DTensors if the optimizer updates a DTensor."""
     plain = {key: local_of(value) for key, value in state.items()}
-    whole: Any = member.tensor
-    if is_distributed(whole):
+    user_tensor: Any = member.tensor
+    if is_distributed(user_tensor):
         from torch.distributed.tensor import DTensor
 
-        layout = {"run_check": False, "shape": whole.shape, "stride": whole.stride()}
+        layout = {"run_check": False, "shape": user_tensor.shape, "stride": user_tensor.stride()}
         for key, value in plain.items():
             if isinstance(state[key], TensorShard):
                 plain[key] = DTensor.from_local(
-                    value, whole.device_mesh, whole.placements, **layout
+                    value, user_tensor.device_mesh, user_tensor.placements, **layout
                 )
     return plain
 

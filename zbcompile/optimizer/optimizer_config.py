@@ -1,4 +1,4 @@
-"""What `pipe.optimizer` was called with: a class of torch optimizers, its parameters, groups and
+"""The arguments of `pipe.optimizer`: a class of torch optimizers, its parameters, groups and
 options."""
 
 import inspect
@@ -68,23 +68,23 @@ class OptimizerConfig:
 
     @property
     def post_validates(self) -> bool:
-        """Whether updates are made before the norm of all gradients is known, and corrected
+        """Returns whether updates are made before the norm of all gradients is known, and corrected
         afterwards."""
         return self.validate == "after"
 
     @property
     def overlaps_step(self) -> bool:
-        """Whether `pipe.step` updates each stage."""
+        """Returns whether `pipe.step` updates each stage."""
         return self.overlap or self.post_validates
 
     @property
     def exclusive(self) -> bool:
-        """Whether no other optimizer may have the same parameters."""
+        """Returns whether no other optimizer may have the same parameters."""
         return bool(self.zero) or self.overlaps_step or self.reduce_dtype is not None
 
     @property
     def is_elementwise(self) -> bool:
-        """Whether the optimizer is known to update element by element; others need whole
+        """Returns whether the optimizer is known to update element by element. Others need whole
         parameters."""
         return any(getattr(torch.optim, name) is self.kind for name in ELEMENTWISE)
 

@@ -36,7 +36,7 @@ class PipelineOptimizer(Optimizer):
     and state, does the updates.
 
     Before the pipeline is compiled the groups have no parameters. `siblings` are the optimizers of
-    its pipeline, of which it is one until it is closed. `numbers` has the group of every parameter
+    its pipeline, including this one until it is closed. `numbers` has the group of every parameter
     of the model that it trains. Within a step of the pipeline, `begin_step`, `update` of each stage
     and `end_step` follow each other.
     """
@@ -82,7 +82,7 @@ class PipelineOptimizer(Optimizer):
 
     @property
     def bound(self) -> bool:
-        """Whether the pipeline is compiled, so that the parameters are known."""
+        """Returns whether the pipeline is compiled, so that the parameters are known."""
         return self._parameters is not None
 
     @property
@@ -315,8 +315,8 @@ class PipelineOptimizer(Optimizer):
                 group["params"] = params
 
     def settle(self, stage: int = LATE) -> None:
-        """Waits for the norm of all gradients, and corrects the last update if it was made too
-        early. Called before a stage, or anybody else, reads parameters."""
+        """Blocks until the norm of all gradients is known, and corrects the last update if it was
+        not valid. Called before a stage or the user reads parameters."""
         validation, self._unsettled = self._unsettled, None
         if validation is None:
             return
@@ -343,7 +343,7 @@ class PipelineOptimizer(Optimizer):
             self._parameters.wait(stage)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As `torch.optim.Optimizer.zero_grad`."""
+        """Clears the gradients, like `torch.optim.Optimizer.zero_grad`."""
         super().zero_grad(set_to_none)
         if self._parameters is not None and set_to_none:
             self._parameters.drop_gradients()

@@ -41,7 +41,7 @@ class Speculation:
     def update_is_valid(self, clips: bool, held_anywhere: bool) -> bool:
         """Returns whether the updates are those of all gradients, which `clips` says need clipping;
         if not, they are undone. `held_anywhere` says whether some stage of any rank waits: replicas
-        exchange their updates, so that all of them must decide alike.
+        exchange their updates, so all of them must take the same decision.
 
         >>> rank = Speculation()
         >>> rank.may_update(clips=False), rank.update_is_valid(clips=True, held_anywhere=False)
@@ -126,12 +126,12 @@ class PostValidation:
         self.snapshots += [TensorSnapshot.take(entry.tensor, states) for entry in tensors]
 
     def _clips(self, norm: torch.Tensor) -> bool:
-        """Whether gradients of this norm are clipped; those that are not finite are."""
+        """Returns whether gradients of this norm are clipped. Those that are not finite are."""
         return self.clip is not None and not self.clip / (norm + 1e-6) >= 1.0
 
     def is_last(self, stage: int) -> bool:
-        """Whether all gradients of this rank are known with this stage; the same kind of place on
-        every rank."""
+        """Returns whether this stage completes the gradients of this rank. All ranks decide by the
+        same rule."""
         return stage == LATE if self.late else self.stages_done == self.stages
 
     def begin_total(self, counted: Iterable[torch.Tensor]) -> None:
@@ -139,10 +139,10 @@ class PostValidation:
         self.total, work = begin_sum([self.squares[gradient] for gradient in counted], self.ranks)
         self.held = torch.tensor(float(self.speculation.held), device=self.ranks.device)
         if self.ranks.everyone is not None:
-            held = dist.all_reduce(
+            max_work = dist.all_reduce(
                 self.held, dist.ReduceOp.MAX, group=self.ranks.everyone, async_op=True
             )
-            self.works = [work for work in (work, held, self.sending) if work is not None]
+            self.works = [work for work in (work, max_work, self.sending) if work is not None]
             for pending in self.works:
                 outlives_its_step(pending)
 
@@ -153,7 +153,8 @@ class PostValidation:
         self.writes = {entry: version_of(entry.parameter) for entry in tensors}
 
     def settle(self) -> bool:
-        """Waits for the norm of all gradients. Returns whether the updates are valid."""
+        """Blocks until the norm of all gradients is known. Returns whether the updates are
+        valid."""
         watch, what = self.ranks.watch, "the norm of all gradients"
         with watch.apart(what), watch.position.waiting(what):
             while self.works:
@@ -163,12 +164,12 @@ class PostValidation:
         return self.speculation.update_is_valid(self._clips(self.norm), bool(self.held))
 
     def undo(self, states: State) -> None:
-        """Restores what was kept. Raises PipelineError if somebody has written into a parameter
-        meanwhile."""
-        for each, writes in self.writes.items():
-            if version_of(each.parameter) != writes:
+        """Restores the snapshots. Raises PipelineError if a parameter was written since the step
+        ended."""
+        for tensor, writes in self.writes.items():
+            if version_of(tensor.parameter) != writes:
                 raise PipelineError(
-                    f"{each.name} was written before its update was validated, and the update has"
+                    f"{tensor.name} was written before its update was validated, and the update has"
                     " to be made again. Call pipe.parameters() first, which waits for the"
                     " validation."
                 )

@@ -27,7 +27,7 @@ def gather_states(
     """
     local = {tensor.name: (tensor, state) for tensor, state in states.items()}
     # Of state that is divided as the parameter is, the dtype; all of other values.
-    divided = [name for each in buffers if each.owners is None for name in each.parameters]
+    divided = [name for buffer in buffers if buffer.owners is None for name in buffer.parameters]
     layouts = _merge_over_replicas(
         {
             name: {key: _layout(local[name][0], key, v) for key, v in local[name][1].items()}
@@ -36,11 +36,11 @@ def gather_states(
         },
         buffers,
     )
-    whole: dict[str, Values] = {}
+    full_states: dict[str, Values] = {}
     for buffer, name, replica in _parameters(buffers):
         is_here = replica == buffer.replica
         if buffer.owners is not None:
-            whole |= {name: dict(local[name][1])} if is_here and name in local else {}
+            full_states |= {name: dict(local[name][1])} if is_here and name in local else {}
             continue
         for key, value in layouts.get(name, {}).items():
             if isinstance(value, torch.dtype):
@@ -48,8 +48,8 @@ def gather_states(
                 value = _gather(buffer, name, value, part)
             if is_here:
                 value = value.cpu() if isinstance(value, torch.Tensor) else value
-                whole.setdefault(name, {})[key] = value
-    return whole
+                full_states.setdefault(name, {})[key] = value
+    return full_states
 
 
 def scatter_states(
@@ -153,10 +153,10 @@ def _scatter(
 ) -> torch.Tensor | None:
     """Returns this replica's part of state that replica `source` has whole; None if it has none."""
     parameter = buffer.parameters[name]
-    whole = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+    full_value = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
     if values is not None:
-        whole.copy_(values)
-    flat = as_contiguous(whole).view(-1)
+        full_value.copy_(values)
+    flat = as_contiguous(full_value).view(-1)
     if buffer.group is not None:
         dist.broadcast(flat, group=buffer.group, group_src=source)
     for replica, begin, end in buffer.parts(name):

@@ -1,5 +1,5 @@
-"""Which tensors an optimizer of a compiled pipeline updates in this process: whole parameters, or
-with ZeRO-1 this replica's parts of them.
+"""The tensors that an optimizer of a compiled pipeline updates in this process: whole parameters,
+or with ZeRO-1 this replica's parts of them.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -53,8 +53,8 @@ class TrainedParameters:
         return LATE if len(homes) > 1 or program.copies > 1 or is_sharded else homes[0]
 
     def is_counted(self, name: str, *dimensions: str) -> bool:
-        """Whether this process is the first of those that hold its part of a parameter. Along
-        `dimensions` every rank has a part of its own."""
+        """Returns whether this process is the first that holds its part of a parameter. Along
+        `dimensions` every rank has a different part."""
         split = along(self.program.placement(name), SHARD)
         mesh, first = self.ranks.mesh, self.program.holders(name)[0]
         return (name in self.rows or first in self.ranks.local) and (
@@ -62,8 +62,8 @@ class TrainedParameters:
         )
 
     def require_whole(self, name: str, kind: str, zero: int) -> None:
-        """Raises PipelineError for an optimizer that needs a whole parameter, of which this process
-        has only a part."""
+        """Raises PipelineError for an optimizer that needs a whole parameter if this process has
+        only a part of it."""
         if is_distributed(self.model[name]) and not zero:
             return  # the optimizer sees the DTensor
         split = [
