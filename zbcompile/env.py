@@ -18,7 +18,7 @@ class Switch:
     help: str
 
     def read(self, environment: Mapping[str, str] = os.environ) -> bool:
-        """Whether it is on. Raises PipelineError for a value that is neither 0 nor 1."""
+        """Returns True if it is on. Raises PipelineError for a value that is neither 0 nor 1."""
         value = environment.get(self.name, "")
         if value not in _TRUTH:
             raise PipelineError(f"{self.name}={value!r}; expected 0 or 1.")
@@ -37,8 +37,8 @@ class Folder:
 
     def read(self, environment: Mapping[str, str] = os.environ) -> Path | None:
         """The folder, absolute; None if none is named."""
-        given = environment.get(self.name)
-        return Path(given).expanduser().absolute() if given else None
+        folder = environment.get(self.name)
+        return Path(folder).expanduser().absolute() if folder else None
 
     def __str__(self) -> str:
         return f"{self.name}=DIR  {self.help}; now {self.read() or 'not set'}"

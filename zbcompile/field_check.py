@@ -1,6 +1,7 @@
-"""What the fields of a record may hold, for records that files bring: all are checked when one is
-made, and the error names the field, what was received and what was expected. Imports nothing of the
-library, so all rooms may import it.
+"""Checks the fields of records that are read from files.
+
+All fields are checked when a record is made. The error names the field, the value received and the
+value expected. Imports nothing of the library, so all packages may import it.
 """
 
 import math
@@ -12,7 +13,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Field:
-    """What holds of a value, in words too; `each` is for what is in a table or a list."""
+    """A condition for a value and its text. `each` is for the values in a table or a list."""
 
     holds: Callable[[Any], bool]
     expected: str
@@ -28,8 +29,8 @@ def wrong_field(fields: Mapping[str, Field], given: Mapping[str, Any]) -> str | 
     >>> wrong_field({"sizes": Field(bool, "at least one", AMOUNT)}, {"sizes": [1, -2]})
     'sizes[1]=-2; expected a finite number, 0 or more.'
     """
-    found = (each for name, value in given.items() for each in _wrong(name, value, fields[name]))
-    return next(found, None)
+    errors = (error for name, value in given.items() for error in _wrong(name, value, fields[name]))
+    return next(errors, None)
 
 
 def _wrong(where: str, value: Any, field: Field) -> Iterator[str]:
@@ -49,8 +50,8 @@ def _wrong(where: str, value: Any, field: Field) -> Iterator[str]:
 def wrong_names(
     known: Collection[str], required: Collection[str], given: Collection[Any]
 ) -> str | None:
-    """Which names of `given` are unknown, and which required ones are missing; None if all
-    is well."""
+    """Returns a text with the unknown names of `given` and the missing required ones, or None if
+    there are neither."""
     unknown = ", ".join(sorted(map(str, set(given) - set(known))))
     missing = ", ".join(sorted(set(required) - set(given)))
     what = [f"unknown {unknown:.200}"] * bool(unknown) + [f"missing {missing}"] * bool(missing)
@@ -58,7 +59,7 @@ def wrong_names(
 
 
 def is_amount(value: Any) -> bool:
-    """Whether `value` is a number, finite and not negative; True and False are none."""
+    """Returns True if `value` is a finite number, 0 or more. True and False are not numbers."""
     try:
         return not isinstance(value, bool) and value >= 0 and math.isfinite(value)
     except (TypeError, OverflowError):

@@ -32,10 +32,10 @@ def _broken(value: Any, depth: int) -> str:
         return json.dumps(value, allow_nan=False)
     if isinstance(value, dict):
         opening, closing = "{}"
-        items = [f"{json.dumps(key)}: {_broken(each, depth - 1)}" for key, each in value.items()]
+        items = [f"{json.dumps(key)}: {_broken(item, depth - 1)}" for key, item in value.items()]
     else:
         opening, closing = "[]"
-        items = [_broken(each, depth - 1) for each in value]
+        items = [_broken(item, depth - 1) for item in value]
     return f"{opening}\n" + ",\n".join(items) + f"\n{closing}"
 
 
@@ -95,8 +95,8 @@ def _from_union(hints: Sequence[Any], data: Any, converters: Converters) -> Any:
     """Returns the value of the first type that fits."""
     if data is None and NoneType in hints:
         return None
-    *others, last = [hint for hint in hints if hint is not NoneType]
-    for hint in others:
+    *candidates, last = [hint for hint in hints if hint is not NoneType]
+    for hint in candidates:
         try:
             return from_plain(hint, data, converters)
         except (TypeError, ValueError, KeyError):

@@ -119,22 +119,22 @@ class PipelineOptions:
         """The options that change the graphs. Without `vocab=` the output layer is sharded only if
         the search of `schedule="auto"` decides so; passes are paired only where graphs run as they
         are."""
-        found = Choices(**{each.name: getattr(self, each.name) for each in fields(Choices)})
-        found = replace(found, vocab=self.vocab or ("auto" if is_searched(self) else "off"))
-        return found if backend_name(self.backend) == "fx" else replace(found, pairs="given")
+        choices = Choices(**{field.name: getattr(self, field.name) for field in fields(Choices)})
+        choices = replace(choices, vocab=self.vocab or ("auto" if is_searched(self) else "off"))
+        return choices if backend_name(self.backend) == "fx" else replace(choices, pairs="given")
 
     @property
     def step(self) -> StepOptions:
         """The options that a saved program keeps of a step."""
-        found = {each.name: getattr(self, each.name) for each in fields(StepOptions)}
-        return StepOptions(**{**found, "backend": backend_name(self.backend)})
+        values = {field.name: getattr(self, field.name) for field in fields(StepOptions)}
+        return StepOptions(**{**values, "backend": backend_name(self.backend)})
 
 
-OPTIONS = {each.name: each.default for each in fields(PipelineOptions)}
+OPTIONS = {field.name: field.default for field in fields(PipelineOptions)}
 
 
 def is_searched(options: PipelineOptions) -> bool:
-    """Whether the layout is searched by cost when the first batch is there: `schedule="auto"`."""
+    """Returns True if the layout is searched by cost at the first batch: `schedule="auto"`."""
     return isinstance(options.schedule, str) and find(options.schedule).name == "auto"
 
 
@@ -176,9 +176,9 @@ def checked(name: str, value: Any) -> Any:
     try:
         return read(value)
     except (ValueError, TypeError, OverflowError) as error:
-        shown = repr(value) if len(repr(value)) <= 80 else f"<{type(value).__name__}>"
+        text = repr(value) if len(repr(value)) <= 80 else f"<{type(value).__name__}>"
         detail = str(error) if str(error).startswith("expected") else f"expected {expected}"
-        raise PipelineError(f"{name}={shown}; {detail}.") from None
+        raise PipelineError(f"{name}={text}; {detail}.") from None
     except CompileError as error:  # of a hardware profile
         raise PipelineError(f"{name}: {error}") from None
 

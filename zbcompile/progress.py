@@ -1,4 +1,4 @@
-"""What a long work is doing, on standard error: soon after it begins, and again while it lasts."""
+"""Reports the progress of long work on standard error: soon after it begins, then repeatedly."""
 
 import os
 import sys
@@ -18,10 +18,11 @@ def silent(text: str) -> None:
 
 
 class Progress:
-    """A context that reports what is done in it, if it takes long: a line with the seconds so far
-    after `first` seconds, and one whenever nothing was written for ten. The text of the last call
-    says what is done now; with "" it is silent. On a terminal every call writes its line at once.
-    Under torchrun the first rank speaks.
+    """A context that reports long work in it.
+
+    It writes a line with the seconds so far after `first` seconds, and one whenever nothing was
+    written for ten. The text is that of the last call; with "" it is silent. On a terminal every
+    call writes its line immediately. Under torchrun only the first rank writes.
     """
 
     def __init__(self, text: str, first: float = FIRST) -> None:

@@ -20,7 +20,7 @@ WIDTH = 100  # characters of a line of text
 
 @dataclass(frozen=True)
 class Figure:
-    """One value of a report. `unit` is a key of `FORMATS`, or is written beside the name; `per`
+    """One value of a report. `unit` is a key of `FORMATS`, or is written next to the name; `per`
     says what the value belongs to: a microbatch, a step."""
 
     name: str

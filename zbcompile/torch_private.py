@@ -37,9 +37,11 @@ def warn_of_untried(version: str) -> None:
 
 
 def exchanged(rows: torch.Tensor, group: Any) -> torch.Tensor:
-    """Part i of `rows` on rank i of a group (its name), part i of the result from there; gradients
-    go the same way back (the functional collectives, of which a trace makes operations, have no
-    public name)."""
+    """Sends part i of `rows` to rank i of a group and receives part i of the result from it.
+
+    `group` is a name. Gradients are exchanged in the same way. The functional collectives, which a
+    trace records as operations, have no public name.
+    """
     from torch.distributed import _functional_collectives as collectives
 
     along = (
@@ -51,8 +53,8 @@ def exchanged(rows: torch.Tensor, group: Any) -> torch.Tensor:
 
 
 def profiler_is_on() -> bool:
-    """Whether a profiler records in this thread; `record_function` costs microseconds even without
-    one."""
+    """Returns True if a profiler records in this thread. `record_function` costs microseconds even
+    without one."""
     return torch.autograd._profiler_enabled()
 
 
@@ -80,7 +82,7 @@ def fingerprint(model: torch.nn.Module, modes: bool = True) -> tuple[Any, ...]:
 
 
 def wrapper_like(cls: Any, like: torch.Tensor) -> Any:
-    """A tensor of a subclass without memory of its own."""
+    """Returns a tensor of a subclass that has no memory."""
     return torch.Tensor._make_wrapper_subclass(
         cls, like.shape, dtype=like.dtype, device=like.device
     )  # type: ignore
@@ -89,7 +91,7 @@ def wrapper_like(cls: Any, like: torch.Tensor) -> Any:
 def replace_tensors(
     module: torch.nn.Module, parameter: Callable[[Any], Any], buffer: Callable[[Any], Any]
 ) -> None:
-    """Put others in the place of a module's own tensors (setattr would register anew)."""
+    """Replaces the parameters and buffers of a module (setattr would register them again)."""
     tables: list[tuple[dict[str, Any], Callable[[Any], Any]]]
     tables = [(module._parameters, parameter), (module._buffers, buffer)]
     for table, make in tables:
@@ -97,18 +99,20 @@ def replace_tensors(
 
 
 def before_clipping(check: Callable[[Sequence[torch.Tensor]], None]) -> None:
-    """Let torch's clip_grad_norm_ call `check` with the parameters before it scales their
-    gradients; once per `check` (it finds the function that scales by this name, also where somebody
-    has imported it long ago; who takes `clip_grads_with_norm_` from torch.nn.utils brings a norm of
-    his own and is not asked)."""
+    """Makes torch's clip_grad_norm_ call `check` with the parameters before it scales gradients.
+
+    A second call with the same `check` changes nothing. clip_grad_norm_ looks up the function that
+    scales by this name, also where it was imported earlier. A call of `clip_grads_with_norm_` from
+    torch.nn.utils passes its own norm and is not checked.
+    """
     scale = clip_grad._clip_grads_with_norm_
     if getattr(scale, "check", None) is check:
         return
 
     def checked(parameters: Any, *args: Any, **kwargs: Any) -> None:
-        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        check(given)
-        scale(given, *args, **kwargs)
+        tensors = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        check(tensors)
+        scale(tensors, *args, **kwargs)
 
     checked.check = check  # type: ignore[attr-defined]
     clip_grad._clip_grads_with_norm_ = checked
@@ -154,16 +158,18 @@ def step_without_hooks(optimizer: torch.optim.Optimizer) -> None:
 
 
 def attributes_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What an optimizer keeps in itself, torch's entries and flags aside, and in its state by
-    names."""
+    """Returns the attributes of an optimizer except those of torch, and the entries of its state
+    with names as keys."""
     torchs = {"_warned_capturable_if_run_uncaptured", "_need_device_dtype_check_for_fused"}
     state = dict[Any, Any](optimizer.state)
-    own = {
+    attributes = {
         name: value
         for name, value in vars(optimizer).items()
         if name not in {"state", "param_groups", *torchs}
     }
-    return own | {f"state[{key!r}]": each for key, each in state.items() if isinstance(key, str)}
+    return attributes | {
+        f"state[{key!r}]": entry for key, entry in state.items() if isinstance(key, str)
+    }
 
 
 def gloo_link(store: dist.Store, rank: int, timeout: timedelta, size: int = 2) -> Any:
@@ -173,9 +179,12 @@ def gloo_link(store: dist.Store, rank: int, timeout: timedelta, size: int = 2) -
 
 
 def nccl_link(store: dist.Store, rank: int, timeout: timedelta, ranks: tuple[int, int]) -> Any:
-    """A NCCL group of two, on a stream that goes before those of passes. As it is not bound to a
-    device it is not split from another communicator, which would take all ranks (as `gloo_link`).
-    Dumps of torch's flight recorder name it by its `ranks`, source and destination."""
+    """Returns an NCCL group of two ranks on a high-priority stream.
+
+    The group is not bound to a device, so it is not split from another communicator, which all
+    ranks would have to call (as `gloo_link`). Dumps of torch's flight recorder
+    name it by its `ranks`, source and destination.
+    """
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options._timeout = timeout
     options.group_name = f"zbcompile {ranks[0]}>{ranks[1]}"  # type: ignore[assignment]  # a NewType of str
@@ -184,8 +193,8 @@ def nccl_link(store: dist.Store, rank: int, timeout: timedelta, ranks: tuple[int
 
 
 def is_bound(group: dist.ProcessGroup | None) -> bool:
-    """Whether `init_process_group` was given a device_id: new groups are then split from this one
-    by all of its ranks."""
+    """Returns True if `init_process_group` received a device_id. New groups are then split from
+    this one by all of its ranks."""
     return getattr(group, "bound_device_id", None) is not None
 
 
@@ -218,13 +227,13 @@ INDUCTOR = {
 
 
 def inductor_compile(module: torch.fx.GraphModule, inputs: Sequence[torch.Tensor]) -> bytes:
-    """Compile a graph of ATen operations, given as fake tensors, to bytes that `inductor_load`
-    runs; its libraries are in the folder of `inductor_files_in`.
+    """Compiles a graph of ATen operations for fake inputs to bytes that `inductor_load` runs. Its
+    libraries are in the folder of `inductor_files_in`.
 
     torch.compile and torch._inductor.compile would make additions into an input functional and copy
-    the sums back, and their callables keep inputs alive until they return. So the graph goes to the
-    function below them, which leaves operations in place and frees inputs as they are used
-    (`compile_fx_inner` and what it returns).
+    the sums back, and their callables keep inputs alive until they return. So the graph is
+    compiled by the function below them, `compile_fx_inner`. Its result leaves operations in place
+    and frees inputs as they are used.
     """
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
@@ -244,9 +253,11 @@ def inductor_compile(module: torch.fx.GraphModule, inputs: Sequence[torch.Tensor
 
 
 def _keep_in_place_operations() -> None:
-    """Let inductor call these as they are (it has a rule for every operation, or a fallback that
-    must be registered; the one that it registers itself is refused where the environment variable
-    CI is set)."""
+    """Makes inductor call these operations unchanged.
+
+    Inductor needs a rule or a registered fallback for every operation. The fallback that it
+    registers itself is refused if the environment variable CI is set.
+    """
     from torch._inductor.lowering import lowerings, make_fallback
 
     aten = torch.ops.aten
@@ -256,8 +267,10 @@ def _keep_in_place_operations() -> None:
 
 
 def inductor_load(content: bytes) -> Callable[[list[Any]], Sequence[torch.Tensor]]:
-    """What `inductor_compile` made, as a function of one list, which it empties (what inductor's
-    own cache does on a hit). Runs code from the folder of `inductor_files_in`."""
+    """Returns the function that `inductor_compile` compiled. It takes one list, which it empties.
+
+    Inductor's cache does the same on a hit. Runs code from the folder of `inductor_files_in`.
+    """
     from torch._inductor.output_code import CompiledFxGraphConstants
     from torch._inductor.utils import BoxedBool
 
@@ -286,7 +299,7 @@ def _no_headers() -> Iterator[None]:
 
 
 def takes_a_list(function: Callable[..., Any]) -> bool:
-    """Whether a compiled function takes one list, which it empties (torch's own mark for it)."""
+    """Returns True if a compiled function takes one list, which it empties (a mark of torch)."""
     return bool(getattr(function, "_boxed_call", False))
 
 

@@ -53,4 +53,4 @@ def on_a_line(text: Any) -> str:
     anything else."""
     if not isinstance(text, str):
         raise ValueError(f"{text!r:.80} stands where a text is expected")
-    return "".join(each if each.isprintable() else " " for each in text)
+    return "".join(character if character.isprintable() else " " for character in text)

@@ -2,8 +2,8 @@
 loads.
 
 Knows numbers only. The row is what the stages divide among themselves; it can be cut at `edges`
-(given as the number of items before each), of which the first is the beginning and the last the
-end. `cuts` are the chosen inner edges.
+(given as the number of items before each). The first edge is the beginning and the last the end.
+`cuts` are the chosen inner edges.
 """
 
 from bisect import bisect_left
@@ -78,9 +78,9 @@ def best_cuts(row: LoadRow, edges: Sequence[int]) -> tuple[float, list[int]] | N
     low = row.totals[-1] / row.stages
     while high - low > COARSE * high:
         middle = (low + high) / 2
-        found = cuts_within(row, edges, middle)
+        candidate = cuts_within(row, edges, middle)
         low, high, cuts = (
-            (middle, high, cuts) if found is None else (low, row.heaviest(found), found)
+            (middle, high, cuts) if candidate is None else (low, row.heaviest(candidate), candidate)
         )
     while high > 0 and (better := cuts_within(row, edges, high * (1 - 4 * SAME))) is not None:
         high, cuts = row.heaviest(better), better
@@ -90,7 +90,7 @@ def best_cuts(row: LoadRow, edges: Sequence[int]) -> tuple[float, list[int]] | N
 
 
 def even_cuts(row: LoadRow, edges: Sequence[int]) -> list[int]:
-    """Cuts at inner `edges`, of which there are enough, near equal shares."""
+    """Returns cuts at inner `edges` near equal shares. There must be enough edges."""
     inner, chosen, last = edges[1:-1], [], -1
     for stage in range(1, row.stages):
         share = row.totals[-1] * stage / row.stages
@@ -145,15 +145,15 @@ class _StraightCuts:
         return begin + bisect_left(ends, True, key=lambda end: not self._fits(begin, end))
 
     def _earliest(self) -> list[int] | None:
-        """For each cut the first edge after which the remaining stages fit; None if they cannot."""
-        found = [self.last]
+        """Returns for each cut the first edge after which the remaining stages fit, or None."""
+        edges = [self.last]
         for stage in range(self.row.stages - 1, 0, -1):
-            begins = range(stage, found[-1])
-            begin = begins.start + bisect_left(begins, True, key=lambda b: self._fits(b, found[-1]))
-            if begin == found[-1]:
+            begins = range(stage, edges[-1])
+            begin = begins.start + bisect_left(begins, True, key=lambda b: self._fits(b, edges[-1]))
+            if begin == edges[-1]:
                 return None
-            found.append(begin)
-        return found[:0:-1] if self._fits(0, found[-1]) else None
+            edges.append(begin)
+        return edges[:0:-1] if self._fits(0, edges[-1]) else None
 
     def _fits(self, begin: int, end: int) -> bool:
         return self.at[end] - self.at[begin] <= self.limit
@@ -187,11 +187,11 @@ class _Vee:
     def cuts(self) -> list[int] | None:
         if max(b - a for a, b in pairwise(self.at)) > self.limit:
             return None
-        found = None if self.few else self._found()
-        if found is None and (self.few or self.row.stages <= THOROUGH):
+        cuts = None if self.few else self._found()
+        if cuts is None and (self.few or self.row.stages <= THOROUGH):
             self.thorough = True
-            found = self._found()
-        return found
+            cuts = self._found()
+        return cuts
 
     def _found(self) -> list[int] | None:
         states = [_Outer(0, len(self.at) - 1)]
@@ -208,7 +208,7 @@ class _Vee:
 
     def _next_rank(self, states: list[_Outer], rank: int) -> list[_Outer]:
         """All ways worth keeping to give `rank` its two chunks."""
-        found: dict[tuple[int, int], _Outer] = {}
+        candidates: dict[tuple[int, int], _Outer] = {}
         inner = self.ranks - 1 - rank
         for a, b, path in states:
             least = self.at[b] - inner * self.limit - self.chunk
@@ -220,23 +220,25 @@ class _Vee:
                 for b2 in self._ends(left, b, a2 + 2 * inner):
                     if self.at[b2] > carried:
                         break
-                    if (a2, b2) not in found:
-                        found[a2, b2] = _Outer(a2, b2, (*path, (a2, b2)))
-        return self._worth_keeping(found)
+                    if (a2, b2) not in candidates:
+                        candidates[a2, b2] = _Outer(a2, b2, (*path, (a2, b2)))
+        return self._worth_keeping(candidates)
 
     def _ends(self, load: float, b: int, first: int) -> range:
-        """Where the right chunk of a rank, which ends at `b`, may begin beside a left one of this
-        `load`: the first edge possible, more if needed."""
-        room = min(self.limit - load, self.chunk)
-        begin = max(first, bisect_left(self.at, self.at[b] - room, hi=b))
+        """Returns the edges at which the right chunk of a rank may begin.
+
+        It ends at `b`, and the left chunk has this `load`. The first possible edge is enough unless
+        `few` or `_sticks` needs more.
+        """
+        capacity = min(self.limit - load, self.chunk)
+        begin = max(first, bisect_left(self.at, self.at[b] - capacity, hi=b))
         end = begin + 1
         while end < b and (self.few or self._sticks(end - 1)):
             end += 1
         return range(begin, min(end, b))
 
     def _sticks(self, edge: int) -> bool:
-        """Whether the part just before `edge` is heavier than what `limit` leaves beside
-        `chunk`."""
+        """Returns True if the part just before `edge` is heavier than `limit - chunk`."""
         return (
             self.thorough
             and edge > 0
@@ -246,12 +248,12 @@ class _Vee:
     def _worth_keeping(self, found: dict[tuple[int, int], _Outer]) -> list[_Outer]:
         if self.few:
             return list(found.values())
-        kept, least = [], len(self.at)
+        states, least = [], len(self.at)
         for a, b in sorted(found, key=lambda ab: (-ab[0], ab[1])):
             if b < least or self._sticks(least):
-                kept.append(found[a, b])
+                states.append(found[a, b])
                 least = min(least, b)
-        return kept
+        return states
 
     def _middle(self, state: _Outer) -> int | None:
         """The most even cut between the chunks of the innermost rank."""

@@ -65,14 +65,17 @@ def _narrow_cuts(
     """Returns cuts within `limit` that few bytes cross; None if there are none."""
 
     def lightest(candidates: Sequence[int]) -> list[int] | None:
-        found = best_cuts(row, [0, *candidates, len(line.nodes)])
-        return found[1] if found is not None and found[0] <= limit else None
+        best = best_cuts(row, [0, *candidates, len(line.nodes)])
+        return best[1] if best is not None and best[0] <= limit else None
 
     if (cuts := lightest(places)) is None:
         return None
     width = line.crossing_bytes
     equal = filter(None, map(lightest, _places_by_layer(line, places)))
-    ranked = [(max(width[cut] for cut in each), row.heaviest(each), each) for each in equal]
+    ranked = [
+        (max(width[cut] for cut in candidate), row.heaviest(candidate), candidate)
+        for candidate in equal
+    ]
     if ranked:
         return tuple(min(ranked)[-1])
     widths = sorted({width[place] for place in places})

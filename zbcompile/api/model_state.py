@@ -19,8 +19,8 @@ from zbcompile.program_cache.state_dict import stream_state
 
 
 class ModelState:
-    """This process's share of a model, once a program has placed it. Every method waits for the
-    values of the last update."""
+    """This process's share of a model, once a program has placed it. Every method first completes
+    the last update."""
 
     def __init__(self, binding: ModelBinding, optimizers: Optimizers) -> None:
         self._binding, self._optimizers = binding, optimizers
@@ -135,7 +135,7 @@ class ModelState:
         return norm
 
     def _wait(self) -> None:
-        """Raises PipelineError before compiling; waits for the values of the last update."""
+        """Blocks until the last update is complete. Raises PipelineError before compiling."""
         self.program  # noqa: B018
         self._optimizers.wait()
 

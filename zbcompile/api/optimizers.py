@@ -66,9 +66,13 @@ class Optimizers:
         """Returns the functions that the next step calls for a stage, by kind of action: correct
         its last update, wait for its parameters, update them (not inside `no_sync`)."""
         optimizers, updates = self._optimizers, self._ranks.replicas.synchronise
-        overlapping = [each for each in optimizers if each.config.overlaps_step and updates]
+        overlapping = [
+            optimizer for optimizer in optimizers if optimizer.config.overlaps_step and updates
+        ]
         return {
-            "VALIDATE": [each.settle for each in optimizers if each.config.post_validates],
+            "VALIDATE": [
+                optimizer.settle for optimizer in optimizers if optimizer.config.post_validates
+            ],
             "GATHER": [parameters.wait for parameters in self.parameters if parameters.zero],
             "OPT": [optimizer.update for optimizer in overlapping],
         }
@@ -78,11 +82,12 @@ class Optimizers:
         """True if all updates are within a step: a rank that ends it before another one would not
         update any more if that one fails."""
         optimizers = self._optimizers
-        return bool(optimizers) and all(each.config.overlaps_step for each in optimizers)
+        return bool(optimizers) and all(optimizer.config.overlaps_step for optimizer in optimizers)
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Around a step of the pipeline: its gradients go to the optimizers, unless it fails."""
+        """A context for a step of the pipeline. The optimizers take its gradients, unless it
+        fails."""
         try:
             yield
         except BaseException:

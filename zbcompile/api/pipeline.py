@@ -138,7 +138,7 @@ class Pipeline:
 
     @property
     def is_first(self) -> bool:
-        """Whether this process has the first rank of all, which prints and writes files."""
+        """True if this process has the first rank of all, which prints and writes files."""
         return self._ranks.is_first
 
     @property
@@ -165,7 +165,7 @@ class Pipeline:
 
     @property
     def record(self) -> bool:
-        """Whether steps are recorded; can be set."""
+        """True if steps are recorded. Can be set."""
         return self.observation.record
 
     @record.setter
@@ -215,15 +215,16 @@ class Pipeline:
         return_metrics: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """Forward and backward of one batch: gradients accumulate into `.grad`, the loss is
-        returned on every rank. It is detached: the backward has run, and there is no
-        `loss.backward()` to call.
+        """Runs forward and backward of one batch and returns the loss on every rank.
 
-        Every rank passes the same whole batch, along "dp" and "ep" of a mesh a batch of its own. A
-        batch that the usual number of microbatches does not divide runs in as many equal ones as
-        have no more samples than usual, if the schedule has a name that admits that many.
+        Gradients accumulate into `.grad`. The loss is detached: the backward has run, and there is
+        no `loss.backward()` to call.
+
+        Every rank passes the same whole batch; ranks along "dp" and "ep" of a mesh pass different
+        ones. A batch that the usual number of microbatches does not divide runs in as many equal
+        ones as have no more samples than usual, if the schedule has a name that admits that many.
         `microbatches=[(args, kwargs, target), ...]` are split already: any number that the schedule
-        admits, each of its own shapes (packed sequences, say); `max_shapes` programs are kept.
+        admits, each with separate shapes (packed sequences, say); `max_shapes` programs are kept.
 
         `return_outputs=True` returns `(loss, outputs)`: what the model returned, without gradients,
         on every rank ("last": only on that of the last stage, None on others), or `(outputs,
@@ -330,7 +331,7 @@ class Pipeline:
         )
 
     def train(self, mode: bool = True) -> Self:
-        """As `model.train(mode)`: the modes of the modules in the next steps."""
+        """Sets the modes of the modules for the next steps, like `model.train(mode)`."""
         self._model.train(mode)
         return self
 
@@ -343,7 +344,7 @@ class Pipeline:
             self._compiled.recompile()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As `model.zero_grad`, for this process's parameters."""
+        """Clears the gradients of this process's parameters, like `model.zero_grad`."""
         for parameter in self.parameters():
             if parameter.grad is not None and not set_to_none:
                 parameter.grad.zero_()
@@ -374,8 +375,10 @@ class Pipeline:
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
-        """As `torch.nn.utils.clip_grad_norm_` over the whole model: every rank clips its share by
-        the norm of all gradients, tied parameters counted once, and returns that norm."""
+        """Clips the gradients of the whole model, like `torch.nn.utils.clip_grad_norm_`.
+
+        Every rank clips its share by the norm of all gradients, with tied parameters counted once,
+        and returns that norm."""
         return self._state.clip(max_norm, norm_type, error_if_nonfinite)
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -458,11 +461,11 @@ class Pipeline:
             clip: the norm to which `optimizer.step()` clips all its gradients, None for no limit.
             overlap: `pipe.step` updates each stage as soon as its gradients are complete, and
                 `optimizer.step()` does nothing. The step returns before other ranks have ended it:
-                the loss is completed when it is read, which waits for them.
+                the loss is completed when it is read, which blocks until they have.
             validate: "before", or "after" to overlap although `clip` needs the norm of all
                 gradients, and to correct the update once it is known.
-            reduce_dtype: in which dtype gradients travel between replicas and are summed over them,
-                None: as they are.
+            reduce_dtype: the dtype in which gradients are sent between replicas and summed over
+                them. None: their own.
 
         Raises PipelineError, on every rank.
 
@@ -509,16 +512,16 @@ class Pipeline:
         )
 
     def attached(self, kind: type[T]) -> T:
-        """The one `kind` of this pipeline, which is created at the first call and closed with the
-        pipeline."""
+        """Returns the one `kind` of this pipeline, which is created at the first call and closed
+        with the pipeline."""
         if kind not in self._attached:
             self._attached[kind] = kind()
         return self._attached[kind]  # type: ignore[no-any-return]
 
     def close(self) -> None:
-        """Stop watching other ranks and release the process group. Every rank calls it.
+        """Stops watching other ranks and releases the process group. Every rank calls it.
 
-        Waits for a checkpoint that is still being written, and raises if that failed.
+        Blocks until a checkpoint that is still being written is complete, and raises if it failed.
 
         After this, and `torch.distributed.destroy_process_group()`, a new process group and a new
         pipeline can be made in the same process. A pipeline that is garbage collected closes

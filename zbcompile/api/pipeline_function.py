@@ -69,8 +69,8 @@ def pipeline(
 
     Args:
         schedule: A name in any spelling (`zbcompile.schedules.names()`), a .csv or .json file, or a
-            `Schedule`, whose messages, if it has some, are placed anew. Weight gradients accumulate
-            in its order of W. "auto" takes the name whose predicted step is the shortest, when the
+            `Schedule`, whose messages, if it has some, are replaced. Weight gradients accumulate in
+            its order of W. "auto" takes the name whose predicted step is the shortest, when the
             first batch is there (docs/schedules.md).
         microbatches: How many equal parts each batch is split into. Default: the smallest count
             from 2 x stages on that the schedule admits and that divides the first batch, else the
@@ -118,7 +118,7 @@ def pipeline(
         hardware: What the model is cut and its step predicted for (docs/inspect.md). A profile by
             its name, a TOML file with its figures, or a `zbcompile.Hardware`. Default: nominal
             speeds of the device.
-        backend: What runs the graphs (docs/backends.md). "fx": each operation as it is; "inductor":
+        backend: What runs the graphs (docs/backends.md). "fx": operations, unchanged; "inductor":
             compiled by torch's inductor, once per distinct graph and machine, gradients equal
             within 2e-6 of the largest entry (fp32); or a function `backend(graph_module,
             example_inputs)` that returns what is called in place of the graph.
@@ -130,8 +130,8 @@ def pipeline(
             Tensors that are not named agree about dimension 0, the batch; those without dimensions
             or with one row go whole into every microbatch.
         static_inputs: Inputs whose values forward reads in Python (`.tolist()`, an `if`), by path
-            or keyword name. They are part of the key: every new value compiles a program, of which
-            `max_shapes` are kept.
+            or keyword name. They are part of the key: every new value compiles a program, and
+            `max_shapes` programs are kept.
         placements: What plain parameters are along "tp", "cp" and "ep" of `mesh`, by patterns of
             their names: {"*.experts.*": {"ep": "shard"}, "*norm*": {"tp": "partial"}}. "replicate":
             equal values, and every rank computes the whole gradient (the default along "tp").
@@ -163,8 +163,8 @@ def pipeline(
             that holds a NaN (slow; the graphs run as they are, whatever the backend).
             ZBCOMPILE_DEBUG_NAN=1 does the same.
         warm_up: Run every pass of this rank once on zeros when a program is compiled, so that all
-            ranks build their kernels at once. Random state, buffers and gradients are as before.
-        example: `(args, kwargs)` of one batch (`target` among the keywords). Compiles at once.
+            ranks build their kernels in parallel. Random state, buffers and gradients stay equal.
+        example: `(args, kwargs)` of one batch (`target` among the keywords). Compiles immediately.
 
     Raises PipelineError, CompileError or ScheduleError with what to do, on every rank; FaultError
     if one rank failed in the middle of a step (docs/faults.md); TypeError for a keyword that is no
@@ -173,9 +173,9 @@ def pipeline(
     >>> pipe = zbcompile.pipeline(model, schedule="zbv", loss=loss_fn)  # doctest: +SKIP
     >>> loss = pipe.step(inputs, target=targets)  # doctest: +SKIP
     """
-    given = {name: value for name, value in locals().items() if name not in ("model", "unknown")}
+    options = {name: value for name, value in locals().items() if name not in ("model", "unknown")}
     require_known(unknown)
-    build = functools.partial(build_pipeline, PipelineOptions(**given))
+    build = functools.partial(build_pipeline, PipelineOptions(**options))
     if isinstance(model, nn.Module):
         return build(model)
     return functools.partial(_decorate, build) if model is ... else _decorate(build, model)
@@ -189,8 +189,8 @@ def build_pipeline(options: PipelineOptions, module: Any) -> Pipeline:
     ranks = options.ranks
     if ranks is None and isinstance(options.schedule, Schedule) and is_alone(options.mesh):
         ranks = options.schedule.ranks
-    found = find_ranks(lambda: device_of(module), ranks, options.mesh, options.timeout)
-    pipe = Pipeline(module, options, Engine(found))
+    process_ranks = find_ranks(lambda: device_of(module), ranks, options.mesh, options.timeout)
+    pipe = Pipeline(module, options, Engine(process_ranks))
     if options.example is not None:
         args, kwargs = options.example
         pipe.compile(*args, **kwargs)

@@ -123,13 +123,13 @@ class StepRunner:
         with self._named(step, executable, outputs, index):
             try:
                 with cache.void_if_it_fails(), self.optimizers.step(), no_autocast:
-                    losses, leaves = self.engine.run_step(executable, request, binding.parameters)
+                    losses, values = self.engine.run_step(executable, request, binding.parameters)
             finally:
                 binding.parts.give_gradients()
             if not outputs or (outputs == "last" and not executable.ends_on(ranks.local)):
                 return losses, None
             reduction = self.options.loss_reduction
-            return losses, joined_outputs(leaves, executable, step.rows, reduction)
+            return losses, joined_outputs(values, executable, step.rows, reduction)
 
     def evaluate(
         self,
@@ -169,13 +169,13 @@ class StepRunner:
             request = StepInput(inputs, step, seed, "sum", recorder, outputs=outputs)
             with torch.autocast(ranks.device.type, enabled=False):  # its casts are in the graphs
                 schedule = self.cache.schedule
-                leaves = self.engine.run_step(executable, request, {}, schedule).outputs
+                values = self.engine.run_step(executable, request, {}, schedule).outputs
             self.observation.done()
         if outputs == "last" and not executable.ends_on(ranks.local):
             results: list[Any] = [None] * len(batches)
         else:
             results = [
-                joined_rows(leaves, {i: graphs[i].program.returns for i in group})
+                joined_rows(values, {i: graphs[i].program.returns for i in group})
                 for group in groups
             ]
             if computes != "eval":  # log-probabilities, and the number of words
@@ -199,7 +199,9 @@ def _require_same_calls(
         "outputs": outputs,
         "microbatches": count,
         "recording": recorded,
-        "the inputs": [", ".join(f"{path} {type_text(t)}" for path, t in each) for each in tensors],
+        "the inputs": [
+            ", ".join(f"{path} {type_text(t)}" for path, t in group) for group in tensors
+        ],
     }
     remedy = "Every rank must make the same calls."
     agree(ranks, values, "evaluate different things", remedy, of_a_place=("the inputs",))

@@ -45,12 +45,14 @@ def main_of(name: str) -> Main:
 
 
 def run_and_exit(name: str, arguments: list[str] | None = None) -> NoReturn:
-    """Run a command and end the process. Compiling makes many small objects that live on; with the
-    default thresholds the garbage collector walks them again and again, a sixth of `inspect`'s
-    time."""
+    """Runs a command and ends the process.
+
+    Compiling makes many small objects that are never freed. With the default thresholds the garbage
+    collector walks them again and again, which takes a sixth of the time of `inspect`.
+    """
     gc.set_threshold(50_000, 20, 20)
-    with Progress(f"zbcompile {name}: loading") as say:
-        status = main_of(name)(sys.argv[1:] if arguments is None else arguments, say)
+    with Progress(f"zbcompile {name}: loading") as report:
+        status = main_of(name)(sys.argv[1:] if arguments is None else arguments, report)
     sys.exit(status)
 
 
@@ -62,7 +64,7 @@ def choose_and_exit() -> NoReturn:
     if name == "--version":
         print(__version__)
         sys.exit()
-    lines = [f"  {each:<12} {sentence}" for each, (_, sentence) in COMMANDS.items()]
+    lines = [f"  {command:<12} {sentence}" for command, (_, sentence) in COMMANDS.items()]
     usage = "\n".join(
         [
             "usage: python -m zbcompile COMMAND ...",

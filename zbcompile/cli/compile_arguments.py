@@ -51,7 +51,7 @@ class Plan:
 
     @cached_property
     def maker(self) -> Any:
-        """What `target` names. Raises PipelineError if it cannot be found or imported."""
+        """The object that `target` names. Raises PipelineError if it cannot be imported."""
         return load_object(self.target)
 
     @property
@@ -73,7 +73,7 @@ def with_options(plan: AnyPlan, **options: Any) -> AnyPlan:
 
 
 def example_of(plan: Plan) -> Example:
-    """Build the model. What it prints goes to standard error, not into the report."""
+    """Builds the model. Its output is printed on standard error, not in the report."""
     with (
         contextlib.redirect_stdout(sys.stderr),
         fake_models() if plan.fake else contextlib.nullcontext(),

@@ -1,5 +1,5 @@
 """The options of `zbcompile.pipeline` as flags of command lines. Imports no torch, so that `--help`
-answers at once."""
+answers immediately."""
 
 import argparse
 from collections.abc import Iterable
@@ -107,7 +107,7 @@ def _split_from_text(text: str) -> tuple[str, bool | int]:
 
 
 def flag_of(name: str) -> str:
-    """An option as it is written on a command line.
+    """Returns the command-line flag of an option.
 
     >>> flag_of("loss_reduction")
     '--loss-reduction'

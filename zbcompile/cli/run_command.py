@@ -143,8 +143,7 @@ def _first_state(options: argparse.Namespace, pipe: Pipeline, optimizer: Any) ->
 
 
 def _load_weights(path: Path, pipe: Pipeline) -> None:
-    """Loads weights from safetensors, if there are any, or from a checkpoint, of which only the
-    model is taken."""
+    """Loads weights from safetensors, if there are any, or else the model of a checkpoint."""
     if contains_weights(path) or not candidates(path):
         load_weights(path, pipe)
         return

@@ -44,13 +44,13 @@ from zbcompile.schedules.generators.forward_only import forward_only
 
 @dataclass(frozen=True)
 class ForwardOptions:
-    """What a forward is compiled for.
+    """The schedule and the placement that a forward is compiled for.
 
     Attributes:
         schedule: Gives stages and ranks.
         like: A program of the same model that has placed the parameters; None if this one does.
         process_groups: The mesh dimension of each process group, by the group's name.
-        sharded: Parameters of which this rank holds a part.
+        sharded: Parameters that this rank holds a part of.
         device: The device of parameters that are on the meta device.
     """
 
@@ -122,22 +122,22 @@ def compile_forwards(
 ) -> tuple[Program, ...]:
     """Returns the programs of the microbatches of a batch.
 
-    There are `count` programs, the last of which may be for fewer rows, if every output has one
-    row per sample. An output of another kind, such as a loss, is computed on the whole batch, so
+    There are `count` programs if every output has one row per sample. The last one may be for fewer
+    rows. An output of another kind, such as a loss, is computed on the whole batch, so
     that it is what the model itself returns. So is a forward that changes buffers in eval mode,
     which a batch changes once.
     """
-    whole = compile_forward(model, batch.whole, computes, options)
-    changes = any(stage.changed for stage in whole.stages)
-    count = 1 if batch.static else batch.most_parts(count, even=whole.vocabulary is not None)
-    if count == 1 or not whole.returns.has_rows(batch.size) or changes:
-        return (whole,)
-    options = replace(options, like=options.like or whole)
+    full = compile_forward(model, batch.whole, computes, options)
+    changes = any(stage.changed for stage in full.stages)
+    count = 1 if batch.static else batch.most_parts(count, even=full.vocabulary is not None)
+    if count == 1 or not full.returns.has_rows(batch.size) or changes:
+        return (full,)
+    options = replace(options, like=options.like or full)
     parts = [compile_forward(model, part, computes, options) for part in batch.distinct(count)]
     rows = (batch.rows(0, count), batch.rows(count - 1, count))
     for part, size in zip(parts, rows, strict=False):
-        if not part.returns.has_rows(size) or not part.returns.joins(whole.returns):
-            return (whole,)
+        if not part.returns.has_rows(size) or not part.returns.joins(full.returns):
+            return (full,)
     return (*parts[:1] * (count - 1), parts[-1])
 
 

@@ -255,16 +255,16 @@ def describe_cuts(compiled: CompiledStep, choices: Choices) -> Cuts:
 
 def is_program_of(program: Program, exported: ExportedModel) -> bool:
     """Returns True if a program was compiled from an equal graph, with equal constants."""
-    constants, others = program.model.constants, exported.step.constant_values
-    same = constants.keys() == others.keys() and all(
-        torch.equal(constants[name], others[name]) for name in others
+    constants, expected = program.model.constants, exported.step.constant_values
+    same = constants.keys() == expected.keys() and all(
+        torch.equal(constants[name], expected[name]) for name in expected
     )
     return same and program.operations == exported.text
 
 
 def groups_of(step: StepGraph, programs: Sequence[StageProgram]) -> dict[str, str]:
     """Returns the names in this process of the process groups in the graphs of the stages."""
-    used = {each.dimension for program in programs for each in collectives_of(program)}
+    used = {collective.dimension for program in programs for collective in collectives_of(program)}
     return {label: name for label, name in step.process_groups.items() if label in used}
 
 
@@ -285,13 +285,13 @@ def output_of(computes: str, step: StepGraph, programs: Sequence[StageProgram]) 
         for slot in program.pieces["F"].outputs
         if slot.role == "output"
     }
-    made = {
+    outputs = {
         str(index): (makers.get(str(index), len(programs) - 1), tensor_spec(node.meta["val"]))
         for index, node in enumerate(step.outputs)
         if node is not None
     }
     assert step.output_structure is not None
-    return Output(computes, step.output_structure, made)
+    return Output(computes, step.output_structure, outputs)
 
 
 def parameter_homes(
@@ -324,7 +324,7 @@ def _relative(name: str, homes: Mapping[str, tuple[int, ...]], last: int) -> tup
     prefix = name
     while "." in prefix:
         prefix = prefix.rpartition(".")[0]
-        near = [max(held) for other, held in homes.items() if other.startswith(f"{prefix}.")]
+        near = [max(stages) for tensor, stages in homes.items() if tensor.startswith(f"{prefix}.")]
         if near:
             return (max(near),)
     return (last,)

@@ -22,12 +22,12 @@ def with_dumps(observe: Observer) -> Observer:
     folder = DUMP.read()
     if folder is None:
         return observe
-    own = folder / f"rank{os.environ.get('RANK', '0')}"
+    rank_folder = folder / f"rank{os.environ.get('RANK', '0')}"
 
     def write(name: str, artifact: Any) -> None:
-        own.mkdir(parents=True, exist_ok=True)
-        number = sum(1 for _ in own.iterdir())
-        (own / f"{number:04}-{name}.txt").write_text(text_of(artifact), encoding="utf-8")
+        rank_folder.mkdir(parents=True, exist_ok=True)
+        number = sum(1 for _ in rank_folder.iterdir())
+        (rank_folder / f"{number:04}-{name}.txt").write_text(text_of(artifact), encoding="utf-8")
         observe(name, artifact)
 
     return write
@@ -39,7 +39,7 @@ def graphs_of(artifact: Any) -> list[Graph]:
         return [artifact.graph]
     if isinstance(artifact, dict):
         return [next(iter(artifact)).graph]
-    return [each.module.graph for each in artifact]
+    return [pass_graph.module.graph for pass_graph in artifact]
 
 
 def text_of(artifact: Any) -> str:
@@ -53,9 +53,9 @@ def _lines(artifact: Any) -> Iterator[str]:
         for node in graphs_of(artifact)[0].nodes:
             yield f"{labels.get(node, '')!s:5} {node.format_node()}"
         return
-    for each in artifact:
-        assert isinstance(each, PassGraph)
-        yield f"# {each.name}"
-        yield f"# in: {', '.join(map(str, each.inputs))}"
-        yield f"# out: {', '.join(map(str, each.outputs))}"
-        yield each.module.print_readable(print_output=False, include_stride=True)
+    for pass_graph in artifact:
+        assert isinstance(pass_graph, PassGraph)
+        yield f"# {pass_graph.name}"
+        yield f"# in: {', '.join(map(str, pass_graph.inputs))}"
+        yield f"# out: {', '.join(map(str, pass_graph.outputs))}"
+        yield pass_graph.module.print_readable(print_output=False, include_stride=True)

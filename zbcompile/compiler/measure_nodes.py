@@ -82,13 +82,13 @@ def values_like(node: Node) -> Any:
         or not value.numel()
     ):
         return value
-    found = list(_reads_of(node))
-    rows = [count for name, reader in found if (count := _grouped_rows(name, reader))]
+    reads = list(_reads_of(node))
+    rows = [count for name, reader in reads if (count := _grouped_rows(name, reader))]
     if rows:  # experts that get equally many rows
         return value.copy_(
             torch.arange(1, value.numel() + 1).view(value.shape) * min(rows) // value.numel()
         )
-    limits = [limit for name, reader in found if (limit := _indexed_length(name, reader))]
+    limits = [limit for name, reader in reads if (limit := _indexed_length(name, reader))]
     return value.copy_(torch.randint(min(limits), value.shape)) if limits else value
 
 
@@ -122,8 +122,8 @@ def _grouped_rows(value: Node, reader: Node) -> int:
     does not."""
     if not isinstance(reader.target, OpOverload) or argument_of(reader, "offs", None) is not value:
         return 0
-    one, other = (argument.meta["val"].shape for argument in reader.args[:2])  # type: ignore[union-attr]
-    return int(other[-1] if len(one) == 3 else one[0] if len(other) == 3 else other[0])
+    left, right = (argument.meta["val"].shape for argument in reader.args[:2])  # type: ignore[union-attr]
+    return int(right[-1] if len(left) == 3 else left[0] if len(right) == 3 else right[0])
 
 
 def _indexed_length(value: Node, reader: Node) -> int:
@@ -145,7 +145,9 @@ def _indexed_length(value: Node, reader: Node) -> int:
         )
     elif packet in _BY_POSITION:
         indices = argument_of(reader, "indices", ())
-        whole = all(given is None or given.meta["val"].dtype is not torch.bool for given in indices)
-        if value in indices and whole:
+        has_no_mask = all(
+            index is None or index.meta["val"].dtype is not torch.bool for index in indices
+        )
+        if value in indices and has_no_mask:
             return int(reader.args[0].meta["val"].shape[indices.index(value)])  # type: ignore[union-attr]
     return 0

@@ -27,8 +27,8 @@ def explain_overweight(
     if ratio < WORTH_SAYING:
         return ""
     spans = zip(row.ranks_of, [0, *cuts], [*cuts, len(loads)], strict=True)
-    own = [index for owner, start, end in spans if owner == rank for index in range(start, end)]
-    heaviest = max(own, key=loads.__getitem__)
+    indices = [index for owner, start, end in spans if owner == rank for index in range(start, end)]
+    heaviest = max(indices, key=loads.__getitem__)
     node = line.nodes[heaviest]
     origin = origin_of(node)
     place = f" in {origin.module}" if origin and origin.module else ""

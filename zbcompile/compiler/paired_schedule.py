@@ -29,7 +29,7 @@ def lower_for(
 ) -> Schedule:
     """The schedule with its messages and, unless `pairs` says otherwise, with pairs that hide the
     collectives."""
-    pairs = any(each.hides for stage in stages for each in collectives_of(stage))
+    pairs = any(collective.hides for stage in stages for collective in collectives_of(stage))
     if choices.pairs == "given" or not pairs or any("W" not in stage.pieces for stage in stages):
         return lower(with_pairs(schedule, Costs.uniform(schedule.stages)))
     hardware = choices.hardware or default_hardware(device)

@@ -1,5 +1,6 @@
-"""What torch logs while it traces a model: if that fails, whole graphs and tracebacks, before our
-error's one line; and what it warns and prints meanwhile."""
+"""Captures or silences the logs, warnings and prints of torch while it traces a model.
+
+If tracing fails, torch logs whole graphs and tracebacks before our error's one line."""
 
 import contextlib
 import io

@@ -61,8 +61,8 @@ def choose_sharding(
     if choices.vocab != "auto" or schedule is None or schedule.shards:
         return sharded
     hardware = choices.hardware or default_hardware(step.device_type)
-    whole, divided = predict_steps(sharded, schedule, hardware)
-    return sharded if divided < WORTH * whole else None
+    unsharded, divided = predict_steps(sharded, schedule, hardware)
+    return sharded if divided < WORTH * unsharded else None
 
 
 def predict_steps(
@@ -73,20 +73,20 @@ def predict_steps(
 
     Messages are free; infinite if there are no cuts.
     """
-    whole, trunk = (
+    model_loads, trunk_loads = (
         _loads(step, schedule.placement, hardware) for step in (sharded.whole, sharded.trunk)
     )
-    if whole is None or trunk is None:
-        return INFINITE if whole is None else _step(schedule, _costs(whole)), INFINITE
-    share = max(0.0, sum(whole) - sum(trunk)) / schedule.ranks
+    if model_loads is None or trunk_loads is None:
+        return INFINITE if model_loads is None else _step(schedule, _costs(model_loads)), INFINITE
+    share = max(0.0, sum(model_loads) - sum(trunk_loads)) / schedule.ranks
     # Of three products S makes two with one barrier, T one.
     scan, update = ((part * share / 3,) * schedule.stages for part in (2, 1))
-    costs = replace(_costs(trunk), vocab_s=scan, vocab_t=update)
+    costs = replace(_costs(trunk_loads), vocab_s=scan, vocab_t=update)
     try:
         divided = _step(with_vocabulary(schedule, barriers=1, costs=costs), costs)
     except ScheduleError:
         divided = INFINITE
-    return _step(schedule, _costs(whole)), divided
+    return _step(schedule, _costs(model_loads)), divided
 
 
 def _loads(step: StepGraph, placement: Placement, hardware: Hardware) -> tuple[float, ...] | None:
@@ -166,8 +166,8 @@ def with_shard_times(
 ) -> Costs:
     """Returns the costs with the times of S and T of every rank, on the first stage of the rank."""
     scan, update, state = ([0.0] * schedule.stages for _ in range(3))
-    for rank, found in enumerate(times):
+    for rank, seconds in enumerate(times):
         stage = schedule.placement.stages_of(rank)[0]
-        scan[stage], update[stage] = found["S"], found["T"]
+        scan[stage], update[stage] = seconds["S"], seconds["T"]
         state[stage] = vocabulary.state_bytes(rank)
     return replace(costs, vocab_s=tuple(scan), vocab_t=tuple(update), vocab_state=tuple(state))

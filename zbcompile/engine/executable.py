@@ -72,7 +72,7 @@ class BoundGraphs:
 
 @dataclass(frozen=True)
 class Executable:
-    """What a step runs.
+    """The program and the graphs that a step runs.
 
     Attributes:
         program: That of the first graphs, with the lowered schedule of the step and the parameters
@@ -100,8 +100,8 @@ class Executable:
 
     @cached_property
     def may_overflow(self) -> bool:
-        """Whether an exchange between experts may have too little room for its tokens."""
-        stages = (stage for each in self.distinct for stage in each.program.stages)
+        """True if an exchange between experts may have too little room for its tokens."""
+        stages = (stage for bound in self.distinct for stage in bound.program.stages)
         return any(
             slot.role == "fits"
             for stage in stages
@@ -128,7 +128,9 @@ class Executable:
     @property
     def outputs(self) -> tuple[Output, ...]:
         """The outputs of each microbatch; empty if microbatches return their loss alone."""
-        return tuple(each.program.output for each in self.graphs if each.program.output is not None)
+        return tuple(
+            graph.program.output for graph in self.graphs if graph.program.output is not None
+        )
 
     def ends_on(self, ranks: Sequence[int]) -> bool:
         """Returns True if the last stage is on one of these ranks."""
@@ -145,7 +147,7 @@ def plan_step(graphs: Sequence[BoundGraphs], lowered: Schedule, ranks: Sequence[
     program = graphs[0].program
     distinct = tuple({bound.number: bound for bound in graphs}.values())
     if len(distinct) > 1:
-        programs = [each.program for each in distinct]
+        programs = [graph.program for graph in distinct]
         problem = _problem(programs)
         if problem:
             raise PipelineError(
@@ -161,27 +163,29 @@ def plan_step(graphs: Sequence[BoundGraphs], lowered: Schedule, ranks: Sequence[
 
 
 def _difference(programs: Sequence[Program]) -> str:
-    shapes = {tuple(sorted(each.inputs.items())) for each in programs}
+    shapes = {tuple(sorted(program.inputs.items())) for program in programs}
     return "shapes" if len(shapes) > 1 else "graphs"
 
 
 def _problem(programs: Sequence[Program]) -> str:
     first = programs[0]
-    for other in programs[1:]:
-        if [stage.deferred for stage in other.stages] != [stage.deferred for stage in first.stages]:
+    for program in programs[1:]:
+        if [stage.deferred for stage in program.stages] != [
+            stage.deferred for stage in first.stages
+        ]:
             return "leave different sums over ranks to the end of the step"
-        if (other.output is None) != (first.output is None):
+        if (program.output is None) != (first.output is None):
             return "return different outputs"
-        if other.loss_dtype != first.loss_dtype:
-            return f"their losses are {first.loss_dtype} and {other.loss_dtype}"
-        if other.manifest["vocabulary"] != first.manifest["vocabulary"]:
+        if program.loss_dtype != first.loss_dtype:
+            return f"their losses are {first.loss_dtype} and {program.loss_dtype}"
+        if program.manifest["vocabulary"] != first.manifest["vocabulary"]:
             return "compute the sharded output layer in different ways"
     return ""
 
 
 def _trained_by_any(first: Program, programs: Sequence[Program]) -> tuple[StageProgram, ...]:
     """Returns the stages of `first`, with the parameters that any of `programs` trains on them."""
-    stages = zip(*(each.stages for each in programs), strict=True)
+    stages = zip(*(program.stages for program in programs), strict=True)
     trained = [
         tuple(dict.fromkeys(name for one in stage for name in one.trained)) for stage in stages
     ]

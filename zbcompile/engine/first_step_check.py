@@ -36,7 +36,7 @@ class FirstStepCheck:
 
     def begin(self, executable: Executable) -> None:
         """Chooses what the step compares."""
-        stages = [stage for each in executable.distinct for stage in each.program.stages]
+        stages = [stage for bound in executable.distinct for stage in bound.program.stages]
         written = {name for stage in stages for name in stage.changed}
         self.names = (executable.program.trained | written) - self.compared
         self.parts.clear()

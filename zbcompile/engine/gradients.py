@@ -3,7 +3,7 @@
 W's own graph adds to them (`zbcompile.passes.stage.accumulate`); with `exact=True` this module
 does. If one stage trains a parameter, its passes add straight into `.grad`, or, if the dtype or
 the strides differ, into a buffer that `flush` rounds once. If several stages train it, each has a
-sum of its own until the end of the step (`zbcompile.engine.tied`).
+separate sum until the end of the step (`zbcompile.engine.tied`).
 """
 
 from collections.abc import Iterable, Mapping

@@ -1,6 +1,6 @@
 """The parameters of one optimizer in this process: whole, or the parts of a ZeRO-1 replica.
 
-A step calls it for its actions: REDUCE sums gradients over replicas, OPT updates, GATHER waits for
+A step calls it for its actions: REDUCE sums gradients over replicas, OPT updates, GATHER receives
 the parameters that other replicas have updated.
 """
 
@@ -55,7 +55,7 @@ class OptimizerTensor:
 
     def refresh_master(self) -> None:
         """Copies the parameter's values into the master where they differ from the rounded master,
-        that is, where somebody else has written into the parameter."""
+        that is, where the user has overwritten the parameter."""
         if self.is_master:
             master, values = self.tensor.detach(), self.source.detach()
             master.copy_(torch.where(master.to(values.dtype) == values, master, values.float()))
@@ -127,7 +127,7 @@ class OptimizerParameters:
             buffer.reduce(gradients, observe)
 
     def finish(self, stage: int | None = None) -> None:
-        """Waits for the sums of a stage; with None for all."""
+        """Completes the gradient sums of a stage, or of all stages with None."""
         for buffer in self.buffers_of(stage):
             self._take_sum(buffer)
         self.is_reduced = True
@@ -150,8 +150,8 @@ class OptimizerParameters:
         }
 
     def wait(self, stage: int | None = None) -> None:
-        """Waits for the parameters of a stage (with None: all) that other replicas have updated.
-        Raises PipelineError if somebody has written into one, which would be lost."""
+        """Receives the parameters of a stage (with None: all) that other replicas have updated.
+        Raises PipelineError if the user has written into one, which would be lost."""
         buffers = self.buffers_of(stage)
         for buffer in buffers:
             buffer.require_unwritten()
@@ -205,7 +205,7 @@ class OptimizerParameters:
                     )
 
     def begin_update(self, stage: int | None = None) -> None:
-        """Takes over what somebody else has written into the parameters."""
+        """Copies values that the user has written into the parameters into the masters."""
         if stage is None:
             self.wait()
         for buffer in self.buffers_of(stage):

@@ -143,7 +143,7 @@ class RankRun:
     Attributes:
         runs: The stages of the rank. Its shards of an output layer are stages as well.
         position: Shows other threads how far the rank is.
-        times: Records the actions, if somebody wants them.
+        times: Records the times of the actions. None: no recording.
         hooks: What the optimizers do for a stage, by the operation (VALIDATE, GATHER, REDUCE, OPT).
         labels: Whether actions are named for torch.profiler, as torch's pipelines do (`PP:0F3`).
         outbox: Results that are not sent yet.
@@ -199,11 +199,11 @@ class RankRun:
 
     def _record_end(self, instruction: Instruction) -> None:
         if self.times is not None:
-            held = sum(stage.live_bytes() for stage in self.runs.values())
-            self.times.end(instruction.action, self.rank, held)
+            live_bytes = sum(stage.live_bytes() for stage in self.runs.values())
+            self.times.end(instruction.action, self.rank, live_bytes)
 
     def _wait(self, instruction: Instruction) -> None:
-        """Waits for what an action receives."""
+        """Blocks until the messages of an action have arrived."""
         self.position.action, self.position.waits = instruction.action, True
         for message in instruction.receives:
             self.transport.wait(message)
@@ -212,12 +212,12 @@ class RankRun:
     def _pair(self, first: Instruction, second: Instruction, *sends: Instruction) -> None:
         """Runs both halves as one graph. In its middle the results of the first are sent, and the
         inputs of the second received."""
-        (op, stage, microbatch), (other_op, other_stage, other_microbatch) = (
+        (op, stage, microbatch), (second_op, second_stage, second_microbatch) = (
             first.action,
             second.action,
         )
-        run, other = self.runs[stage], self.runs[other_stage]
-        call, other_call = run.call(op, microbatch), other.call(other_op, other_microbatch)
+        run, second_run = self.runs[stage], self.runs[second_stage]
+        call, second_call = run.call(op, microbatch), second_run.call(second_op, second_microbatch)
 
         def take(results: Tensors) -> None:
             self._deliver(first, run.end(call, microbatch, results))
@@ -230,11 +230,11 @@ class RankRun:
                 self._wait(second)
             if self.times is not None:
                 self.times.begin(second.action, self.rank)
-            return other.begin(other_call, other_microbatch, self._receive(second))
+            return second_run.begin(second_call, second_microbatch, self._receive(second))
 
         values: list[Any] = run.begin(call, microbatch, self._receive(first))
         results = self.program.merged[first.action, second.action]([*values, take, give])
-        self._deliver(second, other.end(other_call, other_microbatch, results))
+        self._deliver(second, second_run.end(second_call, second_microbatch, results))
 
     def _compute(self, instruction: Instruction) -> None:
         op, stage, microbatch = instruction.action

@@ -40,11 +40,11 @@ def sums_of(program: Program, mesh: Mesh, rank: int) -> dict[str, Sum]:
     stages = set(program.stages_of(rank))
     names = [name for name, homes in program.homes.items() if stages.intersection(homes)]
     dimensions = {name: along(program.placement(name), PARTIAL) for name in names}
-    groups = {each: mesh.group(*each) for each in sorted(set(dimensions.values()))}
+    groups = {axes: mesh.group(*axes) for axes in sorted(set(dimensions.values()))}
     return {
-        name: Sum(group, mesh.index(*each) == 0)
-        for name, each in dimensions.items()
-        if (group := groups[each]) is not None
+        name: Sum(group, mesh.index(*axes) == 0)
+        for name, axes in dimensions.items()
+        if (group := groups[axes]) is not None
     }
 
 
@@ -144,17 +144,17 @@ class Reduction:
         )
 
     def finish_stage(self, stage: int) -> None:
-        """Waits for the sums of a stage."""
+        """Blocks until the sums of a stage are complete."""
         for bucket in self.buckets.pop(stage, ()):
             bucket.unpack()
         for slices in self.divided:
             slices.finish(stage)
 
     def finish(self) -> None:
-        """Sums what several stages share, and waits for everything.
+        """Sums the gradients that several stages share, and completes all sums.
 
-        Shared gradients are sent one by one: their holders must add in the same order, or they
-        would drift apart.
+        Shared gradients are sent one by one. All ranks must add them in the same order, or their
+        copies would differ.
         """
         self.replicas.partial = set() if self.reduces else self.replicas.partial | self.plan.summed
         if self.reduces:
@@ -179,7 +179,7 @@ class Reduction:
 
     def _undivided(self, names: Sequence[str]) -> list[str]:
         return [
-            name for name in names if not any(name in each.local_names for each in self.divided)
+            name for name in names if not any(name in slices.local_names for slices in self.divided)
         ]
 
     def _route(self, name: str) -> Route:
@@ -192,4 +192,4 @@ class Reduction:
     @cached_property
     def routes(self) -> dict[Route, int]:
         """The routes, numbered as on all ranks of a group: in the order of the parameters."""
-        return {each: i for i, each in enumerate(dict.fromkeys(map(self._route, self.plan.over)))}
+        return {route: i for i, route in enumerate(dict.fromkeys(map(self._route, self.plan.over)))}

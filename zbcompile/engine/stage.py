@@ -124,11 +124,11 @@ class CompiledStage:
 
     @property
     def generator_arrives(self) -> bool:
-        """Whether generator state arrives with F."""
+        """True if generator state arrives with F."""
         return len(self.receives["F"]) > len(self.program.receives)
 
     def with_runs(self, runs: Mapping[str, Run]) -> "CompiledStage":
-        """Returns the stage with other code for some passes, each of which runs on its own."""
+        """Returns the stage with other code for some passes. No pass is merged with another one."""
         calls = {
             name: replace(call, run=runs.get(name, call.run)) for name, call in self.calls.items()
         }
@@ -170,7 +170,7 @@ def received_specs(
 ) -> dict[str, tuple[TensorSpec, ...]]:
     """Returns the tensors that arrive in messages for F and for B, in order.
 
-    Generator state travels with F up to stage `random_until`, behind the activations.
+    Generator state is sent with F up to stage `random_until`, behind the activations.
     """
     forward = tuple(program.receives.values())
     if 0 < program.stage <= random_until:
@@ -200,8 +200,8 @@ def _registers(program: StageProgram) -> dict[Slot, int]:
 
 def _call(program: StageProgram, name: str, run: Run, registers: Mapping[Slot, int]) -> Call:
     graph = program.pieces[name]
-    later = [program.pieces[other] for other in LATER.get(name, ()) if other in program.pieces]
-    read_later = {slot for other in later for slot in other.inputs}
+    later = [program.pieces[key] for key in LATER.get(name, ()) if key in program.pieces]
+    read_later = {slot for piece in later for slot in piece.inputs}
     received = {Slot(ACTIVATION, n): spec for n, spec in program.receives.items()}
     if name not in OPENING:
         received = {}

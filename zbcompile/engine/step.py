@@ -103,7 +103,9 @@ class Engine:
             if program.trains:
                 if program.shared:
                     with waiting("the sum of tied gradients"):
-                        gradients = {rank: each.gradients for rank, each in reductions.items()}
+                        gradients = {
+                            rank: reduction.gradients for rank, reduction in reductions.items()
+                        }
                         reduce_tied(program, ranks, gradients)
                 if step.agreement is not None:  # before replicas exchange anything
                     step.agreement.require()
@@ -226,7 +228,7 @@ class Engine:
     ) -> Losses:
         """Returns the losses of all microbatches of all replicas.
 
-        A rank that waits for them ends its step only once all ranks have run their passes. So no
+        A rank that reads them ends its step only once all ranks have run their passes. So no
         rank updates its parameters although another one has failed.
         """
         losses = {microbatch: loss for run in runs for microbatch, loss in run.losses().items()}

@@ -46,7 +46,8 @@ class StepAgreement:
         self._digests = Digests(ranks, (same, ()), (compared, independent))
 
     def differs(self) -> bool:
-        """Returns True if ranks are about to take different steps; waits for all of them."""
+        """Returns True if ranks are about to take different steps. Blocks until all have sent their
+        digests."""
         return any(self._digests.differ)
 
     def require(self) -> None:
@@ -73,9 +74,9 @@ def require_same_batch(ranks: Ranks, inputs: Mapping[str, Any]) -> None:
     """
     if ranks.group is None:
         return
-    own = {name: _checksums(pytree.tree_leaves(inputs[name])) for name in sorted(inputs)}
-    if any(Digests(ranks, (own, ranks.mesh.beside("pp"))).differ):
-        for text in _what_differs(ranks, own).values():
+    checksums = {name: _checksums(pytree.tree_leaves(inputs[name])) for name in sorted(inputs)}
+    if any(Digests(ranks, (checksums, ranks.mesh.beside("pp"))).differ):
+        for text in _what_differs(ranks, checksums).values():
             raise ranks.refusal(f"{text}, and every rank must get the same batch. {SEED}")
         raise ranks.refusal(
             f"the ranks of another replica's pipeline got batches that differ. {SEED}"
@@ -90,19 +91,19 @@ def integer_marks(
     The sum over all ranks has those of all [place in the mesh, rank of the pipeline, piece]. Does
     not synchronize with a device.
     """
-    found = like.new_zeros((mesh.size(*mesh.beside("pp")), mesh.size("pp"), PIECES))
-    tensors = [each for inputs in microbatches for _, each in sorted(inputs.items())]
+    marks = like.new_zeros((mesh.size(*mesh.beside("pp")), mesh.size("pp"), PIECES))
+    tensors = [tensor for inputs in microbatches for _, tensor in sorted(inputs.items())]
     parts = [
-        each.reshape(-1).to(like.device)
-        for each in tensors
-        if _is_plain(each) and each.dtype in _INTEGERS
+        tensor.reshape(-1).to(like.device)
+        for tensor in tensors
+        if _is_plain(tensor) and tensor.dtype in _INTEGERS
     ]
     if parts:
         values = torch.cat(parts).to(torch.int64)
         weights, bits = _weights(len(values), like.device)
         pieces = ((values * weights).sum() >> bits) & ((1 << BITS) - 1)
-        found[mesh.index(*mesh.beside("pp")), mesh.index("pp")] = pieces.to(like.dtype)
-    return found
+        marks[mesh.index(*mesh.beside("pp")), mesh.index("pp")] = pieces.to(like.dtype)
+    return marks
 
 
 @lru_cache(maxsize=4)
@@ -126,14 +127,14 @@ def require_same_integers(ranks: Ranks, marks: torch.Tensor) -> None:
 def _what_differs(ranks: Ranks, sums: Mapping[str, Any]) -> dict[str, str]:
     """Returns a sentence for each input that differs, by its name; on all ranks in one order."""
     with ranks.watch.position.waiting("the batch of the others"):
-        found = ranks.gather_here(sums)
-    names = sorted({name for each in found for name in each})
-    reports = [{name: each.get(name) for name in names} for each in found]
+        rank_sums = ranks.gather_here(sums)
+    names = sorted({name for report in rank_sums for name in report})
+    reports = [{name: report.get(name) for name in names} for report in rank_sums]
     differs: dict[str, str] = {}
-    for name, first, rank, _, _ in unlike(range(len(found)), reports):
-        one, other = (_described(found[place].get(name, ())) for place in (first, rank))
+    for name, first, rank, _, _ in unlike(range(len(rank_sums)), reports):
+        left, right = (_described(rank_sums[place].get(name, ())) for place in (first, rank))
         text = f"{name} of this batch differs between rank {first} and rank {rank} of the pipeline"
-        differs.setdefault(name, text if one == other else f"{text} ({one}, and {other})")
+        differs.setdefault(name, text if left == right else f"{text} ({left}, and {right})")
     return dict(sorted(differs.items()))
 
 

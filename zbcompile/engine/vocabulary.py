@@ -55,7 +55,8 @@ class LocalCollectives:
     def start(
         self, op: str, microbatch: int, job: Job, tensors: Callable[[], list[torch.Tensor]]
     ) -> Job:
-        """Runs the collective, or returns before; returns a function that waits for it."""
+        """Runs the collective once all shards have posted it. Returns a function that does
+        nothing."""
         self.posted[op, microbatch] += 1
         if self.posted[op, microbatch] == self.count:
             job()
@@ -98,7 +99,7 @@ class GroupCollectives:
     def start(
         self, op: str, microbatch: int, job: Job, tensors: Callable[[], list[torch.Tensor]]
     ) -> Job:
-        """Starts the collective, which uses `tensors`; returns a function that waits for it."""
+        """Starts the collective, which uses `tensors`. Returns a function that completes it."""
         if self._thread is None:
             return self._on_stream(job, tensors)
         self.started.append(self._thread.submit(torch.no_grad()(job)))
@@ -144,7 +145,7 @@ class GroupCollectives:
         return part if rank == root else None
 
     def finish(self) -> None:
-        """Waits for all collectives; raises the error of one that failed."""
+        """Completes all collectives. Raises the error of one that failed."""
         for future in self.started:
             future.result()
         if self.stream is not None:
@@ -163,8 +164,7 @@ class ShardStep:
         lookups: The passes of the embedding.
         spread: Gradients of looked up rows by microbatch. They are added when a collective that was
             posted after their SPREAD has ended, so always at the same place of the step.
-        posted: The microbatches in the order of their SPREAD, the first `added` of which have been
-            added.
+        posted: The microbatches in the order of their SPREAD. The first `added` have been added.
     """
 
     stage: int
@@ -190,7 +190,7 @@ class ShardStep:
 
 @dataclass(frozen=True)
 class CollectiveWait:
-    """Waits for a collective, then adds the gradients of rows of earlier SPREADs."""
+    """Completes a collective, then adds the gradients of rows of earlier SPREADs."""
 
     complete: Job
     shard: ShardStep
@@ -227,7 +227,7 @@ class Collectives:
             self.transport.receives[message] = [wait]
 
     def finish(self, rank: int) -> None:
-        """Waits for all collectives, and adds all gradients of rows of a rank."""
+        """Completes all collectives, and adds all gradients of rows of a rank."""
         self.backend.finish()
         self.shards[rank].add_rows(len(self.shards[rank].posted))
 

@@ -42,10 +42,10 @@ class VocabularyShards:
 
     def __post_init__(self) -> None:
         if self.rank is not None:
-            own = {name: self._memory(self.rank, name) for name in self.whole}
+            memory = {name: self._memory(self.rank, name) for name in self.whole}
             self.own = {
                 name: nn.Parameter(rows, self.whole[name].requires_grad)
-                for name, rows in own.items()
+                for name, rows in memory.items()
             }
 
     def _memory(self, rank: int, name: str) -> torch.Tensor:
@@ -62,17 +62,17 @@ class VocabularyShards:
 
     def fill(self, share: Share) -> None:
         """Fills rows on a model that is on the meta device."""
-        for name, own in self.own.items():
+        for name, parameter in self.own.items():
             if self.whole[name].is_meta:
                 share.fill_rows(
-                    name, self.whole[name], own.detach(), self.bounds[self.rank or 0][0]
+                    name, self.whole[name], parameter.detach(), self.bounds[self.rank or 0][0]
                 )
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Loads this rank's rows of the whole parameters in `state`."""
         low, high = self.bounds[self.rank or 0]
-        for name, own in self.own.items():
-            own.detach().copy_(state[name][low:high])
+        for name, parameter in self.own.items():
+            parameter.detach().copy_(state[name][low:high])
 
     def within_sums(self, rank: int) -> slice | None:
         """Returns the rows of a rank in the sums of gradients; None if these have no other rows."""
@@ -80,20 +80,23 @@ class VocabularyShards:
 
     def gathered(self, name: str, group: dist.ProcessGroup) -> torch.Tensor:
         """Returns a whole parameter with the rows of all ranks."""
-        whole = torch.empty_like(self.whole[name].detach(), device=self.device)
+        tensor = torch.empty_like(self.whole[name].detach(), device=self.device)
         low, high = self.bounds[self.rank or 0]
-        whole[low:high] = self.own[name].detach()
+        tensor[low:high] = self.own[name].detach()
         for rank, (low, high) in enumerate(self.bounds):
             if high > low:
-                dist.broadcast(whole[low:high], group=group, group_src=rank)
-        return whole
+                dist.broadcast(tensor[low:high], group=group, group_src=rank)
+        return tensor
 
     def sharded_state(
         self, state: dict[str, Any], names: Mapping[str, str], group: dist.ProcessGroup
     ) -> dict[str, Any]:
         """Returns `state` with this rank's rows as DTensors, as torch.distributed.checkpoint reads
         them. `names` are the first names of tied parameters."""
-        rows = {name: self.distributed(name, own.detach(), group) for name, own in self.own.items()}
+        rows = {
+            name: self.distributed(name, parameter.detach(), group)
+            for name, parameter in self.own.items()
+        }
         return {key: rows.get(names.get(key, key), value) for key, value in state.items()}
 
     def chunk(self, name: str) -> Chunk:
@@ -107,10 +110,15 @@ class VocabularyShards:
         from torch.distributed.device_mesh import DeviceMesh
         from torch.distributed.tensor import DTensor, Shard
 
-        whole = self.whole[name]
+        parameter = self.whole[name]
         mesh = DeviceMesh.from_group(group, self.device.type)
         return DTensor.from_local(
-            rows, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride()
+            rows,
+            mesh,
+            [Shard(0)],
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
         )
 
 
@@ -145,14 +153,14 @@ def make_executable_shards(
     """Binds the compiled graphs of this process's shards to their rows."""
     compiled, device = {}, shards.device
     for rank in range(len(shards.bounds)) if shards.rank is None else [shards.rank]:
-        own = {
+        tensors = {
             **resident,
             **{Slot("parameter", name): shards.rows(rank, name) for name in program.parameters},
         }
         stages = zip((SHARD, LOOKUPS), program.stages_of(rank), strict=False)
         runs = passes.of("shard", rank)
         compiled[rank] = {
-            number: prepare_stage(stage, own, device, SHARD, runs) for number, stage in stages
+            number: prepare_stage(stage, tensors, device, SHARD, runs) for number, stage in stages
         }
         if rank != ends.last:  # every shard knows the loss, which has one owner
             shard = compiled[rank][SHARD]

@@ -167,13 +167,13 @@ class ShardedBuffer:
 
     @property
     def reduction_is_complete(self) -> bool:
-        """Whether a sum has been started and is complete."""
+        """True if a sum has been started and is complete."""
         return bool(self._reductions) and all(
             work.is_completed() for _, works in self._reductions for work in works
         )
 
     def finish_reduction(self) -> torch.Tensor | None:
-        """Waits for the sum of this replica's segment and returns it; None if none was started."""
+        """Completes and returns the sum of this replica's segment, or None if none was started."""
         total = None
         while self._reductions:
             part, works = self._reductions.pop(0)
@@ -208,7 +208,7 @@ class ShardedBuffer:
         self._writes = {name: version_of(parameter) for name, parameter in self.parameters.items()}
 
     def require_unwritten(self) -> None:
-        """Raises PipelineError if somebody has written into a parameter since `gather`."""
+        """Raises PipelineError if the user has written into a parameter since `gather`."""
         for name, writes in self._writes.items() if self._gathers else ():
             if version_of(self.parameters[name]) != writes:
                 raise PipelineError(
@@ -218,6 +218,6 @@ class ShardedBuffer:
                 )
 
     def wait(self) -> None:
-        """Waits for the other replicas' segments of the parameters."""
+        """Blocks until the other replicas' segments of the parameters have arrived."""
         while self._gathers:
             complete(self._gathers.pop(0))

@@ -44,20 +44,23 @@ def compare(
     counted = with_options(
         request, microbatches=request.options.microbatches or _common_microbatches(names, request)
     )
-    known: dict[Placement, tuple[Program, CostSource]] = {}
+    compiled_placements: dict[Placement, tuple[Program, CostSource]] = {}
     rows, steps, notes, texts = [], list[Timeline](), list[str](), set[str]()
     for name in names:
-        asked = with_options(counted, schedule=name)
+        variant = with_options(counted, schedule=name)
         try:
-            schedule = schedule_of(asked)
-            if is_searched(asked.options):  # its cuts are its own
-                program = compile_(asked, schedule).program
+            schedule = schedule_of(variant)
+            if is_searched(variant.options):  # its cuts are its own
+                program = compile_(variant, schedule).program
                 source = load_costs(program, request.costs)
             else:
-                if schedule.placement not in known:
-                    program = compile_(asked, schedule).program
-                    known[schedule.placement] = program, load_costs(program, request.costs)
-                program, source = known[schedule.placement]
+                if schedule.placement not in compiled_placements:
+                    program = compile_(variant, schedule).program
+                    compiled_placements[schedule.placement] = (
+                        program,
+                        load_costs(program, request.costs),
+                    )
+                program, source = compiled_placements[schedule.placement]
                 program = in_order(program, schedule)
         except (PipelineError, PartitionError, ScheduleError) as error:
             reason = str(error).splitlines()[0]

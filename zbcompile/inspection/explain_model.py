@@ -27,7 +27,7 @@ from zbcompile.tables import Figure, Table, facts, to_text
 
 @dataclass(frozen=True)
 class Explanation:
-    """What `zbcompile.pipeline` would do with a model. Empty `problems`: it compiles.
+    """A report of how `zbcompile.pipeline` compiles a model. With no `problems` it compiles.
 
     `problems` are sentences that name what is unsupported, where, and the remedy; `notes` what a
     user should know, `cuts` the number of places where the model can be cut.
@@ -90,8 +90,8 @@ def explain(
     """
     batch, problems, notes = (args, kwargs, target), list[str](), list[str]()
     with silenced(), _unchanged(model, loss), recorded_warnings() as warned:
-        for each in (model, loss):
-            problems += model_problems(each) if isinstance(each, nn.Module) else ()
+        for module in (model, loss):
+            problems += model_problems(module) if isinstance(module, nn.Module) else ()
         step = _export(model, batch, loss, problems)
         source = "from loss(output, target)" if loss is not None else "returned by forward"
         if step is None:

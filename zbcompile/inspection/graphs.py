@@ -90,7 +90,7 @@ def _operation(node: Node) -> list[Figure]:
 
 
 def write_graphs(inspected: CompiledExample, directory: Path) -> list[Path]:
-    """Writes every graph into a file of its own; returns their paths."""
+    """Writes every graph into a separate file. Returns their paths."""
     paths = []
     for stage, program in enumerate(inspected.program.stages):
         for name in filter(program.pieces.__contains__, PASS_LETTERS):

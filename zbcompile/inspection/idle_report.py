@@ -20,13 +20,13 @@ def critical_table(timeline: Timeline) -> Table:
     order, length = timeline.schedule, format_time(timeline.finish, "s")
     rows = [
         [
-            Figure("from", legs[0].start, "s"),
-            Figure("takes", legs[-1].end - legs[0].start, "s"),
-            Figure("rank", legs[0].rank),
-            Figure("actions", _actions(legs)),
-            *([Figure("then on its way", legs[-1].travel, "s")] if legs[-1].travel else []),
+            Figure("from", steps[0].start, "s"),
+            Figure("takes", steps[-1].end - steps[0].start, "s"),
+            Figure("rank", steps[0].rank),
+            Figure("actions", _actions(steps)),
+            *([Figure("then on its way", steps[-1].travel, "s")] if steps[-1].travel else []),
         ]
-        for legs in by_rank(path)
+        for steps in by_rank(path)
     ]
     step = f"The step of {order.name} with {order.microbatches} microbatches"
     title = f"{step} takes {length} because of this chain of {len(path)} actions: {kinds}."
@@ -40,8 +40,8 @@ def idle_by_cause(timeline: Timeline) -> dict[str, float]:
     total: dict[str, float] = defaultdict(float)
     for idle in timeline.idle:
         total[idle.cause] += idle.end - idle.start
-    whole = timeline.schedule.ranks * timeline.makespan
-    shares = {cause: time / whole for cause, time in total.items()} if whole else {}
+    total_seconds = timeline.schedule.ranks * timeline.makespan
+    shares = {cause: time / total_seconds for cause, time in total.items()} if total_seconds else {}
     return dict(sorted(shares.items(), key=lambda item: -item[1]))
 
 
@@ -57,7 +57,7 @@ def format_idle(shares: Mapping[str, float]) -> str:
 
 
 def _actions(legs: Sequence[CriticalStep]) -> str:
-    steps = [str(leg.step) for leg in legs]
+    steps = [str(critical_step.step) for critical_step in legs]
     return (
         ", ".join(steps)
         if len(steps) <= 6

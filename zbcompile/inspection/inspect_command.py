@@ -78,7 +78,7 @@ def run(args: argparse.Namespace, say: Say) -> None:
 
 
 class Inspection:
-    """What a request is about; each part is computed when it is first asked for."""
+    """The results that a request needs. Each one is computed at its first use."""
 
     def __init__(self, request: Request) -> None:
         self.request = request
@@ -111,12 +111,12 @@ class Inspection:
             yield _files([self._draw(request.timeline)])
         if request.critical_path:
             yield critical_table(self.comparison.measured if self.comparison else self.timeline)
-        asked = ("graph", "graphs", "passes", "compare", "timeline", "critical_path")
-        if record is None and not any(vars(request)[name] for name in asked):
+        sections = ("graph", "graphs", "passes", "compare", "timeline", "critical_path")
+        if record is None and not any(vars(request)[name] for name in sections):
             yield from Summary(self.compiled, self.costs).tables()
 
     def _draw(self, file: Path) -> Path:
-        """Writes the step; a recorded one beside its prediction."""
+        """Draws the step, or a recorded step together with its prediction."""
         if self.comparison is None:
             return write_picture(self.timeline, file)
         if file.suffix == ".json":
@@ -157,9 +157,9 @@ class Inspection:
         self, request: Plan, schedule: Schedule, observe: Observer = no_observer
     ) -> CompiledExample:
         """Compiles the example for a schedule. `observe` is called after each pass."""
-        name, say = type(self.example.model).__name__, self.request.say
-        say(f"capturing {name} for {schedule.name}, {schedule.stages} stages")
-        example = compiled(self.example, schedule, request, say, observe)
+        name, report = type(self.example.model).__name__, self.request.say
+        report(f"capturing {name} for {schedule.name}, {schedule.stages} stages")
+        example = compiled(self.example, schedule, request, report, observe)
         return replace(example, program=replace(example.program, step=request.options.step))
 
     @cached_property

@@ -1,4 +1,4 @@
-"""A recorded step beside its prediction, rank by rank."""
+"""Compares a recorded step with its prediction, rank by rank."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ _SILENT = ("threads", "order", "graphs", "types")
 
 @dataclass(frozen=True)
 class StepComparison:
-    """A record beside its prediction, both in seconds from the first pass to the end of the last.
+    """A recorded step and its prediction, in seconds from the first pass to the end of the last.
 
     Attributes:
         source: Where the predicted costs are from.

@@ -115,13 +115,13 @@ class Summary:
         limit = self.program.choices.memory or hardware_of(self.program).memory
         fullest = peaks.index(max(peaks))
         idle = format_idle(idle_by_cause(now))
-        room = ""
+        limit_text = ""
         if limit is not None:
             verb = "fits in" if max(peaks) <= limit else "DOES NOT FIT in"
-            room = f", which {verb} {format_bytes(limit)}"
+            limit_text = f", which {verb} {format_bytes(limit)}"
         text = (
             f"One step takes {format_time(now.makespan, 's')} (bubble {format_share(now.bubble)})"
-            f" and at most {format_bytes(max(peaks))}, on rank {fullest}{room};"
+            f" and at most {format_bytes(max(peaks))}, on rank {fullest}{limit_text};"
             f" {count} messages carry {format_bytes(sent)}. {idle}"
         )
         figures = [
@@ -172,8 +172,8 @@ def last_operation(stage: StageProgram) -> str:
     last = max(computed, key=order.__getitem__)
     origin, name = origin_of(last), sent[last]
     module = origin.module if origin is not None else ""
-    room = _LONGEST_PLACE - len(name) - 1
-    return f"{name} {module if len(module) <= room else f'...{module[3 - room :]}'}".rstrip()
+    width = _LONGEST_PLACE - len(name) - 1
+    return f"{name} {module if len(module) <= width else f'...{module[3 - width :]}'}".rstrip()
 
 
 def _picture(timeline: Timeline) -> Table:
@@ -189,14 +189,14 @@ def _unknown_operators(program: Program) -> set[str]:
 
 
 def _recomputation(program: Program) -> Iterator[str]:
-    again = [stage.recomputed for stage in program.stages if stage.recomputed is not None]
-    if operations := sum(each.operations for each in again):
+    recomputations = [stage.recomputed for stage in program.stages if stage.recomputed is not None]
+    if operations := sum(statistics.operations for statistics in recomputations):
         before, after = (
-            format_bytes(sum(getattr(each, name) for each in again))
+            format_bytes(sum(getattr(statistics, name) for statistics in recomputations))
             for name in ("kept_before", "kept_after")
         )
         flops = sum(stage.flops["F"] for stage in program.stages) or 1
-        share = format_share(sum(each.flops for each in again) / flops)
+        share = format_share(sum(statistics.flops for statistics in recomputations) / flops)
         yield (
             f"recomputation: {operations} operations, {share} of the forward's FLOPs; all stages"
             f" keep {after} of {before} per microbatch."
@@ -210,12 +210,12 @@ def _collectives(program: Program) -> Iterator[str]:
     sizes: Counter[tuple[str, str]] = Counter()
     seconds: dict[tuple[str, str], float] = {}
     for stage in program.stages:
-        for each in collectives_of(stage):
-            if each.name != "BW":  # the same as those of B and W
-                key = each.kind, each.dimension
+        for collective in collectives_of(stage):
+            if collective.name != "BW":  # the same as those of B and W
+                key = collective.kind, collective.dimension
                 counts[key] += 1
-                sizes[key] += each.bytes
-                duration = hardware.collective_seconds(each.bytes, each.kind)
+                sizes[key] += collective.bytes
+                duration = hardware.collective_seconds(collective.bytes, collective.kind)
                 seconds[key] = seconds.get(key, 0.0) + duration
     for (kind, dimension), count in counts.items():
         key = kind, dimension

@@ -67,7 +67,7 @@ class SavedProgram(Program):
 
 
 def save_program(program: Program, directory: Path, ranks: Ranks) -> None:
-    """Writes `program`, each process the files of its own `ranks`; see `Program.save`."""
+    """Writes `program`. Each process writes the files of its `ranks`. See `Program.save`."""
 
     def prepare() -> None:
         _refuse(program)

@@ -1,4 +1,4 @@
-"""What a program returns of its forward."""
+"""The outputs of the forward that a program returns."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -40,8 +40,8 @@ class Output:
     def joins(self, other: "Output") -> bool:
         """Returns True if the rows of both outputs can be concatenated: all else is equal."""
         shapes = [
-            {name: spec.shape[1:] for name, (_, spec) in each.made.items()}
-            for each in (self, other)
+            {name: spec.shape[1:] for name, (_, spec) in output.made.items()}
+            for output in (self, other)
         ]
         return self.structure == other.structure and shapes[0] == shapes[1]
 

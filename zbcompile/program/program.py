@@ -89,16 +89,18 @@ class Program:
     @property
     def exchanges(self) -> set[str]:
         """The dimensions of the mesh along which the graphs exchange tensors."""
-        return {each.dimension for stage in self.stages for each in collectives_of(stage)}
+        return {
+            collective.dimension for stage in self.stages for collective in collectives_of(stage)
+        }
 
     @cached_property
     def trains(self) -> bool:
-        """Whether the program is a step, not a forward alone."""
+        """True if the program is a step, not a forward alone."""
         return self.output is None or self.output.computes not in FORWARDS
 
     @property
     def returns(self) -> Output:
-        """What of its forward the program returns; only for one that returns something."""
+        """The outputs of the forward. Only for a program that returns something."""
         assert self.output is not None
         return self.output
 
@@ -135,7 +137,7 @@ class Program:
         return tuple(name for name in self.stages[stage].trained if name not in self.late)
 
     def placement(self, name: str) -> dict[str, str]:
-        """What a parameter or buffer is along each dimension of the mesh."""
+        """Returns the placement of a parameter or buffer along each dimension of the mesh."""
         late = {
             dimension: PARTIAL
             for stage in self.stages
@@ -150,8 +152,7 @@ class Program:
 
     @property
     def random_until(self) -> int:
-        """The last stage that draws random numbers; -1 if none does. Generator state travels up to
-        it."""
+        """The last stage that draws random numbers, or -1. Generator state is sent up to it."""
         return max((stage.stage for stage in self.stages if stage.random), default=-1)
 
     @property
@@ -174,7 +175,7 @@ class Program:
         )
 
     def holders(self, name: str) -> tuple[int, ...]:
-        """The ranks that hold a parameter or buffer; what is neither lives on rank 0."""
+        """Returns the ranks that hold a parameter or buffer. Rank 0 holds anything else."""
         return tuple(
             dict.fromkeys(
                 rank for stage in self.homes.get(name, (0,)) for rank in self.ranks_of(stage)
@@ -185,10 +186,10 @@ class Program:
         return self.schedule.placement.stages_of(rank)
 
     def save(self, directory: str | Path) -> None:
-        """Write the program to a directory that `zbcompile.load` reads; every rank must call it
-        (docs/programs.md).
+        """Writes the program to a directory that `zbcompile.load` reads (docs/programs.md). Every
+        rank must call it.
 
-        Each process writes the parts of its own ranks, the first one then the manifest. The
+        Each process writes the parts of its ranks, the first one then the manifest. The
         directory is new, or holds a program, which is replaced. The same model, options and
         versions give the same bytes. It holds no parameters: save `pipe.state_dict(full=True)` as
         well.
@@ -204,9 +205,8 @@ class Program:
 
     @cached_property
     def manifest(self) -> dict[str, Any]:
-        """What must be equal on all ranks, as plain data. The entries of `OF_A_PLACE` must be equal
-        only along the
-        pipeline and among replicas."""
+        """The properties that must be equal on all ranks, as plain data. The entries of
+        `OF_A_PLACE` must be equal only along the pipeline and among replicas."""
         return {
             "zbcompile": __version__,
             "torch": torch.__version__,
@@ -225,8 +225,8 @@ class Program:
             "vocabulary": self._sharding,
             "collectives": [
                 [
-                    f"{each.name}: {each.kind} along {each.dimension}"
-                    for each in collectives_of(stage)
+                    f"{collective.name}: {collective.kind} along {collective.dimension}"
+                    for collective in collectives_of(stage)
                 ]
                 for stage in self.stages
             ],
@@ -242,30 +242,30 @@ class Program:
 
     @property
     def _sharding(self) -> list[Any]:
-        found = self.vocabulary
-        if found is None:
+        vocabulary = self.vocabulary
+        if vocabulary is None:
             return []
-        modules = [each[name].module for each in found.pieces for name in sorted(each)]
+        modules = [piece[name].module for piece in vocabulary.pieces for name in sorted(piece)]
         graphs = [_digest(module.code + _types(module)) for module in modules]
-        return [found.weight, found.barriers, list(map(list, found.bounds)), graphs]
+        return [vocabulary.weight, vocabulary.barriers, list(map(list, vocabulary.bounds)), graphs]
 
 
 def call_of(microbatch: Microbatch) -> tuple[str, ...]:
     """The form of a microbatch as a compiled program sees it: its structure, then every input with
     its path."""
-    leaves = zip(microbatch.paths, microbatch.leaves, strict=True)
+    inputs = zip(microbatch.paths, microbatch.leaves, strict=True)
     values = (f"{path} = {tensor.tolist()}" for path, tensor in microbatch.static_tensors.items())
     return (
         str(microbatch.structure),
-        *(f"{path}: {_described(leaf)}" for path, leaf in leaves),
+        *(f"{path}: {_described(leaf)}" for path, leaf in inputs),
         *values,
     )
 
 
 def listed(call: tuple[str, ...]) -> str:
     """The form of a microbatch, for messages."""
-    structure, *leaves = call
-    return f"{', '.join(leaves)} (in {' '.join(structure.split())})"
+    structure, *inputs = call
+    return f"{', '.join(inputs)} (in {' '.join(structure.split())})"
 
 
 def _described(leaf: Any) -> str:

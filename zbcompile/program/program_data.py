@@ -1,7 +1,7 @@
 """A program as JSON values: the part that every rank reads, and the part of one rank.
 
 Graphs are data that name operators (`zbcompile.passes.serialize`). Tensors that no state dict
-holds are stored beside them as safetensors. docs/programs.md describes the format.
+holds are stored as safetensors in the same directory. docs/programs.md describes the format.
 """
 
 from collections.abc import Collection, Mapping
@@ -179,7 +179,7 @@ def _readers(device: torch.device, operators: Collection[str]) -> Converters:
 
 
 def _restride(tensor: torch.Tensor, stride: list[int]) -> torch.Tensor:
-    """Returns `tensor` with other strides; along a stride of 0 one entry stands for all."""
+    """Returns `tensor` with other strides. Along a stride of 0 one entry is stored for all."""
     if list(tensor.stride()) == stride:
         return tensor
     core = tensor[tuple(slice(0, 1) if step == 0 else slice(None) for step in stride)]

@@ -47,12 +47,12 @@ def mean_seconds(
 ) -> dict[tuple[str, int], float]:
     """The mean (or another `middle`) time of each operation on each stage over its microbatches,
     without messages."""
-    found: dict[tuple[str, int], list[float]] = {}
+    durations: dict[tuple[str, int], list[float]] = {}
     for action, start, end in (span for rank in spans.values() for span in rank):
         step = parse_step(action)
         if isinstance(step, Action) and step.op in COMPUTE:
-            found.setdefault((step.op, step.stage), []).append(end - start)
-    return {key: middle(times) for key, times in found.items()}
+            durations.setdefault((step.op, step.stage), []).append(end - start)
+    return {key: middle(times) for key, times in durations.items()}
 
 
 def recorded_costs(schedule: Schedule, spans: Spans) -> Costs:
@@ -84,8 +84,8 @@ def _costs(schedule: Schedule, means: Mapping[tuple[str, int], float]) -> Costs:
 
 
 def recorded_timeline(schedule: Schedule, spans: Spans, costs: Costs) -> Timeline:
-    """The step as it ran: times count from the beginning of its first pass. `costs` say what it
-    holds, and how long messages travel (`recorded_costs`). Raises PipelineError if spans of the
+    """Returns the step as it ran. Times count from the beginning of its first pass. `costs` are its
+    bytes and the durations of its messages (`recorded_costs`). Raises PipelineError if spans of the
     schedule are missing.
     """
     named = {rank: {span.action: span for span in spans[rank]} for rank in sorted(spans)}
@@ -142,7 +142,7 @@ class StepRecord:
 
     @property
     def peak_activation_bytes(self) -> dict[int, int]:
-        return {rank: max(held) for rank, held in self.held_bytes.items()}
+        return {rank: max(samples) for rank, samples in self.held_bytes.items()}
 
     @cached_property
     def costs(self) -> Costs:
@@ -179,25 +179,25 @@ class StepRecord:
         its own. What a pass holds is taken from `memory`, if it is given, in its unit."""
         costs = self.costs
         if memory is not None:
-            own = {
+            overrides = {
                 name: getattr(memory, name)
                 for name in ("activation", "residue", "vocab_state", "memory_unit")
             }
-            costs = replace(costs, **own)
+            costs = replace(costs, **overrides)
         if self.in_process:
             return simulate(self.schedule, costs)
         return recorded_timeline(self.schedule, self.spans, costs)
 
     def __str__(self) -> str:
         """The time and the idle time of every rank, by cause."""
-        timeline, apart = (
+        timeline, suffix = (
             self.as_ranks(),
             ", as if each rank had a process of its own" * self.in_process,
         )
         rows = rank_table(timeline).rows
-        held = [
+        table_rows = [
             [
-                *(each for each in row if each.name != "peak memory"),
+                *(figure for figure in row if figure.name != "peak memory"),
                 Figure("peak waiting", peak, "B"),
             ]
             for row, peak in zip(rows, [*self.peak_activation_bytes.values(), None], strict=False)
@@ -210,7 +210,7 @@ class StepRecord:
             f"step {format_time(timeline.finish, 's')} of {format_time(self.step_time, 's')} for"
             " the call"
         )
-        return f"{self.schedule.name}: {step}, {idle}{apart}\n\n{grid(held)}"
+        return f"{self.schedule.name}: {step}, {idle}{suffix}\n\n{grid(table_rows)}"
 
     def _repr_html_(self) -> str:
         """In notebooks, a picture of the step."""
@@ -254,7 +254,7 @@ def record_to_text(record: StepRecord) -> str:
 
 
 def is_record(data: Any) -> bool:
-    """Whether the value in a JSON file is meant to be a record."""
+    """Returns True if the value in a JSON file has the format of a record."""
     return isinstance(data, dict) and data.get("format") == FORMAT
 
 
@@ -290,10 +290,13 @@ def record_from(data: Any, path: str | Path) -> StepRecord:
 def _record(data: dict[str, Any]) -> StepRecord:
     counts = {name: dict(enumerate(data[name])) for name in ("bytes_sent", "held_bytes")}
     spans = {rank: [_span(*span) for span in spans] for rank, spans in enumerate(data["spans"])}
-    held = [each for each in counts["held_bytes"].values() if each]
-    if not len(held) == len(counts["bytes_sent"]) == len(spans):
+    samples = [values for values in counts["held_bytes"].values() if values]
+    if not len(samples) == len(counts["bytes_sent"]) == len(spans):
         raise ValueError("held_bytes, bytes_sent and spans are of different ranks")
-    for count in (*counts["bytes_sent"].values(), *(count for each in held for count in each)):
+    for count in (
+        *counts["bytes_sent"].values(),
+        *(count for values in samples for count in values),
+    ):
         _require(type(count) is int, count, "a number of bytes")
     _require(type(data["in_process"]) is bool, data["in_process"], "true or false")
     _require(type(data["program"]) is dict, data["program"], "a manifest")

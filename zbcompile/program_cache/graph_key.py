@@ -34,13 +34,13 @@ def torch_modes(device: torch.device) -> TorchModes:
         cuda.math_sdp_enabled(),
         attention_priority(),
     )
-    other_modes = (
+    modes = (
         torch.are_deterministic_algorithms_enabled(),
         torch.backends.mkldnn.enabled,
         torch.get_float32_matmul_precision(),
     )
     dtype = torch.get_autocast_dtype(device.type) if autocast else None
-    return TorchModes(dtype, kernels, torch.get_default_dtype(), other_modes)
+    return TorchModes(dtype, kernels, torch.get_default_dtype(), modes)
 
 
 class GraphKey(NamedTuple):

@@ -1,5 +1,5 @@
-"""The refusal of torch's `clip_grad_norm_` for parameters of which other processes have gradients
-too: it would clip by the norm of this process alone."""
+"""Refuses torch's `clip_grad_norm_` where other processes have gradients of the model too. It would
+clip by the norm of this process alone."""
 
 from collections.abc import Iterable, Sequence
 

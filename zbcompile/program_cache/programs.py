@@ -143,10 +143,10 @@ class GraphCache:
 
 
 class ProgramCache:
-    """The compiled steps and evaluations of a pipeline, by what their microbatches are.
+    """A cache of the compiled steps and evaluations of a pipeline, by the form of microbatches.
 
     `schedule` is that of the usual steps. A program that was loaded (`saved`) is the only one:
-    nothing is compiled. Before the first step there may be evaluations, of which the first places
+    nothing is compiled. Before the first step there may be evaluations. The first one places
     the parameters.
     """
 

@@ -17,7 +17,7 @@ KINDS = (*WHERE, METRICS)
 
 def kind_of(return_outputs: Any, return_metrics: Any) -> bool | str:
     """Returns which of KINDS a step returns. Raises PipelineError for other values, and for both
-    at once."""
+    together."""
     if not isinstance(return_outputs, bool | str) or return_outputs not in WHERE:
         raise PipelineError(f"return_outputs={return_outputs!r}; expected one of {WHERE}.")
     if not isinstance(return_metrics, bool):

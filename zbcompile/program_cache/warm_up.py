@@ -1,7 +1,7 @@
-"""Every pass of this rank runs once on zeros before the first message of a program.
+"""Runs every pass of this rank once on zeros before the first message of a program.
 
-Kernels that are built at their first call are then built on all ranks at once. Without that the
-ranks build them one after the other, because each waits for the messages of the one before.
+Kernels that are built at their first call are then built on all ranks in parallel. Without that the
+ranks build them one after the other, because each needs the messages of the one before.
 """
 
 import warnings

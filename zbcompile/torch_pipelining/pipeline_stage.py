@@ -37,7 +37,7 @@ def generated_stages(
 ) -> "list[CompiledPipelineStage]":
     """The stages of this rank for torch's schedules. Raises PipelineError for what these cannot
     run."""
-    beside = ranks.mesh.beside("pp", "dp")
+    dimensions = ranks.mesh.beside("pp", "dp")
     if ranks.group is None:
         raise PipelineError("stages() needs a process group: start the script with torchrun.")
     if program.vocabulary is not None:
@@ -49,9 +49,9 @@ def generated_stages(
             f"{sorted(program.shared)[0]} trains on several stages; torch's schedules cannot sum"
             " its gradients over them. Use pipe.step, or untie the parameter."
         )
-    if beside:
+    if dimensions:
         raise PipelineError(
-            f'the mesh has several ranks along "{beside[0]}", and torch\'s schedules do not sum'
+            f'the mesh has several ranks along "{dimensions[0]}", and torch\'s schedules do not sum'
             " gradients over them. Use pipe.step."
         )
     early = [stage for stage, _ in program.output.made.values()] if program.output else []
@@ -131,7 +131,7 @@ class CompiledPipelineStage(PipelineStage):
         *more: Any,
         **options: Any,
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        """F of one microbatch. The last stage waits for its target: there F runs inside `loss`."""
+        """Runs F of one microbatch. The last stage needs its target: there F runs inside `loss`."""
         self._run = self._run or self._begin()
         self._accept(self._run, fwd_chunk_id, args if self.is_first else (), kwargs or {}, None)
         if self.is_last:
@@ -142,15 +142,15 @@ class CompiledPipelineStage(PipelineStage):
         return tuple(self._made["F", fwd_chunk_id])
 
     def loss(self, output: Any, target: Any) -> torch.Tensor:
-        """The `loss_fn` for torch's schedules: runs the last stage's F of the microbatch that
-        `output` stands for."""
+        """Runs the last stage's F for the microbatch of the placeholder `output`. Returns the loss.
+        This is the `loss_fn` for torch's schedules."""
         if self._run is None:
             raise PipelineError("loss was called outside a step of a torch schedule.")
         microbatch = output.microbatch
-        wants_target = any(
+        needs_target = any(
             s.role == "batch" and s.name.startswith("target") for s in self._forward_inputs
         )
-        if wants_target:
+        if needs_target:
             self._accept(self._run, microbatch, (), {}, target)
         self._forward(microbatch)
         self._keep_output(self._run, microbatch)
@@ -159,26 +159,27 @@ class CompiledPipelineStage(PipelineStage):
     def _keep_output(self, run: StageRun, microbatch: int) -> None:
         """Put the outputs into the place that this microbatch's forward has just made: torch asks
         for the loss next."""
-        made = {name: parts.pop(microbatch) for name, parts in run.outputs.items()}
+        outputs = {name: parts.pop(microbatch) for name, parts in run.outputs.items()}
         output = self._program.output
         if output is not None and self._keeps:
-            self.output_chunks[-1] = output.rebuild(made)
+            self.output_chunks[-1] = output.rebuild(outputs)
 
     def _accept(
         self, run: StageRun, microbatch: int, args: tuple[Any, ...], kwargs: Any, target: Any
     ) -> None:
         """Inputs of a microbatch: torch looks at no shape of a stage that says what it takes."""
-        given = whole_batch(args, kwargs, target).whole.tensors
-        for path, tensor in given.items():
-            found = tuple(tensor.shape), str(tensor.dtype)
-            if found != (wanted := self._program.inputs.get(path, found)):
+        tensors = whole_batch(args, kwargs, target).whole.tensors
+        for path, tensor in tensors.items():
+            actual = tuple(tensor.shape), str(tensor.dtype)
+            if actual != (expected := self._program.inputs.get(path, actual)):
                 raise PipelineError(
-                    f"{path} of microbatch {microbatch} has shape {list(found[0])} and is"
-                    f" {found[1]}, and the stages were compiled for {list(wanted[0])}, {wanted[1]}."
+                    f"{path} of microbatch {microbatch} has shape {list(actual[0])} and is"
+                    f" {actual[1]}, and the stages were compiled for {list(expected[0])},"
+                    f" {expected[1]}."
                     " Use pipe.step, or compile with such a batch and make the schedule again, of"
                     " the stages that pipe.stages() returns after that."
                 )
-        run.inputs[microbatch] |= given
+        run.inputs[microbatch] |= tensors
 
     @property
     def _forward_inputs(self) -> tuple[Slot, ...]:
@@ -231,11 +232,11 @@ class CompiledPipelineStage(PipelineStage):
         gradients."""
         assert self._run is not None
         with torch.no_grad():
-            made = self._run.run(op, microbatch, arrived)
+            results = self._run.run(op, microbatch, arrived)
         self._finished += op != "B"
         if self._finished == len(self._run.seeds):
             self._run.gradients.flush()
-        return made
+        return results
 
     def scale_grads(self, grad_scale_factor: int) -> None:
         """torch's division by the number of microbatches, which a loss that is a mean has in its
@@ -297,16 +298,16 @@ class CompiledPipelineStage(PipelineStage):
 
 
 class OutputToCome(torch.Tensor):
-    """What the last stage's forward returns of a microbatch before its target is known. Only `loss`
-    can read it."""
+    """A placeholder for the output of the last stage before the target of its microbatch is known.
+    Only `loss` can read it."""
 
     microbatch: int
 
     @classmethod
     def of(cls, microbatch: int) -> "OutputToCome":
-        found = torch.empty(0).as_subclass(cls)
-        found.microbatch = microbatch
-        return found
+        output = torch.empty(0).as_subclass(cls)
+        output.microbatch = microbatch
+        return output
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
