@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from zbcompile.errors import PipelineError
+from zbcompile.model.state_dict_guard import local_state_allowed
 
 Shape = tuple[int, ...]
 # the pattern, the name and the values of stored tensors
@@ -61,7 +62,8 @@ def hub_tensors(
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     rules = get_model_conversion_mapping(model)
-    names, tensors = model.state_dict(keep_vars=True), dict[str, HubTensor]()
+    with local_state_allowed():  # for the names
+        names, tensors = model.state_dict(keep_vars=True), dict[str, HubTensor]()
     groups: dict[str, list[tuple[str, str]]] = {}
     for key in sorted(shapes, key=_natural):
         name, pattern = _renamed(key, rules, model.base_model_prefix, names)

@@ -352,9 +352,6 @@ def builds_of_first_step() -> list[dict[str, tuple[float, float]]]:
     return ranks
 
 
-@pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason="stages build their kernels one after the other"
-)
 def test_ranks_build_their_kernels_at_the_same_time(pool: Pool) -> None:
     first, second = pool.run(builds_of_first_step)[0]
     assert first.keys() == second.keys() == {"forward", "backward"}
