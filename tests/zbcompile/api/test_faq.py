@@ -426,8 +426,8 @@ def test_weights_go_to_the_hub_layout_and_back(tmp_path: Path) -> None:
 def test_a_heavy_output_layer_is_named_and_can_be_sharded(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    model, inputs = network(outputs=2000), batch(0)[0]
-    labels = torch.randint(2000, (8,))
+    model, inputs = network(outputs=20_000), batch(0)[0]
+    labels = torch.randint(20_000, (8,))
     plain, sharded = copy.deepcopy(model), copy.deepcopy(model)
     loss = pipeline(plain, F.cross_entropy).step(inputs, target=labels)
     assert "vocab=1" in capfd.readouterr().out
