@@ -26,13 +26,15 @@ class FirstStepCheck:
     Attributes:
         compared: The names that earlier steps have compared.
         names: Those that the present step compares, equal on all ranks.
-        parts: Checksums of what this rank adds to the sums of gradients.
+        parts: Checksums of what this rank adds to the sums of gradients, if it has many elements.
+        divided: Checksums of what it adds to sums that replicas divide.
     """
 
     ranks: Ranks
     compared: set[str] = field(default_factory=set)
     names: frozenset[str] = frozenset()
     parts: dict[str, int] = field(default_factory=dict)
+    divided: dict[str, int] = field(default_factory=dict)
 
     def begin(self, executable: Executable) -> None:
         """Chooses what the step compares."""
@@ -40,11 +42,14 @@ class FirstStepCheck:
         written = {name for stage in stages for name in stage.changed}
         self.names = (executable.program.trained | written) - self.compared
         self.parts.clear()
+        self.divided.clear()
 
     def note(self, name: str, part: torch.Tensor) -> None:
         """Records what this rank adds to the sum of a gradient."""
-        if name in self.names and part.numel() >= FEW:
-            self.parts[name] = checksum(part)
+        if name in self.names:
+            self.divided[name] = checksum(part)
+            if part.numel() >= FEW:
+                self.parts[name] = self.divided[name]
 
     def compare(
         self,
@@ -62,7 +67,10 @@ class FirstStepCheck:
         results: dict[str, torch.Tensor] = {}
         for name in sorted(program.trained & self.names):
             if ranks.rank in program.holders(name):
-                gradient = gradients.get(name)
+                if name not in gradients:  # replicas divide the sum, each rank elsewhere
+                    gradient = torch.tensor(self.divided.get(name, 0) % 2**62)
+                else:
+                    gradient = gradients[name]
                 results[name] = torch.zeros(1) if gradient is None else gradient
         for name, buffer in written_buffers(executable).items():
             if name in self.names:

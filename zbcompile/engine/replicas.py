@@ -171,11 +171,9 @@ class Reduction:
             slices.finish()
 
     def results(self) -> dict[str, torch.Tensor | None]:
-        """Returns the gradients on this rank after the step, whole or its part."""
-        gradients = {name: parameter.grad for name, parameter in self.gradients.parameters.items()}
-        for slices in self.divided:
-            gradients |= slices.sums()
-        return gradients
+        """Returns the gradients on this rank after the step, without those that replicas divide."""
+        parameters = self.gradients.parameters
+        return {name: parameters[name].grad for name in self._undivided(list(parameters))}
 
     def _undivided(self, names: Sequence[str]) -> list[str]:
         return [

@@ -60,4 +60,4 @@ def test_what_is_predicted_is_alive(target: str, recompute: Recompute) -> None:
         frame: dict[Slot, torch.Tensor] = {}
         for name in ("F", "B", "W"):
             predicted, found = transient_bytes(stage, name), measured(stage, name, frame)
-            assert predicted <= found <= 1.005 * predicted, f"{name} of stage {stage.stage}"
+            assert predicted <= found <= 1.1 * predicted, f"{name} of stage {stage.stage}"

@@ -116,5 +116,5 @@ def test_the_loss_of_the_last_stage_is_added_to_that_of_its_shard() -> None:
         1: run_with({0: torch.tensor(0.25)}),
         -1: run_with({0: torch.tensor(2.0), 1: torch.tensor(3.0)}),
     }
-    rank = RankRun(plan=None, runs=runs, transport=None, position=None)  # type: ignore[arg-type]
+    rank = RankRun(program=None, runs=runs, transport=None, position=None)  # type: ignore[arg-type]
     assert rank.losses() == {0: 2.25, 1: 3.0}

@@ -181,7 +181,7 @@ def test_a_nan_that_was_there_before() -> None:
     ):
         with pytest.raises(
             zbcompile.FaultError,
-            match=rf"{action}: .*F of stage 0 receives a NaN in input args\[0\]",
+            match=rf"{action}: .*F of stage 0 receives a NaN in batch args\[0\]",
         ):
             call()
     with pytest.raises(zbcompile.FaultError, match=r"F of stage 1 receives a NaN in input target"):

@@ -405,7 +405,8 @@ def changed_on_one_rank(replicas: int) -> None:
     """A step, and another one after a change that the other rank does not make."""
     net = Net(lambda net, x: x * net.alpha)
     mesh = mesh_of(dp=replicas, pp=2 // replicas)
-    pipe = zbcompile.pipeline(net, mesh=mesh, schedule="1f1b", microbatches=2, loss=F.mse_loss)
+    options: dict[str, Any] = {"schedule": "1f1b", "microbatches": 2, "timeout": 10}
+    pipe = zbcompile.pipeline(net, mesh=mesh, loss=F.mse_loss, **options)
     pipe.step(batch(0), target=batch(0))
     net.alpha = 1.0 + dist.get_rank()
     pipe.step(batch(0), target=batch(0))
@@ -414,7 +415,10 @@ def changed_on_one_rank(replicas: int) -> None:
 @pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_change_on_one_rank_ends_all(replicas: int, pool: Pool) -> None:
     for outcome in pool.outcomes(changed_on_one_rank, replicas):
-        assert "model.alpha: 1.0 -> 2.0" in outcome.text
+        named = (
+            "model.alpha: 1.0 -> 2.0" if replicas == 1 else "values that forward reads in Python"
+        )
+        assert named in outcome.text
         assert outcome.error == ("FaultError" if replicas == 1 else "PipelineError")
 
 
