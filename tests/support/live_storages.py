@@ -26,7 +26,8 @@ def leave_aside() -> list[torch.Tensor]:
 
 def living_tensors() -> list[torch.Tensor]:
     """All that are alive and were not left aside."""
-    return [each for each in gc.get_objects() if type(each) in (torch.Tensor, nn.Parameter)]
+    tensors = [each for each in gc.get_objects() if type(each) in (torch.Tensor, nn.Parameter)]
+    return [tensor for tensor in tensors if not tensor.is_meta]  # no memory
 
 
 class Alive(TorchDispatchMode):
