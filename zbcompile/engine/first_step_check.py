@@ -67,10 +67,9 @@ class FirstStepCheck:
         results: dict[str, torch.Tensor] = {}
         for name in sorted(program.trained & self.names):
             if ranks.rank in program.holders(name):
-                if name not in gradients:  # replicas divide the sum, each rank elsewhere
-                    gradient = torch.tensor(self.divided.get(name, 0) % 2**62)
-                else:
-                    gradient = gradients[name]
+                # Replicas divide some sums, every rank at other elements.
+                checksum_only = torch.tensor(self.divided.get(name, 0) % 2**62)
+                gradient = gradients.get(name, checksum_only)
                 results[name] = torch.zeros(1) if gradient is None else gradient
         for name, buffer in written_buffers(executable).items():
             if name in self.names:
