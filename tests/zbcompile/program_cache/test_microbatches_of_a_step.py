@@ -249,4 +249,4 @@ def test_replicas_take_as_many_microbatches(pool: Pool) -> None:
     assert all(found[1] == 1 for found in pool.run(on_each_replica, (6, 6), ranks=4))
     for found in pool.run(on_each_replica, (6, 8), ranks=4):
         assert "rank 0 runs 3 microbatches with" in found
-        assert "rank 2 4 microbatches of" in found
+        assert "rank 2 runs 4 microbatches with" in found
