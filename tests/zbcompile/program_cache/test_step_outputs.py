@@ -261,8 +261,8 @@ def later_on_each_replica(asked: tuple[bool | str, bool | str]) -> str:
 @pytest.mark.slow
 def test_replicas_ask_alike_in_later_steps(pool: Pool) -> None:
     for found in pool.run(later_on_each_replica, (True, False), ranks=2):
-        assert "return_outputs=True, rank 1 4 microbatches of" in found
-        assert "return_outputs=False. Replicas" in found
+        assert "rank 0 runs 4 microbatches with return_outputs=True, of args" in found
+        assert "rank 1 runs 4 microbatches with return_outputs=False, of args" in found
 
 
 @pytest.mark.parametrize("vocab", [1, 2])
