@@ -19,6 +19,7 @@ from zbcompile.passes.torch_private import (
     FUNCTIONAL_COLLECTIVES,
     GROUPED_MM,
     SCALED_GROUPED_MM,
+    OpOverload,
     pytree,
 )
 
@@ -77,7 +78,7 @@ def operators_without_formula(graph: Graph) -> set[str]:
     packets = {
         node.target.overloadpacket
         for node in graph.nodes
-        if isinstance(node.target, torch._ops.OpOverload)
+        if isinstance(node.target, OpOverload)
         and node.target.namespace not in ("aten", "prims", *FUNCTIONAL_COLLECTIVES)
         and not is_collective(node)
     }
