@@ -187,7 +187,7 @@ def audit(example: zbcompile.Example, program: Program) -> Auditor:
         for i, stage in enumerate(program.stages)
     }
     graphs = [BoundGraphs(program, stages)] * MICROBATCHES
-    executable = plan_step(graphs, graphs, program.lowered, range(RANKS))
+    executable = plan_step(graphs, program.lowered, range(RANKS))
     inputs = [one_microbatch(example).tensors for _ in range(MICROBATCHES)]
     mail, births = Transport(), Births()
     order, plans = executable.ordered()
