@@ -50,6 +50,11 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def identity(device: torch.device) -> str:
+    """Returns the name of a device, which no other device of any machine has."""
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
 def architecture(device: torch.device) -> str:
     """Returns the architecture that code is compiled for."""
     properties = torch.cuda.get_device_properties(device)

@@ -16,14 +16,14 @@ LATER = {"F": ("B", "W"), "B": ("W",), "W": (), "BW": ()}
 ALIVE = (*RESIDENT, "accumulator")  # before and after, whatever runs
 
 
-def transient_bytes(stage: StageProgram, name: str, views: bool = False) -> int:
+def transient_bytes(stage: StageProgram, name: str, sent: Set[Slot] = frozenset()) -> int:
     """Returns the peak bytes of one microbatch while the pass `name` of `stage` runs.
 
     Counted are inputs that other passes computed or that messages brought, intermediate values and
     results; not parameters, buffers, gradient buffers and the user's inputs, nor what a kernel
     allocates for itself. A value is freed after its last use, an input only if no later pass reads
-    it or a view of it. Saved views of a parameter count only with `views`: graphs that were read
-    from files share no storages, so that these are unknown.
+    it or a view of it, and it is not among `sent`: a message that is under way keeps it. Saved
+    views of a parameter do not count.
     """
     piece = stage.pieces[name]
     later = [
@@ -32,11 +32,9 @@ def transient_bytes(stage: StageProgram, name: str, views: bool = False) -> int:
         if later_kind in stage.pieces
         for holder in _holders(stage.pieces[later_kind])
     ]
-    inputs_of_later = {slot for slot, _ in later}
+    inputs_of_later = {slot for slot, _ in later} | sent
     read_later = storages_behind(node for _, node in later)
-    return peak_bytes(
-        piece, inputs_of_later, frozenset() if views else _resident(stage), read_later
-    )
+    return peak_bytes(piece, inputs_of_later, _resident(stage), read_later)
 
 
 def peak_bytes(

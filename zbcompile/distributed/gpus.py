@@ -39,6 +39,24 @@ def own_gpu(environment: Mapping[str, str], count: int) -> int:
     return local if count > 1 else 0
 
 
+def require_distinct_gpus(names: Mapping[int, str], device: torch.device) -> None:
+    """Raises PipelineError if two ranks use one GPU: NCCL cannot connect it to itself.
+
+    Args:
+        names: The name of every rank's GPU, unique over all machines.
+        device: That of this rank.
+    """
+    first_users: dict[str, int] = {}
+    for rank, name in names.items():
+        if name in first_users:
+            raise PipelineError(
+                f"ranks {first_users[name]} and {rank} use the same GPU ({name}); this rank's model"
+                f" is on {device}. Give every process its own:"
+                ' torch.cuda.set_device(int(os.environ["LOCAL_RANK"])) before model.cuda().'
+            )
+        first_users[name] = rank
+
+
 def warn_of_few_queues(environment: Mapping[str, str]) -> None:
     """Warn if the streams of the channels have to share hardware queues with the passes. Then a
     second receive, which waits in its stream for the first, also holds back the pass whose result

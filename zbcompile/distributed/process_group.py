@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zbcompile.distributed.gpus import take_gpu, warn_of_few_queues
+from zbcompile.distributed.gpus import require_distinct_gpus, take_gpu, warn_of_few_queues
 from zbcompile.distributed.mesh import PARTS, Mesh, Replicas, mesh_of, patience
 from zbcompile.distributed.ranks import GroupRanks, Ranks
 from zbcompile.env import ORDERED
@@ -135,6 +135,7 @@ def _group_ranks(
     try:
         with watch.region("the start"), watch.position.waiting("the making of groups"):
             if gpu.is_gpu(device):
+                require_distinct_gpus(store.all_gather("gpu", gpu.identity(device)), device)
                 warn_of_few_queues(os.environ)
             everyone = mesh.group(*mesh.names) or mesh.only_me()
             for name in mesh.names:

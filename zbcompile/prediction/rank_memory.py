@@ -10,7 +10,9 @@ from zbcompile.distributed.transport import PENDING_SENDS
 from zbcompile.engine.stage import received_specs
 from zbcompile.passes.compile_options import HALF
 from zbcompile.passes.graph.fx import output_values, tensors_of
-from zbcompile.passes.graph.roles import ACTIVATION, GRADIENT, SAVED
+from zbcompile.passes.graph.roles import ACTIVATION, GRADIENT, SAVED, Slot
+from zbcompile.passes.graph.storage import storage_bytes, storages_behind
+from zbcompile.passes.stage.peak_memory import transient_bytes
 from zbcompile.passes.stage.stage_program import StageProgram
 from zbcompile.passes.torch_private import storage_key
 from zbcompile.prediction.predict import stage_costs
@@ -78,14 +80,14 @@ def _rank_memory(
             gradients += share * trainings * tensor.numel() * itemsize
             master = tensor.numel() * 4 if tensor.dtype in HALF else 0
             state += share * (master + (master or tensor.nbytes) * program.choices.optimizer_state)
-    moments = list(_moments(rank, program, costs, peaks))
+    moments = list(_moments(rank, program, costs, peaks, _stage_sums(rank, program, model)))
     resident = parameters + gradients + state
     return RankMemory(
         parameters=int(parameters),
         gradients=int(gradients),
         optimizer_state=int(state),
-        activations=int(max(activations for activations, _ in moments)),
-        messages=max(messages for _, messages in moments),
+        activations=int(max(activations for activations, *_ in moments)),
+        messages=max(messages for _, messages, _ in moments),
         peak=int(resident + max(map(sum, moments))),
     )
 
@@ -112,10 +114,27 @@ def _tensors_of(
         yield model[name], (high - low) / vocabulary.bounds[-1][1], 1  # type: ignore[union-attr]
 
 
+def _stage_sums(rank: int, program: Program, model: Mapping[str, torch.Tensor]) -> dict[int, int]:
+    """Returns the bytes of the sums that a stage has of its own, by stage: those of parameters that
+    several stages train. The first W of the stage in a step allocates them."""
+    return {
+        stage: sum(
+            model[name].numel() * program.choices.dtype_of_sum(model[name].dtype).itemsize
+            for name in program.shared.intersection(program.stages[stage].trained, model)
+        )
+        for stage in program.stages_of(rank)
+    }
+
+
 def _moments(
-    rank: int, program: Program, costs: Costs, peaks: list[Mapping[str, int]]
-) -> Iterator[tuple[float, int]]:
-    """Yields the bytes of activations and messages while each pass of a rank runs."""
+    rank: int,
+    program: Program,
+    costs: Costs,
+    peaks: list[Mapping[str, int]],
+    stage_sums: dict[int, int],
+) -> Iterator[tuple[float, int, int]]:
+    """Yields the bytes of activations and messages while each pass of a rank runs, and, negative,
+    those of `stage_sums` that are not allocated yet."""
     waiting_for = {
         "B": costs.activation,
         "W": costs.residue,
@@ -123,18 +142,22 @@ def _moments(
     }
     messages = _Messages(rank, program)
     waiting = 0.0
-    yield waiting, messages.bytes
+    yield waiting, messages.bytes, -sum(stage_sums.values())
     for action in flatten(program.lowered.orders[rank]):
         messages.before(action)
         if action.op not in COMPUTE:
             continue
         stage = action.stage
+        if action.op in (BW, W):
+            stage_sums.pop(stage, None)
+        absent = -sum(stage_sums.values())
         if action.op in peaks[stage]:  # S and T need nothing besides
-            own = waiting_for[action.op][stage] if action.op in waiting_for else 0.0
-            yield waiting - own + peaks[stage][action.op], messages.bytes
+            inputs = waiting_for[action.op][stage] if action.op in waiting_for else 0.0
+            peak = peaks[stage][action.op] + messages.unfreed_in(action)
+            yield waiting - inputs + peak, messages.bytes, absent
         waiting += deltas((action,), costs)[0]
         messages.after(action)
-        yield waiting, messages.bytes
+        yield waiting, messages.bytes, absent
 
 
 class _Messages:
@@ -157,10 +180,20 @@ class _Messages:
             for stage in program.stages_of(rank)
             for op, reader in ((F, BW), (F, W), (B, W))
         }
+        self.unfreed = {
+            (stage, op): _unfreed(program.stages[stage], op)
+            for stage in program.stages_of(rank)
+            for op in (B, BW)
+        }
 
     @property
     def bytes(self) -> int:
         return sum(self.waiting.values()) + sum(self.sent.values())
+
+    def unfreed_in(self, action: Action) -> int:
+        """Returns the bytes at the peak of a pass that it would free if F's message had arrived."""
+        is_sent = Message(F, action.stage + 1, action.microbatch) in self.sent
+        return self.unfreed.get((action.stage, action.op), 0) if is_sent else 0
 
     def before(self, action: Action) -> None:
         """Counts what is sent or received; what arrived for a pass counts as its activation."""
@@ -213,19 +246,37 @@ class _Messages:
             self.sent[message] = self.program.stages[stage].message_bytes(op) - saved
 
 
+def _unfreed(stage: StageProgram, op: str) -> int:
+    """Returns by how many bytes the peak of a backward pass is higher while what F sends and saves
+    is being sent."""
+    if op not in stage.pieces:
+        return 0
+    slots = {slot for slot, _ in _sent_and_read(stage, F, op)}
+    return transient_bytes(stage, op, slots) - transient_bytes(stage, op)
+
+
 def _sent_and_saved(stage: StageProgram, op: str, reader: str) -> int:
     """Returns the bytes of tensors that `op` of a stage sends and that `reader` reads as well."""
+    tensors = (tensor for _, tensor in _sent_and_read(stage, op, reader))
+    return storage_bytes(tensors)
+
+
+def _sent_and_read(
+    stage: StageProgram, op: str, reader: str
+) -> Iterator[tuple[Slot, torch.Tensor]]:
+    """Yields the saved values of `op`, with their slots, that `reader` reads and that share a
+    storage with what `op` sends."""
     if not {op, reader} <= stage.pieces.keys():
-        return 0
+        return
     piece, read = stage.pieces[op], set(stage.pieces[reader].inputs)
     names = stage.sends if op == F else stage.gradients_out
     role = ACTIVATION if op == F else GRADIENT
-    saved, sent = set[int](), dict[int, int]()
-    for slot, node in zip(piece.outputs, output_values(piece.module.graph), strict=True):
-        for tensor in tensors_of(node):
-            key = storage_key(tensor)
-            if slot.role == SAVED and slot in read:
-                saved.add(key)
-            elif slot.role == role and slot.name in names:
-                sent[key] = int(tensor.untyped_storage().nbytes())
-    return sum(size for key, size in sent.items() if key in saved)
+    values = [*zip(piece.outputs, output_values(piece.module.graph), strict=True)]
+    sent = storages_behind(
+        node for slot, node in values if slot.role == role and slot.name in names
+    )
+    for slot, node in values:
+        if slot.role == SAVED and slot in read:
+            for tensor in tensors_of(node):
+                if storage_key(tensor) in sent:
+                    yield slot, tensor

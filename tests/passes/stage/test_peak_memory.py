@@ -43,7 +43,9 @@ def measured(stage: StageProgram, name: str, frame: dict[Slot, torch.Tensor]) ->
         del frame[slot]
     with torch.no_grad(), Alive(values, [frame[slot] for slot in stays]) as alive:
         results = boxed(piece.module)(values)
-    frame.update(zip(piece.outputs, results, strict=True))
+    frame.update(  # results that are sent alone are not the stage's any more
+        (slot, result) for slot, result in zip(piece.outputs, results, strict=True) if slot in later
+    )
     return alive.most
 
 
@@ -60,4 +62,4 @@ def test_what_is_predicted_is_alive(target: str, recompute: Recompute) -> None:
         frame: dict[Slot, torch.Tensor] = {}
         for name in ("F", "B", "W"):
             predicted, found = transient_bytes(stage, name), measured(stage, name, frame)
-            assert predicted <= found <= 1.1 * predicted, f"{name} of stage {stage.stage}"
+            assert predicted <= found <= 1.005 * predicted, f"{name} of stage {stage.stage}"

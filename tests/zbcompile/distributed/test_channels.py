@@ -15,7 +15,7 @@ from tests.support.faulty import make, rows
 from tests.support.oracle import PROBLEMS
 from tests.support.pool import Pool
 from tests.support.training import Case, pipeline_of
-from zbcompile.distributed.gpus import own_gpu, warn_of_few_queues
+from zbcompile.distributed.gpus import own_gpu, require_distinct_gpus, warn_of_few_queues
 from zbcompile.distributed.process_group import backend_of
 from zbcompile.distributed.transport import in_rounds
 from zbcompile.env import ORDERED
@@ -113,6 +113,9 @@ def test_every_local_rank_has_a_gpu() -> None:
             PipelineError, match=rf"local rank {local} of 4 on this machine, which has 2 GPUs"
         ):
             own_gpu({"LOCAL_RANK": local, "LOCAL_WORLD_SIZE": "4"}, count=2)
+    require_distinct_gpus({0: "a", 1: "b"}, torch.device("cuda:0"))
+    with pytest.raises(PipelineError, match=r"ranks 0 and 2 use the same GPU \(a\)"):
+        require_distinct_gpus({0: "a", 1: "b", 2: "a"}, torch.device("cuda:0"))
 
 
 def test_too_few_hardware_queues_are_warned_of() -> None:

@@ -112,6 +112,16 @@ def test_sharded_vocabulary_over_nccl(pool: Pool, schedule: str, vocab: int) -> 
     pool.run(rank_of_two, schedule, vocab, backend="nccl")
 
 
+def two_on_one_gpu() -> None:
+    with pytest.raises(zbcompile.PipelineError, match="ranks 0 and 1 use the same GPU"):
+        zbcompile.pipeline(PROBLEMS["mlp"].model().to("cuda:0"), schedule="1f1b", microbatches=2)
+
+
+@two_gpus
+def test_two_ranks_on_one_gpu_are_refused(pool: Pool) -> None:
+    pool.run(two_on_one_gpu, backend="nccl")
+
+
 def on_the_host_with_a_mesh_of_gpus() -> None:
     mesh = init_device_mesh("cuda", (2,), mesh_dim_names=("pp",))
     with pytest.raises(

@@ -12,7 +12,7 @@ from tests.support.ports import free_port
 pytestmark = pytest.mark.waits
 OURS, SCRIPTS, HASTY = GROUPS
 DAILY = (
-    Case("start", 0.8, OURS, "torchrun", 0),
+    Case("start", 1.2, OURS, "torchrun", 0),
     Case("receive", 0.8, OURS, "none", 1),
     Case("collective", 0.8, HASTY, "torchrun", 0),
 )

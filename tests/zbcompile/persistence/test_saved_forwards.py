@@ -60,7 +60,7 @@ def test_a_forward_alone(tmp_path: Path, whole: Any, capsys: pytest.CaptureFixtu
     with pytest.raises(zbcompile.PipelineError, match="holds log_probs, and cannot compute eval"):
         pipe.eval(tokens)
     assert zbcompile.inspect.main([str(tmp_path)]) == 0
-    assert "schedule        forward-only\nranks           2\n" in capsys.readouterr().out
+    assert "schedule      forward-only\nranks         2\n" in capsys.readouterr().out
     assert zbcompile.inspect.main([str(tmp_path), "--graphs", str(tmp_path / "graphs")]) == 0
     assert [path.name for path in sorted(tmp_path.glob("*/*_*.py"))] == [
         "stage0_F.py",

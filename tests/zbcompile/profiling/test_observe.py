@@ -184,7 +184,7 @@ def test_a_nan_that_was_there_before() -> None:
             match=rf"{action}: .*F of stage 0 receives a NaN in batch args\[0\]",
         ):
             call()
-    with pytest.raises(zbcompile.FaultError, match=r"F of stage 1 receives a NaN in input target"):
+    with pytest.raises(zbcompile.FaultError, match=r"F of stage 1 receives a NaN in batch target"):
         pipe.step(x, target=bad)
     with torch.no_grad():
         model[3].bias[0] = torch.nan  # type: ignore[index]
