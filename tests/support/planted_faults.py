@@ -7,6 +7,7 @@ Prints the test that found each fault. Ends with status 1 if one was not found.
 `tests/test_planted_faults.py` keeps the list in step with the code.
 """
 
+import os
 import re
 import shutil
 import subprocess
@@ -230,7 +231,122 @@ ENGINE = (
         ("tests/zbcompile/engine/test_oracle.py",),
     ),
 )
-FAULTS: tuple[PlantedFault, ...] = (*SCHEDULES, *PERSISTENCE, *PASSES, *ENGINE)
+CACHE = (
+    PlantedFault(
+        "a stale cache hit after the model has changed",
+        "zbcompile/program_cache/programs.py",
+        "return all(state.hold() for state in self.states)",
+        "return True",
+        ("tests/zbcompile/program_cache/test_changing_python.py",),
+    ),
+    PlantedFault(
+        "a stale cache hit under another autocast",
+        "zbcompile/program_cache/graph_key.py",
+        "return TorchModes(dtype, kernels,",
+        "return TorchModes(None, kernels,",
+        ("tests/zbcompile/engine/test_autocast.py", "tests/zbcompile/program_cache"),
+    ),
+    PlantedFault(
+        "the warm-up draws random numbers",
+        "zbcompile/program_cache/warm_up.py",
+        "with undisturbed(stage.device), torch.no_grad():",
+        "with torch.no_grad():",
+        ("tests/zbcompile/program_cache", "tests/zbcompile/engine"),
+    ),
+    PlantedFault(
+        "outputs in the opposite order of the batch",
+        "zbcompile/program_cache/step_outputs.py",
+        "return torch.cat(parts)\n",
+        "return torch.cat(parts[::-1])\n",
+        ("tests/zbcompile/program_cache/test_step_outputs.py",),
+    ),
+)
+OPTIMIZER = (
+    PlantedFault(
+        "values written into parameters do not reach the masters",
+        "zbcompile/engine/optimizer_parameters.py",
+        "            entry.refresh_master()\n",
+        "            pass\n",
+        ("tests/zbcompile/optimizer",),
+    ),
+    PlantedFault(
+        "the norm counts a parameter once for each of its copies",
+        "zbcompile/optimizer/gradient_norm.py",
+        ' and mesh.index(*mesh.beside("pp", "dp", *split)) == 0',
+        "",
+        ("tests/zbcompile/optimizer", "tests/zbcompile/engine"),
+    ),
+    PlantedFault(
+        "an update that was not valid is not taken back",
+        "zbcompile/optimizer/post_validation.py",
+        "            snapshot.restore(states)\n",
+        "            pass\n",
+        ("tests/zbcompile/optimizer/test_post_validation.py",),
+    ),
+    PlantedFault(
+        "only the first replica sends its updated values",
+        "zbcompile/engine/zero1.py",
+        "                for i, (b, e) in enumerate(pairwise(self.bounds))\n                if b < e\n",
+        "                for i, (b, e) in enumerate(pairwise(self.bounds[:2]))\n",
+        ("tests/zbcompile/optimizer/test_sharded_parameters.py",),
+    ),
+)
+VOCABULARY = (
+    PlantedFault(
+        "labels below a shard's rows count as its own",
+        "passes/vocabulary/shard_passes.py",
+        "inside = (local >= 0) & (local < count)",
+        "inside = local < count",
+        ("tests/passes/vocabulary",),
+    ),
+    PlantedFault(
+        "sums of exponentials of different maxima are added",
+        "passes/vocabulary/shard_passes.py",
+        "parts = sums * (maxima - maximum).exp()",
+        "parts = sums",
+        ("tests/passes/vocabulary",),
+    ),
+)
+GPU = (
+    PlantedFault(
+        "a missing synchronization before the collectives of the output layer",
+        "zbcompile/engine/vocabulary.py",
+        "        self.stream.wait_stream(gpu.current_stream(self.device))\n",
+        "",
+        ("tests/zbcompile/engine/test_pretended_gpu.py",),
+    ),
+    PlantedFault(
+        "the memory of a message is freed while it is sent",
+        "zbcompile/distributed/transport.py",
+        "sends.append((flat, self.channels.send(",
+        "sends.append((flat.new_empty(0), self.channels.send(",
+        ("tests/zbcompile/engine/test_pretended_gpu.py",),
+    ),
+    PlantedFault(
+        "a recorded pass reads the inputs of its recording",
+        "zbcompile/backends/cuda_graphs.py",
+        "buffer.copy_(values[place])",
+        "pass",
+        ("tests/zbcompile/engine/test_pretended_gpu.py",),
+    ),
+    PlantedFault(
+        "a message with other strides than its reader was traced for",
+        "zbcompile/distributed/packing.py",
+        "return _copied(value, once, spec.stride).expand(spec.shape)",
+        "return value",
+        ("tests/zbcompile/distributed/test_packing.py", "tests/zbcompile/engine"),
+    ),
+)
+FAULTS: tuple[PlantedFault, ...] = (
+    *SCHEDULES,
+    *PERSISTENCE,
+    *PASSES,
+    *ENGINE,
+    *CACHE,
+    *OPTIMIZER,
+    *VOCABULARY,
+    *GPU,
+)
 
 
 def main(parts: list[str]) -> int:
@@ -286,8 +402,6 @@ def planted(fault: PlantedFault, text: str) -> str:
 
 
 def _environment() -> dict[str, str]:
-    import os
-
     return {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
 
 
