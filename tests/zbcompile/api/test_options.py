@@ -4,21 +4,19 @@ ones."""
 import argparse
 import inspect
 from dataclasses import fields
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, strategies as st
 from torch import nn
 
 import zbcompile
-from zbcompile import PipelineError, errors
+from zbcompile import PipelineError
 from zbcompile.cli.command_line import split_options
 from zbcompile.cli.option_flags import FLAGS, OPTION_FLAGS, add_flags, flag_of
 from zbcompile.options import OPTIONS, REMOVED, PipelineOptions, checked
-from zbcompile.passes.compile_options import Choices, read_bytes
+from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.cost.hardware import Hardware
 from zbcompile.schedules import build
 
@@ -71,12 +69,6 @@ def test_a_removed_option_says_what_to_do(name: str) -> None:
     assert name not in OPTIONS
 
 
-def test_errors_of_the_compiler_are_importable_with_the_others() -> None:
-    assert errors.CompileError is zbcompile.CompileError
-    assert errors.CaptureError is zbcompile.CaptureError
-    assert errors.PartitionError is zbcompile.PartitionError
-
-
 @pytest.mark.parametrize("name", SPELLED)
 def test_flags(name: str) -> None:
     """What is written on a command line arrives as the keyword would; what is not written is left
@@ -88,52 +80,6 @@ def test_flags(name: str) -> None:
     assert found["given"].keys() == {name}
     assert getattr(PipelineOptions(**found["given"]), name) == value
     assert flag_of(name) in parser.format_help()
-
-
-@given(
-    st.fractions(min_value=1, max_value=10**6),
-    st.sampled_from(["B", "kB", "KB", "MB", "GB", "TB", "KiB", "MiB", "GiB", "TiB"]),
-    st.sampled_from(["", " ", "  "]),
-)
-def test_bytes_as_text(number: Fraction, unit: str, space: str) -> None:
-    power = "BkMGT".index(unit[0].replace("K", "k"))
-    text = f"{float(number):.3f}"
-    assert read_bytes(f"{text}{space}{unit}") == int(
-        Fraction(text) * (1024 if "i" in unit else 1000) ** power
-    )
-
-
-@given(st.one_of(st.integers(1, 1 << 60), st.floats(1, 1e18)))
-def test_bytes_as_a_number(number: float) -> None:
-    assert read_bytes(number) == int(number)
-    assert checked("memory", number) == int(number)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "GiB",
-        "80 Gb",
-        "80gib",
-        "80G",
-        "-1GB",
-        "1,5GB",
-        "1e999",
-        "٣GB",
-        "1 2",
-        True,
-        -1,
-        0.5,
-        float("nan"),
-        [],
-    ],
-)
-def test_no_bytes(text: Any) -> None:
-    with pytest.raises(
-        PipelineError, match=r"^memory=.*; expected a positive number of bytes: .*\"80GiB\".*TiB"
-    ):
-        PipelineOptions(memory=text)
 
 
 @pytest.mark.parametrize(
@@ -184,11 +130,6 @@ def test_wrong_values(name: str, value: Any, says: str) -> None:
     with pytest.raises(PipelineError) as caught:
         zbcompile.pipeline(nn.Linear(2, 2), **{name: value})
     assert str(caught.value).startswith(says)
-
-
-def test_load_checks_them_too() -> None:
-    with pytest.raises(PipelineError, match="ranks='2'; expected a positive whole number"):
-        zbcompile.load("nowhere", ranks="2")  # type: ignore[arg-type]
 
 
 def test_unknown_keyword() -> None:

@@ -45,13 +45,6 @@ def test_decorated_function() -> None:
     assert make_net.__name__ == "make_net"
 
 
-def test_every_call_of_a_decorated_function_is_a_pipeline_of_its_own() -> None:
-    one, other = make_net(), make_net()
-    one.compile(X, target=GOAL)
-    with pytest.raises(zbcompile.PipelineError, match="not compiled yet"):
-        other.parameters()
-
-
 def test_example_compiles_at_once() -> None:
     pipe = zbcompile.pipeline(
         MLP(),
@@ -65,30 +58,6 @@ def test_example_compiles_at_once() -> None:
     assert {name for name, _ in pipe.named_parameters()} == {
         name for name, _ in MLP().named_parameters()
     }
-
-
-def test_compile_runs_nothing() -> None:
-    pipe = make_net().compile(X, target=GOAL)
-    assert pipe.step_index == 0
-    assert all(parameter.grad is None for parameter in pipe.parameters())
-
-
-@pytest.mark.mostly_slow(every=4, suite=2)
-@pytest.mark.parametrize("name", ["zbv", "ZB-V", "zb_v", "Zb V"])
-def test_any_spelling(name: str) -> None:
-    pipe = zbcompile.pipeline(
-        MLP(), schedule=name, microbatches=4, ranks=2, loss=F.mse_loss
-    ).compile(X, target=GOAL)
-    assert pipe.program.schedule.name == "zb-v"
-
-
-def test_model_itself_is_trained() -> None:
-    """The pipeline holds the caller's own parameters: an optimizer over either moves both."""
-    model = MLP()
-    pipe = zbcompile.pipeline(
-        model, schedule="1f1b", microbatches=4, ranks=2, loss=F.mse_loss
-    ).compile(X, target=GOAL)
-    assert [id(p) for p in pipe.parameters()] == [id(p) for p in model.parameters()]
 
 
 def test_an_untried_torch_warns_once() -> None:

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import zbcompile
 from tests.support.oracle import PROBLEMS
@@ -109,28 +108,3 @@ def test_loading_is_strict(damage: str) -> None:
     with pytest.raises(zbcompile.PipelineError, match=MESSAGES[damage]):
         load_damaged(damage)
     assert_same_tensors(dict(pipe.state_dict()), before, "after a refused load:")
-
-
-def test_loading_is_strict_on_every_rank(pool: Pool) -> None:
-    """A key that only one rank would use is missed by all."""
-    outcomes = pool.outcomes(load_damaged, "missing")
-    assert [outcome.error for outcome in outcomes] == ["PipelineError"] * 2
-    assert "norm.bias" in outcomes[0].text
-
-
-def step_with_parameters_of_others_gone() -> float:
-    """What this rank does not own plays no part: its values may be anything."""
-    pipe = compiled()
-    own = {name for name, _ in pipe.named_parameters()}
-    with torch.no_grad():
-        for name, parameter in pipe._model.named_parameters():
-            if name not in own:
-                parameter.fill_(float("nan"))
-    batch = PROBLEMS[CASE.problem].batches(1, 4)[0]
-    return float(pipe.step(*batch.args, target=batch.target))
-
-
-def test_a_rank_reads_only_its_own_parameters(pool: Pool) -> None:
-    losses = pool.run(step_with_parameters_of_others_gone)
-    assert losses[0] == losses[1] == step_with_parameters_of_others_gone()
-    assert not dist.is_initialized()

@@ -60,23 +60,6 @@ def test_a_function_sees_each_distinct_graph_once() -> None:
         assert all(isinstance(value, Tensor) for value in inputs)
 
 
-@pytest.mark.slow
-def test_vocabulary_passes_go_through_the_backend() -> None:
-    titles: list[str] = []
-
-    def counting(graph: GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
-        titles.append(str(len(inputs)))
-        return graph
-
-    case = Case("gpt", "1f1b", 2, 2, exact=False, steps=1)
-    plain = train(pipeline_of(case, vocab=1), case)
-    pipe = pipeline_of(case, vocab=1, backend=counting)
-    assert_bitwise(train(pipe, case), plain)
-    assert (
-        len(titles) == pipe.compilations[0].distinct > 6
-    )  # S, STATS and T of two ranks beside the stages' passes
-
-
 @pytest.mark.parametrize(
     ("backend", "message"),
     [
@@ -107,17 +90,3 @@ def test_inductor_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyP
         pytest.raises(zbcompile.PipelineError, match="needs a C\\+\\+ compiler"),
     ):
         zbcompile.pipeline(problem_of("mlp").model(), ranks=2, backend="inductor")
-
-
-def test_a_program_remembers_its_backend(tmp_path: Path) -> None:
-    """A function cannot be saved: it must be given again."""
-    case = Case("mlp", "zb-h1", 2, 4, steps=1)
-    pipe = pipeline_of(case, backend=interpreted)
-    train(pipe, case)
-    pipe.program.save(tmp_path / "program")
-    state = problem_of(case.problem).model().state_dict()
-    with pytest.raises(zbcompile.PipelineError, match="custom backend, interpreted"):
-        zbcompile.load(tmp_path / "program", state)
-    for backend in (interpreted, "fx"):
-        loaded = zbcompile.load(tmp_path / "program", state, backend=backend)
-        assert_bitwise(train(loaded, case), reference(case))

@@ -52,8 +52,7 @@ def on_gpu(batch: Batch) -> Batch:
 
 
 @needs_gpu
-@pytest.mark.parametrize("problem", ["mlp", "gpt-dropout", "small-tied"])
-@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize(("problem", "exact"), [("gpt-dropout", False), ("small-tied", True)])
 def test_replays_compute_what_launches_do(problem: str, exact: bool) -> None:
     """The same kernels on the same values: the same bits, random masks included."""
     (losses, state), (plain_losses, plain) = (
@@ -62,27 +61,6 @@ def test_replays_compute_what_launches_do(problem: str, exact: bool) -> None:
     assert [loss.item() for loss in losses] == [loss.item() for loss in plain_losses]
     for name, value in plain.items():
         torch.testing.assert_close(state[name], value, rtol=1e-5, atol=1e-6)
-
-
-@needs_gpu
-def test_a_pass_without_inputs_is_not_recorded() -> None:
-    """B of a stage whose only layer has its gradient in W, and no gradient to send."""
-    model, batch = (
-        nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).cuda(),
-        torch.ones(4, 8, device="cuda"),
-    )
-    options: dict[str, object] = {
-        "schedule": "zb-h1",
-        "ranks": 2,
-        "microbatches": 2,
-        "loss": nn.functional.mse_loss,
-    }
-    losses = []
-    for graphs in (False, True):
-        pipe = zbcompile.pipeline(model, cuda_graphs=graphs, **options)
-        losses.append([pipe.step(batch, target=batch).item() for _ in range(3)])
-        pipe.close()
-    assert losses[0] == losses[1]
 
 
 @needs_gpu

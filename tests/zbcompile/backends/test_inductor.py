@@ -8,18 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 import zbcompile
-from tests.support.oracle import Batch, eager_step
 from tests.support.pool import Pool
 from tests.support.training import (
     Case,
     Trained,
     assert_bitwise,
     assert_close,
-    gradients_of,
     join,
     pipeline_of,
     problem_of,
@@ -27,11 +24,6 @@ from tests.support.training import (
     train,
 )
 from zbcompile.backends.backend import Compilation
-from zbcompile.backends.compile_cache import CompileCache
-from zbcompile.backends.inductor import _load, _make, make_inductor
-from zbcompile.compile import main
-from zbcompile.passes.stage.anonymous_graph import bare
-from zbcompile.passes.torch_private import make_fx
 
 pytestmark = [
     pytest.mark.beside_ranks,
@@ -102,32 +94,6 @@ def test_each_distinct_graph_is_compiled_once(
     assert (again.compiled, again.loaded, again.distinct) == (0, done.distinct, done.distinct)
 
 
-class Words(nn.Module):
-    """What an MLP has not: an embedding, a norm, random numbers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.token, self.layer, self.norm = nn.Embedding(16, 8), nn.Linear(8, 8), nn.LayerNorm(8)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = F.dropout(self.layer(self.token(tokens)), 0.2)
-        return F.dropout(self.norm(x), 0.2).square().mean()
-
-
-@pytest.mark.beyond_sample
-def test_embeddings_norms_and_dropout(cache: Path) -> None:
-    """Random numbers are eager's own; embeddings add their rows in place."""
-    torch.manual_seed(0)
-    ours, theirs, tokens = Words(), Words(), torch.randint(16, (4, 6))
-    theirs.load_state_dict(ours.state_dict())
-    pipe = zbcompile.pipeline(ours, schedule="1f1b", ranks=1, microbatches=2, backend="inductor")
-    losses = [pipe.step(tokens)], [eager_step(theirs, None, Batch((tokens,), {}), 2, 0)]
-    found, expected = (
-        Trained(loss, [gradients_of(m)], {}) for loss, m in zip(losses, (ours, theirs), strict=True)
-    )
-    assert_close(found, expected, BOUND)
-
-
 def run_here(case: Case, folder: str) -> tuple[Trained, Compilation]:
     """One rank's share of a training through the cache in `folder`."""
     with pytest.MonkeyPatch.context() as patch:
@@ -162,30 +128,6 @@ def test_a_saved_program_is_compiled_through_the_cache(
     assert_close(train(plain, CASE), reference(CASE), BOUND)
 
 
-def test_an_exact_program_is_not_loaded_with_inductor(tmp_path: Path) -> None:
-    case = Case("mlp", "1f1b", 2, 2)
-    pipe = pipeline_of(case)
-    train(pipe, case)
-    pipe.program.save(tmp_path / "program")
-    with pytest.raises(zbcompile.PipelineError, match="exact=True cannot use it"):
-        zbcompile.load(tmp_path / "program", backend="inductor")
-
-
-def test_the_memory_that_waits_is_that_of_the_graphs(
-    first: tuple[Trained, Compilation], cache: Path
-) -> None:
-    batch = problem_of(CASE.problem).batches(1, CASE.microbatches * 2)[0]
-
-    def peak(**options: Any) -> dict[int, int]:
-        pipe = pipe_of(CASE, **options)
-        pipe.record = True
-        pipe.step(*batch.args, target=batch.target)
-        assert pipe.last_step is not None
-        return dict(pipe.last_step.peak_activation_bytes)
-
-    assert peak(backend="inductor") == peak()
-
-
 def test_gradients_accumulate_in_place(first: tuple[Trained, Compilation], cache: Path) -> None:
     model: nn.Module = problem_of(CASE.problem).model()
     batch = problem_of(CASE.problem).batches(1, CASE.microbatches * 2)[0]
@@ -202,78 +144,3 @@ def test_gradients_accumulate_in_place(first: tuple[Trained, Compilation], cache
         assert parameter.grad is not None
         assert parameter.grad.data_ptr() == once[name][0]
         torch.testing.assert_close(parameter.grad, 2 * once[name][1], rtol=1e-5, atol=1e-7)
-
-
-def test_another_number_of_threads_is_other_code(
-    first: tuple[Trained, Compilation], cache: Path
-) -> None:
-    """Compiled loops have it inside."""
-    inductor = make_inductor(torch.device("cpu"))
-    graph = bare(make_fx(lambda x: [x + 1])(torch.zeros(2)))
-    one = inductor.key(graph)
-    torch.set_num_threads(2)
-    try:
-        assert inductor.key(graph) != one
-    finally:
-        torch.set_num_threads(1)
-    assert inductor.key(graph) == one
-
-
-def test_loading_compiles_nothing(cache: Path, tmp_path: Path) -> None:
-    """All libraries that a graph needs are in its entry."""
-    _make(bare(make_fx(lambda x: [x.exp() + 1])(torch.zeros(2))), tmp_path)
-    libraries = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.so")}
-    assert libraries
-    (found,) = _load("", tmp_path)([torch.zeros(2)])
-    assert found.tolist() == [2, 2]
-    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.so")} == libraries
-
-
-def test_half_an_entry_and_an_old_one_are_made_again(
-    first: tuple[Trained, Compilation], cache: Path, tmp_path: Path
-) -> None:
-    """What a killed compilation leaves, a folder that was not renamed; and a pickle that names a
-    module of before."""
-    pipe = pipe_of(CASE, backend="inductor")
-    train(pipe, CASE)
-    inductor, pieces = make_inductor(torch.device("cpu")), pipe.program.stages[0].pieces
-    key, old = (inductor.key(bare(pieces[name].module)) for name in ("F", "W"))
-    copy = CompileCache(tmp_path / "copy")
-    shutil.copytree(cache, copy.folder)
-    (copy.folder / key).rename(copy.folder / f"{key}.partial")
-    (copy.folder / f"{key}.partial" / "graph.pickle").write_bytes(b"")
-    (copy.folder / old / "graph.pickle").write_bytes(b"czbcompile.inductor\nCompiledGraph\n.")
-    assert not copy.has(key)
-    trained, done = run_here(CASE, str(copy.folder))
-    assert_bitwise(trained, first[0])
-    assert (done.compiled, done.loaded) == (2, done.distinct - 2)
-
-
-TARGET = """
-import zbcompile
-from tests.support.training import problem_of
-
-def target():
-    problem = problem_of("mlp")
-    batch = problem.batches(1, 2)[0]
-    return zbcompile.Example(problem.model(), batch.args, loss=problem.loss, target=batch.target)
-"""
-
-
-def test_the_command_fills_the_cache(
-    first: tuple[Trained, Compilation],
-    cache: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """Here it finds all of them there; the program that it writes asks for inductor."""
-    (tmp_path / "given.py").write_text(TARGET)
-    plan = ["--schedule", "zb-v", "--ranks", "2", "--microbatches", "4", "--backend", "inductor"]
-    plan += ["--balance", "layers.2,layers.4,layers.6"]
-    given = [f"{tmp_path / 'given.py'}:target", *plan, "--output", str(tmp_path / "program")]
-    assert main(given) == 0
-    assert f"{first[1].distinct} from the cache" in capsys.readouterr().err
-    loaded = zbcompile.load(tmp_path / "program", problem_of(CASE.problem).model().state_dict())
-    assert_bitwise(train(loaded, CASE), first[0])
-    assert main([*given, "--exact"]) == 2
-    assert "exact=True cannot use it" in capsys.readouterr().err

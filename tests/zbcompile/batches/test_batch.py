@@ -77,20 +77,6 @@ def test_nested_keywords_replicated_tables_and_numbers(wide: int, split: dict[st
     assert_same_tensors(gradients_of(pipe), gradients_of(other), "gradient of")
 
 
-@pytest.mark.slow
-def test_numbers_specialise() -> None:
-    """Another value of an argument that is no tensor compiles again instead of using the
-    old value."""
-    x, extra, table, goal = inputs(8, 1)
-    pipe = zbcompile.pipeline(
-        conditioned(), schedule="1f1b", microbatches=4, ranks=2, loss=F.mse_loss
-    )
-    losses = [
-        float(pipe.step(x, extra, table=table, scale=s, target=goal)) for s in (0.5, 1.0, 0.5)
-    ]
-    assert losses[0] == losses[2] != losses[1]
-
-
 def rows(size: int) -> Batch:
     torch.manual_seed(size)
     return Batch((torch.randn(size, WIDTH),), {}, torch.randn(size, WIDTH))
@@ -148,12 +134,6 @@ def test_microbatches_omitted(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.count("microbatches= not given; using 8") == 1
 
 
-def test_default_of_one_rank_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    pipe = zbcompile.pipeline(mlp(), schedule="1f1b", microbatches=2, loss=F.mse_loss)
-    assert pipe.compile(*rows(8).args, target=rows(8).target).program.schedule.ranks == 1
-    assert "running as one rank" in capsys.readouterr().out
-
-
 def test_schedule_object_and_csv_file(tmp_path: Any) -> None:
     """A `Schedule` and a CSV file run like the name that they came from."""
     schedule = zbcompile.schedules.build("zb-h1", ranks=2, microbatches=4)
@@ -169,21 +149,6 @@ def test_schedule_object_and_csv_file(tmp_path: Any) -> None:
         results.append(gradients_of(pipe))
     for other in results[1:]:
         assert_same_tensors(other, results[0], "gradient of")
-
-
-@pytest.mark.slow
-def test_module_in_eval_mode_trains_without_dropout() -> None:
-    """The mode of each module at the time of the step counts, as in eager mode."""
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5), nn.Linear(WIDTH, WIDTH))
-    pipe = zbcompile.pipeline(
-        model, schedule="1f1b", microbatches=2, ranks=2, loss=F.mse_loss, exact=True
-    )
-    batch = rows(8)
-    dropped = pipe.step(*batch.args, target=batch.target)
-    model.eval()
-    whole = pipe.step(*batch.args, target=batch.target)
-    assert torch.equal(whole, eager_step(model, F.mse_loss, batch, 2, 1))
-    assert not torch.equal(whole, dropped)
 
 
 class PartlyUncast(MLP):

@@ -55,14 +55,6 @@ def test_collectives_of_torch_read_it() -> None:
     assert (waits, float(loss)) == (["waited"], 2.0)
 
 
-def test_several_reads_of_one_step_wait_once() -> None:
-    waits: list[str] = []
-    losses = Losses([torch.tensor(1.0)], lambda: waits.append("waited"))
-    assert losses.read() == losses.read() == [1.0]
-    assert losses.total("sum") == 1.0
-    assert waits == ["waited"]
-
-
 def test_only_a_number_that_is_read_asks_whether_the_batch_was_one() -> None:
     """On a device it would wait for the step to end; on the CPU the step is over."""
     asked: list[str] = []

@@ -1,24 +1,16 @@
 """Channels, GPUs and devices: what a pipeline needs of NCCL, as far as a machine without one can
 show it."""
 
-import os
 import warnings
-from datetime import timedelta
-from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.support.faulty import make, rows
 from tests.support.oracle import PROBLEMS
 from tests.support.pool import Pool
 from tests.support.training import Case, pipeline_of
 from zbcompile.distributed.gpus import own_gpu, require_distinct_gpus, warn_of_few_queues
-from zbcompile.distributed.process_group import backend_of
-from zbcompile.distributed.transport import in_rounds
-from zbcompile.env import ORDERED
 from zbcompile.errors import PipelineError
 from zbcompile.schedules import build, lower, names, smallest_microbatches
 from zbcompile.schedules.ir.actions import MESSAGES
@@ -42,39 +34,6 @@ def test_both_ends_of_a_channel_post_the_same_messages_in_the_same_order(name: s
                 received.setdefault(channel, []).append((op[-1], stage, microbatch))
     assert sent == received
     assert set(channels_of(schedule)) == set(sent)
-
-
-def test_channels_open_in_a_few_rounds() -> None:
-    """Every channel of a chain of ranks opens once both ends have opened those before it; here how
-    many must wait for each other in turn, with 2 and with 32 ranks."""
-
-    def rounds(ranks: int) -> int:
-        pairs = [(a, b) for a in range(ranks) for b in (a - 1, a + 1) if 0 <= b < ranks]
-        ready = dict.fromkeys(range(ranks), 0)
-        for source, destination in in_rounds(pairs):
-            ready[source] = ready[destination] = 1 + max(ready[source], ready[destination])
-        return max(ready.values())
-
-    assert rounds(2) == 2
-    assert rounds(32) == 4
-
-
-def eval_and_step_in_order(case: Case) -> bool:
-    """Evaluation and a step through ordered channels; both take the same ones."""
-    with mock.patch.dict(os.environ, {ORDERED.name: "1"}):
-        pipe = pipeline_of(case)
-    batch = PROBLEMS[case.problem].batches(1, 2 * case.microbatches)[0]
-    pipe.compile(*batch.args, target=batch.target)
-    before = pipe.eval(*batch.args)
-    pipe.step(*batch.args, target=batch.target)
-    after = pipe.eval(*batch.args)
-    pipe.close()
-    return torch.equal(before, after)
-
-
-@pytest.mark.slow
-def test_evaluation_uses_the_channels_of_the_step(pool: Pool) -> None:
-    assert pool.run(eval_and_step_in_order, Case("mlp", "zb-v", 2, 4)) == [True, True]
 
 
 class NoValues(TorchDispatchMode):
@@ -124,39 +83,3 @@ def test_too_few_hardware_queues_are_warned_of() -> None:
     for enough in ({}, {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}, {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}):
         with warnings.catch_warnings(action="error"):
             warn_of_few_queues(enough)
-
-
-def other_backends(store: str) -> list[str]:
-    """What groups with other backends say, and whether one without a name trains and fails as gloo
-    does."""
-    said = []
-    for device in ("cuda:0", "meta"):
-        with pytest.raises(PipelineError) as caught:
-            backend_of(dist.group.WORLD, torch.device(device))
-        said.append(str(caught.value))
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    dist.destroy_process_group()
-    dist.init_process_group(
-        init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
-    )
-    pipe = make()
-    pipe.step(rows(), target=rows())
-    with pytest.raises(PipelineError) as caught:
-        pipe.step(rows(8), target=rows(6 if rank else 8))
-    pipe.close()
-    return [*said, str(caught.value)]
-
-
-@pytest.mark.slow
-def test_the_backend_must_fit_the_device(
-    pool: Pool, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    found = pool.run(other_backends, str(tmp_path_factory.mktemp("store") / "again"))
-    pool.group = None
-    for cuda, meta, fault in found:
-        assert (
-            "the model is on cuda:0, for which the process group has the backend gloo; expected"
-            " nccl" in cuda
-        )
-        assert "the model is on meta" in meta
-        assert "target has 6 rows, the batch 8" in fault

@@ -50,13 +50,6 @@ def test_a_checksum_of_any_dtype() -> None:
     assert checksum(long) != checksum(moved)
 
 
-def test_signs_do_not_cancel_out() -> None:
-    for dtype in (torch.float64, torch.float32, torch.bfloat16):
-        ones = torch.ones(6, dtype=dtype)
-        turned = ones * torch.tensor([1, -1, 1, 1, -1, 1], dtype=dtype)
-        assert len({checksum(ones), checksum(turned), checksum(-ones)}) == 3
-
-
 def untied(problem: str, schedule: str, seed: int, together: bool) -> str:
     """A step of a model that each rank seeds with `seed` + its rank; the error, if any. `together`:
     after loading the first rank's values everywhere."""

@@ -1,37 +1,19 @@
 """Collectives inside the graphs: experts that live on different ranks, two pipelines wide."""
 
-from fnmatch import fnmatchcase
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import zbcompile
 from moe import Experts, MoE
-from tests.support.oracle import Gradients
 from tests.support.pool import Pool
-from tests.support.training import assert_same_tensors, gradients_of
 
-EXPERT = {"*.up.*": {"ep": "shard"}, "*.down.*": {"ep": "shard"}}
 LAYERS, WIDTH, EXPERTS, MICROBATCHES, ROWS = 2, 8, 2, 4, 6
-
-
-class Seen(NamedTuple):
-    """What one rank saw of one step: its expert, the loss, gradients, its model's output, the norm,
-    and the refusal."""
-
-    expert: int
-    loss: Tensor
-    gradients: Gradients
-    output: Tensor
-    norm: Tensor
-    refusal: str
 
 
 def model_of(expert: int, group: Any) -> MoE:
@@ -48,38 +30,6 @@ def model_of(expert: int, group: Any) -> MoE:
 def batch_of(expert: int) -> tuple[Tensor, Tensor]:
     torch.manual_seed(10 + expert)
     return torch.randn(2, MICROBATCHES * ROWS, WIDTH).unbind()
-
-
-def trained(schedule: str, folder: Path) -> Seen:
-    """One step of this rank's pipeline. The pipelines of both experts exchange tokens, rank by
-    rank. Saved, loaded on other groups of the mesh and run again, they give the same bits."""
-    shape = (EXPERTS, dist.get_world_size() // EXPERTS)
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("ep", "pp"))
-    expert = mesh["ep"].get_local_rank()
-    inputs, targets = batch_of(expert)
-    model = model_of(expert, mesh["ep"].get_group())
-    options = {
-        "schedule": schedule,
-        "microbatches": MICROBATCHES,
-        "loss": F.mse_loss,
-        "exact": True,
-    }
-    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    pipe = zbcompile.pipeline(model, mesh=mesh, placements=EXPERT, **options)
-    loss = pipe.step(inputs, target=targets)
-    gradients, output, norm = gradients_of(pipe), pipe.eval(inputs), pipe.clip_grad_norm_(1e9)
-    pipe.program.save(folder / "program")
-    pipe.close()
-    other = init_device_mesh("cpu", shape, mesh_dim_names=("ep", "pp"))
-    loaded = zbcompile.load(folder / "program", state, mesh=other)
-    assert torch.equal(loaded.step(inputs, target=targets), loss)
-    assert_same_tensors(gradients_of(loaded), gradients, "gradient of")
-    loaded.close()
-    with pytest.raises(zbcompile.PipelineError) as refused:
-        zbcompile.load(
-            folder / "program", mesh=init_device_mesh("cpu", shape, mesh_dim_names=("dp", "pp"))
-        )
-    return Seen(expert, loss, gradients, output, norm, str(refused.value))
 
 
 def everywhere(models: list[MoE], xs: list[Tensor]) -> list[Tensor]:
@@ -122,39 +72,6 @@ def oracle() -> tuple[list[Tensor], list[MoE], list[Tensor]]:
         totals = [total + loss.detach() for total, loss in zip(totals, losses, strict=True)]
         outputs.append([result.detach() for result in results])
     return totals, models, [torch.cat(each) for each in zip(*outputs, strict=True)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("schedule", "ranks"),
-    [("zb-h1", 2), pytest.param("dualpipe-v", 4, marks=pytest.mark.beyond_sample)],
-)
-def test_experts_on_other_ranks(schedule: str, ranks: int, pool: Pool, tmp_path: Path) -> None:
-    """The gradients are those of one process that has all experts: of an expert the sum over all
-    tokens that reached it, of the rest the sum over both batches. Under dualpipe-v pairs interleave
-    the exchanges."""
-    losses, models, outputs = oracle()
-    whole = [gradients_of(model) for model in models]
-    experts = [gradient for each in whole for name, gradient in each.items() if is_expert(name)]
-    once = experts + [sum(each[name] for each in whole) for name in whole[0] if not is_expert(name)]  # type: ignore
-    norm = nn.utils.get_total_norm(once)  # type: ignore[arg-type]
-    for seen in pool.run(trained, schedule, tmp_path, ranks=ranks):
-        assert torch.allclose(seen.loss, sum(losses), rtol=1e-6)
-        assert torch.allclose(seen.norm, norm, rtol=1e-6)
-        for name, gradient in seen.gradients.items():
-            parts = (
-                [whole[seen.expert][name]] if is_expert(name) else [each[name] for each in whole]
-            )
-            assert gradient is not None
-            assert torch.allclose(
-                gradient, sum(parts), rtol=0, atol=1e-6 * float(gradient.abs().max())
-            )  # type: ignore
-        assert_same_tensors([seen.output], [outputs[seen.expert]], "output")
-        assert 'compiled for 2 ranks along "ep", but there are 1' in seen.refusal
-
-
-def is_expert(name: str) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in EXPERT)
 
 
 class Plain(nn.Module):

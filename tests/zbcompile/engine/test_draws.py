@@ -7,13 +7,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
 
 import zbcompile
 from tests.support.meshes import mesh_of
@@ -22,7 +15,6 @@ from tests.support.pool import Pool
 
 MICROBATCHES, ROWS, LENGTH, WIDTH = 4, 2, 8, 16
 SHAPE = (MICROBATCHES * ROWS, LENGTH, WIDTH)
-TOKENS = torch.zeros(SHAPE[:2], dtype=torch.int64)
 
 
 def loss_of(outputs: tuple[Tensor, ...], target: Tensor) -> Tensor:
@@ -125,86 +117,3 @@ def test_what_is_common_has_eagers_mask_and_parts_repeat_theirs(
     assert repeats(one[1], -1 if name == "tp" else 1)
     assert all(differ(now, later) for now, later in zip(one[:3], one[3:], strict=True))
     assert all(torch.equal(*each) for each in zip(one, other, strict=True))
-
-
-class Mlp(nn.Module):
-    def __init__(self, columns: int) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, columns), nn.Linear(columns, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.dropout(self.up(x)))
-
-
-class Distributed(nn.Module):
-    def __init__(self, mesh: Any, columns: int = 28) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embedding, self.drop, self.whole = (
-            nn.Embedding(3, WIDTH),
-            nn.Dropout(),
-            nn.Linear(WIDTH, WIDTH, False),
-        )
-        self.mlp, self.last = Mlp(columns), nn.Linear(WIDTH, WIDTH)
-        nn.init.ones_(self.embedding.weight)
-        nn.init.eye_(self.whole.weight)
-        plan = {
-            "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
-            "drop": SequenceParallel(use_local_output=True),
-            "whole": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
-            "mlp.up": ColwiseParallel(use_local_output=False),
-            "mlp.down": RowwiseParallel(),
-        }
-        parallelize_module(self, mesh, plan)
-
-    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        x = self.whole(self.drop(self.embedding(tokens)))
-        return x, F.dropout(self.last(self.mlp(x)))
-
-
-def drawn_distributed() -> list[tuple[list[Tensor], dict[str, Tensor]]]:
-    """What steps give, and under another schedule with recomputation."""
-    mesh, found = mesh_of(pp=2, tp=2), []
-    options: dict[str, Any] = {"microbatches": MICROBATCHES, "loss": loss_of}
-    for schedule, recompute in (("zb-v", "off"), ("zb-h1", "full")):
-        model = Distributed(mesh["tp"])
-        pipe = zbcompile.pipeline(
-            model, mesh=mesh, schedule=schedule, recompute=recompute, exact=True, **options
-        )
-        found.append(steps_of(pipe, TOKENS))
-        pipe.close()
-    return found
-
-
-@pytest.mark.slow
-def test_sequence_parallelism(pool: Pool) -> None:
-    runs = pool.run(drawn_distributed, ranks=4)
-    for each in zip(*(outputs for run in runs for outputs, _ in run), strict=True):
-        assert all(
-            torch.equal(each[0], other) for other in each
-        )  # on every rank, under every schedule
-    outputs, _ = runs[0][0]
-    assert repeats(outputs[0], 1)
-    for run in runs:
-        gradients = dict(run[0][1])
-        for _, other in run:
-            assert all(
-                torch.equal(gradients.setdefault(name, value), value)
-                for name, value in other.items()
-            )
-
-
-def drawn_unequally() -> str:
-    mesh = mesh_of(pp=1, tp=2)
-    pipe = zbcompile.pipeline(
-        Distributed(mesh["tp"], 27), mesh=mesh, microbatches=MICROBATCHES, loss=loss_of
-    )
-    with pytest.raises(zbcompile.PipelineError) as refused:
-        pipe.step(TOKENS, target=TOKENS)
-    return str(refused.value)
-
-
-@pytest.mark.slow
-def test_parts_of_unequal_sizes_are_refused_in_the_first_step(pool: Pool) -> None:
-    for text in pool.run(drawn_unequally, ranks=2):
-        assert "tp" in text

@@ -150,35 +150,6 @@ def test_gradients_are_those_of_one_process(
             assert "of stage 1 receives a NaN in parameter" in seen["nan"]
 
 
-def shorter_last_batch() -> tuple[bool, float]:
-    """Whether exchanges have changed the order of the name; how far the loss of fewer microbatches
-    is from eager."""
-    eager, model = (parallelised(mesh_of(pp=1, tp=2)["tp"], "plain", 1) for _ in range(2))
-    pipe = zbcompile.pipeline(
-        model, mesh=mesh_of(pp=1, tp=2), schedule="zb-h1", microbatches=MICROBATCHES, loss=loss_of
-    )
-    x, y = batch()
-    pipe.step(x, target=y)
-    paired = pipe.program.schedule != zbcompile.schedules.build(
-        "zb-h1", ranks=1, microbatches=MICROBATCHES
-    )
-    x, y = x[: -2 * ROWS], y[: -2 * ROWS]
-    losses = [
-        loss_of(eager(rows), labels)
-        for rows, labels in zip(x.split(ROWS), y.split(ROWS), strict=True)
-    ]
-    found = pipe.step(x, target=y)
-    pipe.close()
-    return paired, float((found - torch.stack(losses).mean()).abs())
-
-
-@pytest.mark.slow
-def test_a_shorter_last_batch_has_the_pairs_of_its_own_length(pool: Pool) -> None:
-    for paired, far in pool.run(shorter_last_batch, ranks=2):
-        assert paired
-        assert far < BOUND
-
-
 def filled(name: str, tensor: Tensor) -> None:
     nn.init.normal_(tensor, 1.0, 0.1) if tensor.dim() == 1 else nn.init.normal_(tensor, 0.0, 0.1)
 

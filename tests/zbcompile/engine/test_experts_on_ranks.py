@@ -223,20 +223,6 @@ def test_tokens_without_room_are_an_error_and_the_next_step_goes_on(pool: Pool) 
     compare(run, pool.run(overflowing, run, ranks=2))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("optimizer", [pytest.param(name, marks=RARE) for name in OPTIMIZERS])
-def test_experts_beside_an_optimizer(optimizer: str, pool: Pool) -> None:
-    """The capacity changes no bit."""
-    runs = [
-        Run(routers=("balanced", "balanced"), optimizer=optimizer, factor=factor)
-        for factor in (2.0, 1.0)
-    ]
-    enough, tight = (pool.run(trained, run, ranks=4) for run in runs)
-    for (_, one), (_, other) in zip(enough, tight, strict=True):
-        assert_same_tensors(one.losses, other.losses, "loss of step")
-        assert_same_tensors(one.parameters, other.parameters, "parameter")
-
-
 class Exchanged(TorchDispatchMode):
     """Counts the bytes that exchanges are given."""
 
@@ -282,20 +268,3 @@ def test_bytes_and_evaluation(pool: Pool) -> None:
     for sent, predicted, far in pool.run(exchanges, ranks=2):
         assert sent == predicted
         assert far <= 1e-6
-
-
-def other_sizes() -> None:
-    """Ranks pass batches of other sizes, both compiled already."""
-    pipe, _, rank = pipeline_of(Run(schedule="1f1b", alone=True))
-    x, bias, target = batch_of(Run(), rank, 0)
-    rows = (4 * MICROBATCHES, ROWS * MICROBATCHES)
-    for count in rows:
-        pipe.step(x[:count], bias[:count], target=target[:count])
-    with pytest.raises(zbcompile.PipelineError, match="pass batches of one size"):
-        pipe.step(*(each[: rows[rank]] for each in (x, bias)), target=target[: rows[rank]])
-    pipe.close()
-
-
-@pytest.mark.slow
-def test_batches_of_other_sizes_are_refused(pool: Pool) -> None:
-    pool.run(other_sizes, ranks=2)

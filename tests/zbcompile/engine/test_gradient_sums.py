@@ -14,7 +14,6 @@ from tests.support.training import (
     assert_same_tensors,
     gradients_of,
     join,
-    pipeline_of,
     pipelined,
     reference,
 )
@@ -41,19 +40,6 @@ def test_none_where_eager_has_none(exact: bool, pool: Pool) -> None:
         assert {
             name for name, gradient in ours.gradients[0].items() if gradient is None
         } == expected
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("problem", ["gpt-tied", "mlp"])
-def test_accumulate_into_what_is_there(problem: str) -> None:
-    """Two steps without zeroing in between, as eager adds them."""
-    chosen, batch = PROBLEMS[problem], batch_of(problem)
-    pipe = pipeline_of(Case(problem, "zb-v", 2, MICROBATCHES))
-    model = chosen.model()
-    for step in range(2):
-        pipe.step(*batch.args, target=batch.target)
-        eager_step(model, chosen.loss, batch, MICROBATCHES, step)
-    assert_same_tensors(gradients_of(pipe), gradients_of(model), "gradient of")
 
 
 def test_gradients_that_were_there_before_the_first_step() -> None:
@@ -119,16 +105,6 @@ def test_sum_instead_of_mean() -> None:
         expected = expected + one.detach()
     assert torch.equal(total, expected)
     assert_same_tensors(gradients_of(pipe), gradients_of(other), "gradient of")
-
-
-@pytest.mark.slow
-def test_loss_is_detached_and_on_every_rank(pool: Pool) -> None:
-    case = Case("mlp", "zb-v", 4, 8, steps=1)
-    losses = [trained.losses[0] for trained in pool.run(pipelined, case, ranks=4)]
-    assert all(
-        torch.equal(loss, losses[0]) and not loss.requires_grad and loss.shape == ()
-        for loss in losses
-    )
 
 
 class Buffered(nn.Module):

@@ -1,7 +1,6 @@
 """Hooks, gradients inside of forward and compiled submodules are a part of the step: bit for bit as
 in eager mode."""
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 import zbcompile
-from tests.support.oracle import MLP, WIDTH, Batch, eager_step
+from tests.support.oracle import MLP, Batch, eager_step
 from tests.support.refused import ROWS
 
 
@@ -103,15 +102,6 @@ class Penalised(MLP):
         return y + gradient.square().sum()
 
 
-class Compiled(MLP):
-    """Its blocks were given to torch.compile, in both ways."""
-
-    def __init__(self, depth: int) -> None:
-        super().__init__(depth)
-        self.layers[1].compile()
-        self.layers[2] = torch.compile(self.layers[2])  # type: ignore[assignment]
-
-
 class Normed(MLP):
     """Hooks of torch.nn.utils replace its weights before every forward."""
 
@@ -127,16 +117,3 @@ def test_as_in_eager_mode(kind: type[MLP]) -> None:
     pipe = pipeline_of(model)
     compare(pipe, model, eager)
     compare(pipe, model, eager)
-
-
-def test_compiled_submodules_run_as_what_they_wrap() -> None:
-    model, eager = made(Compiled), made()
-    with torch.compiler.set_stance("force_eager"):
-        compare(pipeline_of(model), model, eager)
-
-
-def test_a_compiled_model_runs_as_what_it_wraps() -> None:
-    model, eager = made(), made()
-    compiled: Any = torch.compile(copy.deepcopy(model))
-    compare(pipeline_of(compiled), compiled, eager)
-    assert ROWS.shape[1] == WIDTH

@@ -2,9 +2,6 @@
 outputs`."""
 
 import copy
-import warnings
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +10,6 @@ from torch import Tensor, nn
 
 import zbcompile
 from tests.support.oracle import MLP, WIDTH
-from tests.support.pool import Pool
 
 ROWS = torch.linspace(-1, 1, 8 * WIDTH).view(8, WIDTH)
 
@@ -63,86 +59,6 @@ def test_parameters_of_the_loss_train_with_the_bits_of_eager() -> None:
     found, eager = trained(ranks=2), expected()
     assert found.keys() == eager.keys()
     assert all(torch.equal(found[name], eager[name]) for name in eager)
-
-
-@pytest.mark.slow
-def test_the_last_rank_has_the_parameters_of_the_loss(pool: Pool) -> None:
-    first, last = pool.run(trained, None, ranks=2)
-    eager = expected()
-    assert "loss.scale" not in first
-    assert all(torch.equal({**first, **last}[name], eager[name]) for name in eager)
-
-
-@pytest.mark.slow
-def test_no_stand_in_of_torchs_tracer_is_read(capsys: pytest.CaptureFixture[str]) -> None:
-    """Its methods looked like attributes that forward changes: a warning for each module, and no
-    program was found again."""
-
-    class Scaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner, self.alpha = seeded(), 1.0
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.inner(x) * self.alpha  # type: ignore[no-any-return]
-
-    model = Scaled()
-    pipe = zbcompile.pipeline(model, schedule="1f1b", microbatches=4, loss=Temperature(), ranks=2)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        for alpha in (1.0, 2.0, 1.0, 2.0):
-            model.alpha = alpha
-            pipe.step(ROWS, target=ROWS)
-    assert capsys.readouterr().out.count("compiling again") == 1
-
-
-LOOKS: dict[str, Callable[[nn.Module], Any]] = {
-    "parameters": lambda model: sum(each.square().sum() for each in model.parameters()),
-    "children": lambda model: len(list(model.children())),
-    "modules": lambda model: len(list(model.modules())),
-    "state": lambda model: len(model.state_dict()),
-    "attribute": lambda model: hasattr(model, "loss"),
-}
-
-
-class Looking(MLP):
-    """Its output depends on all that it is made of."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.kind = kind
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * (1 + LOOKS[self.kind](self))
-
-
-@pytest.mark.slow
-@pytest.mark.mostly_slow(every=3, suite=1)
-@pytest.mark.parametrize(
-    ("kind", "copied"), [*((kind, False) for kind in LOOKS), ("children", True)]
-)
-def test_forward_sees_no_loss_that_its_model_does_not_have(kind: str, copied: bool) -> None:
-    torch.manual_seed(0)
-    model, loss = Looking(kind), Temperature()
-    eager, eagers_loss = copy.deepcopy((model, loss))
-    if copied:  # from a model that has trained with the loss
-        zbcompile.pipeline(model, schedule="1f1b", microbatches=2, loss=loss, ranks=2).close()
-        model, loss = copy.deepcopy((model, loss))
-    pipe = zbcompile.pipeline(
-        model, schedule="1f1b", microbatches=2, loss=loss, ranks=2, exact=True
-    )
-    for _ in range(2):
-        losses = [eagers_loss(eager(part), part) / 2 for part in ROWS.chunk(2)]
-        assert torch.equal(pipe.step(ROWS, target=ROWS), sum(each.detach() for each in losses))
-        for each in losses:
-            each.backward()
-    gradients = {name: each.grad for name, each in eager.named_parameters()} | {
-        "loss.scale": eagers_loss.scale.grad
-    }
-    assert all(torch.equal(each.grad, gradients[name]) for name, each in pipe.named_parameters())
-    assert len(pipe.compilations) == 1
-    torch.testing.assert_close(pipe.eval(ROWS), eager.eval()(ROWS))
-    pipe.close()
 
 
 class Normalised(Temperature):
@@ -236,46 +152,6 @@ def test_buffers_that_a_loss_without_parameters_changes_are_refused(kind: type[n
         pipe.step(ROWS, target=ROWS)
 
 
-class CallsItsLoss(nn.Module):
-    def __init__(self, loss: nn.Module) -> None:
-        super().__init__()
-        self.inner, self.loss = seeded(), loss
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.loss(self.inner(x), x)  # type: ignore[no-any-return]
-
-
-def test_a_loss_that_is_joined_with_one_model_is_seen_by_another_that_has_it() -> None:
-    loss = Temperature()
-    zbcompile.pipeline(seeded(), schedule="1f1b", microbatches=2, loss=loss, ranks=2).close()
-    pipe = zbcompile.pipeline(
-        CallsItsLoss(loss), schedule="1f1b", microbatches=2, ranks=2, exact=True
-    )
-    eager = sum(loss(seeded()(part), part).detach() / 2 for part in ROWS.chunk(2))
-    assert torch.equal(pipe.step(ROWS), eager)
-
-
 def test_a_sequence_that_would_run_the_loss_is_refused() -> None:
     with pytest.raises(zbcompile.CaptureError, match="runs all its submodules"):
         zbcompile.pipeline(nn.Sequential(seeded()), schedule="1f1b", ranks=2, loss=Temperature())
-
-
-@pytest.mark.slow
-def test_a_model_that_returns_its_loss_and_logits() -> None:
-    class Both(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = seeded()
-
-        def forward(self, x: Tensor) -> Any:
-            output = self.inner(x)
-            return F.mse_loss(output, x), output
-
-    pipe = zbcompile.pipeline(Both(), schedule="1f1b", microbatches=4, ranks=2, exact=True)
-    loss, (_, output) = pipe.step(ROWS, return_outputs=True)
-    model = seeded()
-    parts = [model(part) for part in ROWS.chunk(4)]
-    assert torch.equal(output, torch.cat(parts))
-    assert torch.equal(
-        loss, sum(F.mse_loss(y, x) / 4 for x, y in zip(ROWS.chunk(4), parts, strict=True))
-    )

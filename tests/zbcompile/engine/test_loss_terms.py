@@ -1,17 +1,12 @@
 """A sharded output layer in a loss of several terms: heads that share it, and numbers that are no
 logits."""
 
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zbcompile
-from tests.support.pool import Pool
-from zbcompile.engine.rank import RankRun
 
 WORDS, WIDTH = 24, 8
 
@@ -94,27 +89,9 @@ def test_terms_of_the_loss(
 
 
 @pytest.mark.slow
-def test_in_processes(pool: Pool) -> None:
-    for found in pool.run(worst, 1, "zb-h1", torch.float32, False, None):
-        assert max(found.values()) <= 1e-6
-
-
-@pytest.mark.slow
 def test_evaluation_has_all_terms() -> None:
     model, tokens = case(torch.float32)
     eager = sum(model(part).item() for part in tokens.chunk(MICROBATCHES)) / MICROBATCHES
     pipe = zbcompile.pipeline(model, schedule="zb-h1", ranks=2, microbatches=MICROBATCHES, vocab=1)
     pipe.step(tokens)
     assert pipe.eval(tokens).item() == pytest.approx(eager, rel=1e-6)
-
-
-def test_the_loss_of_the_last_stage_is_added_to_that_of_its_shard() -> None:
-    def run_with(losses: dict[int, Tensor]) -> Any:
-        return SimpleNamespace(losses=losses, check_empty=lambda: None)
-
-    runs = {
-        1: run_with({0: torch.tensor(0.25)}),
-        -1: run_with({0: torch.tensor(2.0), 1: torch.tensor(3.0)}),
-    }
-    rank = RankRun(program=None, runs=runs, transport=None, position=None)  # type: ignore[arg-type]
-    assert rank.losses() == {0: 2.25, 1: 3.0}

@@ -188,43 +188,6 @@ def test_a_sharded_output_layer_beside_tensor_parallelism(pool: Pool) -> None:
     assert max(pool.run(vocabulary_sharded, 2, ranks=4)) <= BOUND
 
 
-def trained_on(names: tuple[str, ...], shape: tuple[int, ...], part: Any = None) -> Any:
-    """The gradients on a mesh of these dimensions, or on a `part` of it where "dp" is made
-    of two."""
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-    if part is not None:
-        mesh["dp_replicate", "dp_shard"]._flatten("dp")
-    options: dict[str, Any] = {"schedule": "zb-h1", "microbatches": 2, "loss": F.mse_loss}
-    pipe = zbcompile.pipeline(model, mesh=mesh if part is None else mesh[part], **options)
-    x = torch.randn(4, 4, generator=torch.Generator().manual_seed(pipe.ranks.mesh.index("dp")))
-    pipe.step(x, target=-x)
-    found = {name: parameter.grad for name, parameter in pipe.named_parameters()}
-    pipe.close()
-    return found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("names", "shape", "part"),
-    [
-        (("pp", "x", "dp"), (2, 1, 2), None),
-        (("pp", "dp_replicate", "dp_shard", "tp"), (2, 1, 2, 1), ("pp", "dp", "tp")),
-    ],
-)
-def test_flattened_dimensions_and_those_of_one_rank(
-    names: Any, shape: Any, part: Any, pool: Pool
-) -> None:
-    """Whether "dp" is one or two dimensions, and those of one rank change no bit."""
-    usual = pool.run(trained_on, ("pp", "dp"), (2, 2), ranks=4)
-    for expected, found in zip(
-        usual, pool.run(trained_on, names, shape, part, ranks=4), strict=True
-    ):
-        assert found.keys() == expected.keys()
-        assert all(torch.equal(found[name], expected[name]) for name in expected)
-
-
 def bad_mesh(names: tuple[str, ...], shape: tuple[int, ...]) -> None:
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     zbcompile.pipeline(nn.Linear(2, 2), mesh=mesh, schedule="1f1b")

@@ -4,9 +4,6 @@ Every pair of (schedule, where it runs, microbatches, tied or not) occurs;
 `examples/benchmarks/oracle_sweep.py` runs every combination.
 """
 
-from collections.abc import Callable
-from itertools import combinations
-
 import pytest
 
 from tests.support.pool import Pool
@@ -54,20 +51,6 @@ OTHER_MODELS = (
     Case("frozen", "zb-v", 2, 4),
     Case("frozen", "zb-h1", 4, 4),
 )
-
-
-TRAITS: dict[str, Callable[[Case], object]] = {
-    "schedule": lambda case: case.schedule,
-    "place": lambda case: (case.ranks, case in PROCESSES),
-    "microbatches": lambda case: case.microbatches,
-    "model": lambda case: case.problem,
-}
-
-
-@pytest.mark.parametrize(("one", "other"), list(combinations(TRAITS, 2)))
-def test_every_pair_occurs(one: str, other: str) -> None:
-    found = {(TRAITS[one](case), TRAITS[other](case)) for case in (*IN_PROCESS, *PROCESSES)}
-    assert len(found) == len({a for a, _ in found}) * len({b for _, b in found})
 
 
 @pytest.mark.mostly_slow(every=6)

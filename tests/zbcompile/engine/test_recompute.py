@@ -2,7 +2,6 @@
 
 import copy
 from functools import cache
-from typing import Any
 
 import pytest
 import torch
@@ -15,9 +14,6 @@ import zbcompile
 from tests.support.oracle import PROBLEMS
 from tests.support.training import Case, Trained, assert_same_tensors, gradients_of, reference
 from zbcompile.passes.compile_options import Recompute
-from zbcompile.prediction.predict import predicted_costs
-from zbcompile.program.program import Program
-from zbcompile.schedules import simulate
 
 MICROBATCHES = 4
 
@@ -59,40 +55,6 @@ def test_gradients_keep_their_bits(problem: str, policy: Recompute) -> None:
     theirs = reference(Case(problem, "zb-h1", 2, MICROBATCHES, steps=1))
     assert_same_tensors(ours.losses, theirs.losses, "loss of step")
     assert_same_tensors(ours.gradients[0], theirs.gradients[0], "gradient of")
-
-
-@cache
-def smallest_kept(stage: int) -> int:
-    """The fewest bytes that a stage can keep between F and the backward."""
-    _, pipe = train("small-dropout", "full")
-    return int(pipe.program.stages[stage].crossing.kept)
-
-
-@pytest.mark.parametrize("policy", ["selective", "full", 30_000, 0.5, ("full", 0.75)])
-def test_memory_is_as_predicted(policy: Recompute) -> None:
-    """To the byte, and what waits for W is what it is without recomputing."""
-    _, without = train("small-dropout", "off")
-    _, pipe = train("small-dropout", policy)
-    assert pipe.last_step is not None
-    peaks = pipe.last_step.peak_activation_bytes
-    assert simulate(pipe.program.schedule, predicted_costs(pipe.program)).peak_memory == tuple(
-        peaks[rank] for rank in range(2)
-    )
-    for before, after in zip(without.program.stages, pipe.program.stages, strict=True):
-        assert after.recomputed is not None
-        assert after.crossing.residue == before.crossing.residue
-        assert (before.crossing.kept, after.crossing.kept) == (
-            after.recomputed.kept_before,
-            after.recomputed.kept_after,
-        )
-        own = policy[after.stage] if isinstance(policy, tuple) else policy
-        share = own if isinstance(own, float) else 1
-        least = after.crossing.kept == smallest_kept(after.stage)
-        assert least or after.crossing.kept <= (
-            own if isinstance(own, int) else share * before.crossing.kept
-        )
-        assert after.flops["B"] == before.flops["B"] + after.recomputed.flops
-        assert [after.flops[name] for name in "FW"] == [before.flops[name] for name in "FW"]
 
 
 class Checkpointed(nn.Module):
@@ -189,45 +151,6 @@ def test_a_checkpoint_changes_neither_statistics_nor_masks() -> None:
     assert all(
         torch.equal(value, eager[0].state_dict()[name]) for name, value in ours.state_dict().items()
     )
-
-
-@pytest.mark.parametrize("policy", ["all", -1, True, 1.5, [], ["off", 2.5]])
-def test_a_wrong_policy_is_refused(policy: Any) -> None:
-    expected = r'recompute=.*expected "off".*for each microbatch and stage bytes: a number'
-    with pytest.raises(zbcompile.PipelineError, match=expected):
-        zbcompile.pipeline(nn.Linear(2, 2), ranks=1, recompute=policy)
-
-
-@pytest.mark.slow
-def test_stages_of_a_list() -> None:
-    """Each recomputes by its own entry; equal work with the same entry is compiled once, one entry
-    is for all."""
-    model = nn.Sequential(*(m for _ in range(4) for m in (nn.Linear(16, 16), nn.GELU())))
-    options: dict[str, Any] = {
-        "schedule": "1f1b",
-        "ranks": 4,
-        "microbatches": 4,
-        "loss": nn.MSELoss(),
-    }
-    x = torch.ones(8, 16)
-
-    def compiled(recompute: Any) -> Program:
-        pipe = zbcompile.pipeline(model, recompute=recompute, **options)
-        pipe.step(x, target=x)
-        return pipe.program
-
-    program = compiled(["full", "off", "off", 1.0])
-    assert program.choices.recompute == ("full", "off", "off", 1.0)
-    assert [bool(stage.recomputed and stage.recomputed.operations) for stage in program.stages] == [
-        True,
-        *[False] * 3,
-    ]
-    assert program.stages[1].original == program.stages[2].original
-    assert compiled(["full"]).choices.recompute == "full"
-    with pytest.raises(
-        zbcompile.CompileError, match="has 3 entries, but the schedule has 4 stages"
-    ):
-        compiled(["full", "off", "off"])
 
 
 def test_a_budget_that_cannot_be_met_names_the_smallest() -> None:

@@ -17,7 +17,6 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from tests.support.oracle import PROBLEMS, eager_step_in_order
@@ -122,16 +121,6 @@ def test_in_processes(case: Case, pool: Pool) -> None:
     assert_declared(on_ranks(pool, quickly, case), case)
 
 
-@pytest.mark.mostly_slow(every=5)
-@pytest.mark.parametrize(
-    ("name", "ranks", "microbatches"),
-    [("zb-v", 3, 6), ("zb-h2", 5, 9), ("dualpipe", 6, 12), ("zb-h1", 7, 7), ("1f1b", 8, 8)],
-)
-def test_more_ranks_in_one_process(name: str, ranks: int, microbatches: int) -> None:
-    case = Case("mlp", name, ranks, microbatches, steps=1)
-    assert_bitwise(quickly(case), reference(case))
-
-
 @pytest.mark.parametrize(
     ("name", "ranks", "chunks"),
     [("interleaved-1f1b", 2, 3), ("interleaved-zb", 2, 4), ("interleaved-1f1b-overlap", 1, 5)],
@@ -174,15 +163,6 @@ def program_of(case: Case):
     pipe = pipeline_of(case)
     batch = PROBLEMS[case.problem].batches(1, case.microbatches * ROWS)[0]
     return pipe.compile(*batch.args, target=batch.target).program
-
-
-def test_only_the_lazy_schedule_declares_another_order() -> None:
-    """The others accumulate in microbatch order on every stage, so they equal eager accumulation
-    itself."""
-    for name in names():
-        schedule = build(name, 2, smallest_microbatches(name, 2, at_least=6))
-        orders = {schedule.weight_order(stage) for stage in range(schedule.stages)}
-        assert (orders == {tuple(range(schedule.microbatches))}) == (name != LAZY), name
 
 
 @dataclass
@@ -229,37 +209,6 @@ def test_late_messages_and_slow_ranks_change_no_bit(case: Case, ordered: bool, p
     """Also where messages have no tags, and a channel ends one operation before it begins
     the next."""
     assert_declared(join(pool.run(delayed, case, ordered, ranks=case.ranks)), case)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(
-            Case("gpt-dropout", "zb-v", 2, 4, exact=False), marks=pytest.mark.beyond_sample
-        ),
-        Case("mlp", "dualpipe", 4, 8, exact=False),
-    ],
-    ids=str,
-)
-def test_default_accumulation_is_the_same_over_messages(case: Case, pool: Pool) -> None:
-    """The same bits in one process and in several; the caller's own generator is left as it was."""
-    alone = pool.alone(pipelined, case)
-    assert_bitwise(join(pool.run(pipelined, case, ranks=case.ranks)), alone)
-
-
-def generator_before_and_after(case: Case) -> bool:
-    torch.manual_seed(7)
-    before = torch.get_rng_state()
-    pipelined(case)
-    return torch.equal(before, torch.get_rng_state())
-
-
-@pytest.mark.slow
-def test_callers_generator_is_left_alone(pool: Pool) -> None:
-    case = Case("small-dropout", "zb-h1", 2, 2, steps=1)
-    assert generator_before_and_after(case)
-    assert pool.run(generator_before_and_after, case) == [True, True]
 
 
 @pytest.mark.parametrize("name", ["dualpipe-v", "1f1b-overlap", "dualpipe"])

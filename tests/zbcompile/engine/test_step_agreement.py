@@ -22,8 +22,6 @@ from tests.support.pool import Pool
 from zbcompile import PipelineError
 from zbcompile.engine.step import Engine
 
-Sizes = tuple[tuple[int, ...], ...]  # of the microbatches of each step
-
 
 def made(shape: tuple[int, int]) -> zbcompile.Pipeline:
     torch.manual_seed(0)
@@ -150,31 +148,6 @@ def test_torch_is_called_once_before_a_step_runs(kind: str, messages: int, pool:
     for outside, within in pool.run(called, kind, ranks=2):
         assert outside == Counter({"all_reduce": 4 * messages} if messages else {})
         assert within
-
-
-def with_other_timeouts() -> str:
-    """What a rank says if each waits for another time."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    given = {
-        "schedule": "1f1b",
-        "microbatches": 2,
-        "loss": mse_loss,
-        "timeout": 60 + dist.get_rank(),
-    }
-    try:
-        zbcompile.pipeline(model, **given).step(torch.zeros(4, 2), target=torch.zeros(4, 2))
-    except PipelineError as error:
-        return str(error)
-    return ""
-
-
-def test_another_timeout_is_said_on_every_rank(pool: Pool) -> None:
-    one, other = pool.run(with_other_timeouts, ranks=2)
-    assert "timeout" in one
-    assert "60" in one
-    assert "61" in one
-    assert one == other
 
 
 def differs_once(overlap: bool) -> tuple[list[str], bool, list[float]]:

@@ -46,30 +46,6 @@ def test_in_processes(case: VocabularyCase, pool: Pool) -> None:
     assert_equal_within(join(pool.run(sharded, case, ranks=case.ranks)), eager(case), 1e-12)
 
 
-def shares_of_state(case: VocabularyCase) -> tuple[list[int], list[str]]:
-    """The rows of the head that this rank's state dict shows, and the names of all it shows."""
-    pipe = zbcompile.pipeline(
-        model_of(case),
-        schedule=case.schedule,
-        microbatches=4,
-        loss=MODELS[case.model][1],
-        vocab=case.vocab,
-    )
-    batch = batches_of(case)[0]
-    pipe.compile(*batch.args, target=batch.target)
-    state = pipe.state_dict()
-    head = state["head.weight"]
-    return [*head.shape, *head.to_local().shape], sorted(state)
-
-
-@pytest.mark.slow
-def test_state_dict_shows_rows_under_the_original_name(pool: Pool) -> None:
-    """A DTensor of the whole shape whose local part is this rank's rows."""
-    shares = pool.run(shares_of_state, VocabularyCase("gpt", "1f1b", 1, 2), ranks=2)
-    assert [rows for rows, _ in shares] == [[256, 32, 128, 32]] * 2
-    assert all("head.weight" in names for _, names in shares)
-
-
 def test_what_cannot_be_is_refused() -> None:
     case = VocabularyCase("gpt", "1f1b", 1, 2)
     batch = batches_of(case)[0]

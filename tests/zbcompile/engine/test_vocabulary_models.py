@@ -10,12 +10,9 @@ from typing import Any
 
 import pytest
 
-from tests.support.pool import Pool
 from tests.support.vocabulary_models import (
     ModelCase,
     assert_same,
-    join,
-    one_step,
     quick_step,
     unsplit,
 )
@@ -36,7 +33,6 @@ CASES = [
     for model, schedules, ranks, barriers in RUNS
     for schedule in schedules
 ]
-IN_PROCESSES = (ModelCase("gpt2", "zb-v", 2),)
 
 
 @pytest.fixture(scope="module")
@@ -53,12 +49,3 @@ def test_in_one_process(case: ModelCase, done: Done) -> None:
     if case.model not in expected:
         expected[case.model] = unsplit(case)
     assert_same(quick_step(case, exported, compiled), expected[case.model])
-
-
-@pytest.mark.beyond_sample
-@pytest.mark.slow
-@pytest.mark.parametrize("case", IN_PROCESSES, ids=str)
-def test_in_processes(case: ModelCase, pool: Pool) -> None:
-    expected = unsplit(case)
-    pool.rehearse(one_step, case)
-    assert_same(join(pool.run(one_step, case, ranks=case.ranks), expected[1]), expected)

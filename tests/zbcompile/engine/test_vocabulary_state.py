@@ -8,87 +8,21 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import zbcompile
 from gpt import GPT, next_byte_loss
-from tests.support.oracle import Batch, eager_step
+from tests.support.oracle import Batch
 from tests.support.pool import Pool
 from tests.support.vocabulary_training import distance
 
 MICROBATCHES, REPLICAS, MOST = 4, 2, 0.05
-OPTIONS: Any = {
-    "schedule": "zb-h1",
-    "microbatches": MICROBATCHES,
-    "loss": next_byte_loss,
-    "vocab": 1,
-}
 Seen = dict[str, Any]
-
-
-def small(tied: bool) -> nn.Module:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return GPT(layers=1, width=16, heads=2, length=8, tied=tied).double()
 
 
 def batch_of(rows: int) -> Batch:
     tokens = torch.randint(0, 256, (rows, 9), generator=torch.Generator().manual_seed(1))
     return Batch((tokens[:, :-1].contiguous(),), {}, tokens[:, 1:].contiguous())
-
-
-def replica(folder: str) -> Seen:
-    """One step of a tied model on this replica's half of the batch; gradients are clipped, a
-    checkpoint is written."""
-    mesh = init_device_mesh("cpu", (REPLICAS, 2), mesh_dim_names=("dp", "pp"))
-    own = list(batch_of(2 * REPLICAS * MICROBATCHES).parts(REPLICAS))[mesh["dp"].get_local_rank()]
-    pipe = zbcompile.pipeline(small(tied=True), mesh=mesh, **OPTIONS)
-    loss = pipe.step(*own.args, target=own.target)
-    norm = pipe.clip_grad_norm_(MOST)
-    gradients = {name: p.grad for name, p in pipe.named_parameters()}
-    dcp.save(pipe.state_dict(), checkpoint_id=folder)
-    seen = {"loss": loss, "norm": norm, "gradients": gradients, "full": pipe.state_dict(full=True)}
-    return seen | {"output": pipe.eval(*own.args, microbatches=1)}
-
-
-@pytest.mark.beyond_sample
-@pytest.mark.slow
-def test_replicas_clipping_and_a_checkpoint(pool: Pool, tmp_path: Path) -> None:
-    """Losses, the norm (each row counted once) and clipped gradients are those of one process on
-    the whole batch; what the ranks wrote is put together under eager's keys; each replica evaluates
-    its own half."""
-    seen = pool.run(replica, str(tmp_path), ranks=4)
-    model, batch = small(tied=True), batch_of(2 * REPLICAS * MICROBATCHES)
-    loss = eager_step(model, next_byte_loss, batch, REPLICAS * MICROBATCHES, 0)
-    norm = nn.utils.clip_grad_norm_(model.parameters(), MOST)
-    assert all(distance(each["loss"], loss) < 1e-12 for each in seen)
-    assert all(
-        distance(each["norm"], norm) < 1e-6 for each in seen
-    )  # the norms of parts travel in fp32
-    with torch.no_grad():
-        outputs = [model(*half.args) for half in batch.parts(REPLICAS)]
-    assert all(distance(each["output"], outputs[i // 2]) < 1e-12 for i, each in enumerate(seen))
-    for name, parameter in model.named_parameters():
-        parts = [each["gradients"][name] for each in seen[:2] if name in each["gradients"]]
-        whole = torch.cat(parts) if name == "token.weight" else parts[0]
-        assert distance(whole, parameter.grad) < 1e-6, name
-        twins = [each["gradients"][name] for each in seen[2:] if name in each["gradients"]]
-        assert all(torch.equal(one, other) for one, other in zip(parts, twins, strict=True)), name
-    assert_holds(tmp_path, model.state_dict())
-    assert all(
-        torch.equal(each["full"][key], value)
-        for each in seen
-        for key, value in model.state_dict().items()
-    )
-
-
-def assert_holds(folder: Path, expected: dict[str, Tensor]) -> None:
-    """One process reads whole tensors from what several have written."""
-    found = {key: torch.zeros_like(value) for key, value in expected.items()}
-    dcp.load(found, checkpoint_id=str(folder), no_dist=True)
-    assert all(torch.equal(found[key], value) for key, value in expected.items())
 
 
 def fill(name: str, tensor: Tensor) -> None:

@@ -18,7 +18,6 @@ from tests.support.training import (
     assert_bitwise,
     compiled_for,
     on_ranks,
-    pipeline_of,
     pipelined,
     problem_of,
     quickly,
@@ -60,10 +59,6 @@ PROCESSES = (
     Case("gpt2", "zb-h1", 2, 4, steps=2),
     Case("resnet", "zb-v", 2, 4, steps=2),
 )
-
-
-def test_every_pair_of_schedule_and_ranks_occurs() -> None:
-    assert len({(case.schedule, case.ranks) for case in CASES}) == 9
 
 
 def marks_of(case: Case) -> list[pytest.MarkDecorator]:
@@ -123,22 +118,6 @@ def test_an_lstm_is_refused_with_exact_and_near_without() -> None:
     ours, theirs = pipelined(replace(case, exact=False)), reference(case)
     for name, gradient in theirs.gradients[0].items():
         torch.testing.assert_close(ours.gradients[0][name], gradient, rtol=0, atol=1e-6)
-
-
-@pytest.mark.slow
-def test_eval_returns_the_models_own_output() -> None:
-    """transformers' output object with its cache, the loss on the whole batch."""
-    case = Case("gpt2", "1f1b", 2, 4)
-    problem, pipe = ZOO["gpt2"], pipeline_of(case)
-    batch = problem.batches(1, 8)[0]
-    pipe.compile(**batch.kwargs)
-    ours = pipe.eval(**batch.kwargs)
-    with torch.no_grad():
-        theirs = problem.model().eval()(**batch.kwargs)
-    assert type(ours) is type(theirs)
-    assert torch.equal(ours.loss, theirs.loss)
-    assert torch.equal(ours.logits, theirs.logits)
-    assert type(ours.past_key_values) is type(theirs.past_key_values)
 
 
 def test_the_zoo_is_tested() -> None:

@@ -95,23 +95,3 @@ def transformers_model(name: str) -> Any:
     model = getattr(transformers, f"{name}ForCausalLM")(config)
     model.set_experts_implementation("grouped_mm")
     return model
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "schedule"),
-    [("Qwen3Moe", "zb-h1"), pytest.param("DeepseekV3", "zb-v", marks=pytest.mark.beyond_sample)],
-)
-def test_grouped_products_of_transformers(name: str, schedule: str) -> None:
-    """In float32, of which torch cannot infer the shape on a CPU."""
-    model, eager, x = (
-        transformers_model(name),
-        transformers_model(name),
-        torch.randint(0, 96, (8, 12)),
-    )
-    expected = eager_step(eager, None, Batch((), {"input_ids": x, "labels": x}), MICROBATCHES, 0)
-    pipe = zbcompile.pipeline(
-        model, schedule=schedule, ranks=2, microbatches=MICROBATCHES, exact=True
-    )
-    assert torch.equal(pipe.step(input_ids=x, labels=x), expected)
-    assert_same_tensors(gradients_of(pipe), gradients_of(eager), "gradient of")

@@ -109,14 +109,6 @@ def test_tensors_of_other_ranks_are_on_the_meta_device(pool: Pool) -> None:
     assert first | second == names
 
 
-def test_in_one_process_the_model_is_whole() -> None:
-    model = Net()
-    pipe, _ = trained(model)
-    assert not any(tensor.is_meta for tensor in model.state_dict().values())
-    assert clip_grad_norm_(pipe.parameters(), 1.0) == 0
-    assert model(ROWS).shape == ROWS.shape
-
-
 def usual_life() -> tuple[list[Tensor], dict[str, Tensor]]:
     """Steps of two shapes, of another mode and evaluations after the first one; weights that are
     loaded; the last state, and what another module computes with it."""

@@ -87,27 +87,6 @@ def test_every_bit_is_the_same_beside_replicas(training: Training, pool: Pool) -
             assert_same_tensors(found.state, whole.state, "state dict:")
 
 
-def test_the_update_is_an_action_of_the_step() -> None:
-    """Recorded, explained, and simulated: in the first rank of a zb-v, while others still work."""
-    pipe, (batch, *_) = pipeline()
-    optimizer = pipe.optimizer(SGD, lr=0.1, overlap=True)
-    pipe.record = True
-    pipe.step(*batch.args, target=batch.target)
-    optimizer.step()
-    record = pipe.last_step
-    assert record is not None
-    actions = [span.action for span in record.spans[0]]
-    assert actions.index("OPT3.0") < actions.index("W0.3") < actions.index("OPT0.0")
-    assert actions[-1] == "OPT0.0"
-    assert zbcompile.schedules.check(record.schedule)
-    assert sum(record.costs.optimizer) > 0
-    optimizer.zero_grad()
-    with pipe.no_sync():
-        pipe.step(*batch.args, target=batch.target)
-    assert pipe.last_step is not None
-    assert "OPT" not in pipe.last_step.schedule.ops
-
-
 def test_the_step_is_the_update() -> None:
     """Gradients are None afterwards, `optimizer.step()` does nothing, and a rate that changes
     between the two counts for the next step."""

@@ -2,17 +2,15 @@
 bit."""
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Muon, RMSprop
-from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import zbcompile
 from tests.support.oracle import PROBLEMS, eager_step
@@ -210,77 +208,6 @@ def test_gradients_of_half_precision_are_rounded_where_eager_rounds_them(
     assert_same_tensors(found, expected, "gradients:")  # type: ignore[arg-type]
 
 
-def in_half(batch: Any) -> Any:
-    return type(batch)(tuple(x.bfloat16() for x in batch.args), {}, batch.target.bfloat16())
-
-
-@pytest.mark.slow
-def test_what_is_frozen_has_no_master_until_it_trains() -> None:
-    problem, model, trained = (
-        PROBLEMS["mlp"],
-        in_half_precision(torch.bfloat16),
-        in_half_precision(torch.bfloat16),
-    )
-    options: dict[str, Any] = {
-        "schedule": "zb-h1",
-        "ranks": 2,
-        "microbatches": MICROBATCHES,
-        "exact": True,
-    }
-    pipe = zbcompile.pipeline(trained, loss=problem.loss, **options)
-    theirs, ours = Masters.of(model), pipe.optimizer(AdamW, lr=1e-2)
-    frozen = next(iter(dict(model.named_parameters())))
-    for step, batch in enumerate(problem.batches(3, MICROBATCHES * ROWS)):
-        for each in (model, trained):
-            each.get_parameter(frozen).requires_grad_(step > 0)
-        half = in_half(batch)
-        eager_step(model, problem.loss, half, MICROBATCHES, step)
-        pipe.step(*half.args, target=half.target)
-        assert next(each for each in ours.parameters.tensors if each.name == frozen).is_master is (
-            step > 0
-        )
-        theirs.step()
-        ours.step()
-        ours.zero_grad()
-        assert_same_tensors(
-            pipe.state_dict(full=True), model.state_dict(), f"state dict after step {step}:"
-        )
-
-
-def test_masters_are_kept_by_an_optimizer_without_state(tmp_path: Path) -> None:
-    """And a gradient may be replaced; torch's hooks for all optimizers run once."""
-    problem, stepped = PROBLEMS["mlp"], []
-    pipe = zbcompile.pipeline(
-        in_half_precision(torch.bfloat16),
-        schedule="zb-h1",
-        ranks=2,
-        microbatches=MICROBATCHES,
-        loss=problem.loss,
-    )
-    optimizer = pipe.optimizer(SGD, lr=1e-3)
-    batch = in_half(problem.batches(1, MICROBATCHES * ROWS)[0])
-    pipe.step(*batch.args, target=batch.target)
-    for parameter in pipe.parameters():
-        parameter.grad = torch.full_like(parameter.grad, 1.0)  # type: ignore[arg-type]
-    masters = optimizer.param_groups[0]["params"]
-    expected = [master.detach() - 1e-3 for master in masters]
-    hook = register_optimizer_step_pre_hook(lambda *given: stepped.append(given[0]))
-    optimizer.step()
-    hook.remove()
-    assert stepped == [optimizer]
-    assert_same_tensors(masters, expected, "master")
-    kept = copy.deepcopy(optimizer.state_dict())
-    zbcompile.save_checkpoint(tmp_path, pipe, optimizer)
-    for load in (
-        lambda: optimizer.load_state_dict(kept),
-        lambda: zbcompile.load_checkpoint(tmp_path, pipe, optimizer),
-    ):
-        for master in masters:
-            master.detach().zero_()
-        load()
-        assert_same_tensors(optimizer.param_groups[0]["params"], expected, "master")
-
-
 def test_matrices_and_the_rest_have_an_optimizer_each() -> None:
     """And two optimizers at once leave each other's gradients alone."""
     problem = PROBLEMS["mlp"]
@@ -384,50 +311,6 @@ def test_an_optimizer_that_cannot_take_a_parameter_says_so_once_it_is_known() ->
     with pytest.raises(zbcompile.PipelineError, match=r"groups\[1\] takes none of the model's"):
         pipe.optimizer(AdamW, groups=[*DECAYED, nothing])
     pipe.step(*batch.args, target=batch.target)
-
-
-def test_a_scheduler_may_cycle_momentum_before_anything_is_compiled() -> None:
-    pipe = pipeline_of(Case("mlp", "zb-h1", 2, MICROBATCHES))
-    optimizer = pipe.optimizer(AdamW, lr=1e-3)
-    rate = OneCycleLR(optimizer, max_lr=1e-2, total_steps=10)
-    before: Mapping[str, Any] = dict(optimizer.param_groups[0])
-    batch = PROBLEMS["mlp"].batches(1, MICROBATCHES * ROWS)[0]
-    pipe.step(*batch.args, target=batch.target)
-    after = optimizer.param_groups[0]
-    assert {key: after[key] for key in before if key != "params"} == {
-        k: v for k, v in before.items() if k != "params"
-    }
-    optimizer.step()
-    rate.step()
-    assert after["lr"] > before["lr"]
-
-
-def test_a_closure_runs_first() -> None:
-    """Lightning passes one to every step."""
-    (batch,), model = PROBLEMS["mlp"].batches(1, 4), PROBLEMS["mlp"].model()
-    pipe = zbcompile.pipeline(
-        model, schedule="1f1b", ranks=2, microbatches=2, loss=torch.nn.functional.mse_loss
-    )
-    optimizer = pipe.optimizer(torch.optim.SGD, lr=0.1)
-    first = optimizer.step(lambda: pipe.step(*batch.args, target=batch.target))
-    assert pipe.step(*batch.args, target=batch.target) < first
-
-
-@pytest.mark.slow
-def test_an_evaluation_compiles_between_a_step_and_its_update() -> None:
-    """While bfloat16 parameters have float32 gradients, as masters ask for."""
-    (batch,), model = PROBLEMS["mlp"].batches(1, 4), PROBLEMS["mlp"].model().bfloat16()
-    args = [x.bfloat16() if x.is_floating_point() else x for x in batch.args]
-    pipe = zbcompile.pipeline(
-        model, schedule="1f1b", ranks=2, microbatches=2, loss=lambda y, _: y.float().square().mean()
-    )
-    pipe.optimizer(AdamW)
-    pipe.step(*args, target=batch.target)
-    sums = [p.grad for p in model.parameters()]
-    assert {g.dtype for g in sums if g is not None} == {torch.float32}
-    with torch.no_grad():
-        assert torch.equal(pipe.eval(*args), model.eval()(*args))
-    assert all(p.grad is g for p, g in zip(model.parameters(), sums, strict=True))
 
 
 def test_a_removed_option_says_what_to_do() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.optim import SGD, AdamW
+from torch.optim import AdamW
 
 import zbcompile
 from tests.support.disturbed_training import (
@@ -22,7 +22,7 @@ from tests.support.disturbed_training import (
     disturbed,
     trained,
 )
-from tests.support.oracle import PROBLEMS, Batch
+from tests.support.oracle import PROBLEMS
 from tests.support.pool import FORKS, Pool
 from tests.support.replicated import REPLICAS, mesh_of_replicas
 from tests.support.training import ROWS, Case, assert_same_tensors, compiled_once, pipeline_of
@@ -46,85 +46,6 @@ def test_every_bit_is_that_of_the_barrier(schedule: str) -> None:
         "undone" in after[3] or schedule != "zb-v"
     )  # otherwise the second rank, which comes first here, knows it
     assert STEPS - len(after[3]) > STEPS / 2
-
-
-def test_half_precision_is_corrected_as_well() -> None:
-    """Masters are rounded again, and the options are those of the step that is corrected."""
-    batches = [
-        disturbed(b, s) for s, b in enumerate(PROBLEMS["mlp"].batches(8, MICROBATCHES * ROWS))
-    ]
-    halves = [Batch(tuple(x.bfloat16() for x in b.args), {}, b.target.bfloat16()) for b in batches]
-    found = []
-    for when in ("before", "after"):
-        pipe = pipeline_of(Case("mlp", "zb-v", 2, MICROBATCHES))
-        pipe._model.bfloat16()
-        found.append(trained(pipe, halves, validate=when))
-    assert_bitwise(found[1], found[0])
-    assert "undone" in found[1][3]
-
-
-class Annealed(SGD):
-    """Its state of a parameter is no tensor."""
-
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        for parameter in (
-            p for group in self.param_groups for p in group["params"] if p.grad is not None
-        ):
-            count = self.state[parameter].setdefault("count", [0])
-            count[0] += 1
-            parameter.add_(parameter.grad, alpha=-0.1 / count[0])
-
-
-def test_state_that_is_no_tensor_is_corrected_as_well() -> None:
-    found = []
-    for when in ("before", "after"):
-        pipe = pipeline_of(Case("mlp", "zb-v", 2, MICROBATCHES))
-        optimizer = pipe.optimizer(
-            Annealed, clip=0.2, validate=when
-        )  # the first stages know a smaller norm
-        for batch in PROBLEMS["mlp"].batches(4, MICROBATCHES * ROWS):
-            pipe.step(*batch.args, target=batch.target)
-            optimizer.step()
-            optimizer.zero_grad()
-        found.append(pipe.state_dict(full=True))
-    assert_same_tensors(found[1], found[0], "state dict:")
-
-
-def test_averages_wait_for_the_validation() -> None:
-    """The model itself may have an update that will be undone."""
-    found = []
-    for when in ("before", "after"):
-        pipe = pipeline_of(Case("mlp", "zb-v", 2, MICROBATCHES))
-        optimizer = pipe.optimizer(AdamW, lr=1e-2, clip=0.2, validate=when)
-        average: dict[str, torch.Tensor] = {}
-        for batch in PROBLEMS["mlp"].batches(4, MICROBATCHES * ROWS):
-            pipe.step(*batch.args, target=batch.target)
-            optimizer.step()
-            optimizer.zero_grad()
-            for name, parameter in pipe.named_parameters():
-                average.setdefault(name, parameter.detach().clone()).lerp_(parameter.detach(), 0.5)
-        found.append(average)
-    assert_same_tensors(found[1], found[0], "average:")
-
-
-def test_parameters_must_not_be_written_before_the_validation() -> None:
-    """A correction would replace what was written. `pipe.parameters()` waits for it."""
-    pipe = pipeline_of(Case("mlp", "zb-v", 2, MICROBATCHES))
-    optimizer = pipe.optimizer(AdamW, clip=1e-3, validate="after")
-    batch = PROBLEMS["mlp"].batches(1, MICROBATCHES * ROWS)[0]
-    kept = list(pipe._model.parameters())
-    for where in (lambda: list(pipe.parameters()), lambda: kept):
-        pipe.step(*batch.args, target=batch.target)
-        optimizer.step()
-        optimizer.zero_grad()
-        with torch.no_grad():
-            where()[0].mul_(0.5)
-    with pytest.raises(
-        zbcompile.PipelineError, match=r"was written before its update was validated"
-    ):
-        pipe.step(*batch.args, target=batch.target)
-    with pytest.raises(zbcompile.PipelineError, match=r"before their updates were corrected"):
-        pipe.step(*batch.args, target=batch.target)
 
 
 def steps(

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zbcompile
-from tests.support.meshes import mesh_of
 from tests.support.pool import Pool
 
 WIDTH = 8
@@ -54,12 +53,6 @@ def assert_like_eager(pipe: zbcompile.Pipeline, x: Tensor) -> None:
     ours, theirs = pipe.eval(x), pipe._model(x)
     torch.testing.assert_close(ours.pop("rows"), theirs.pop("rows"), rtol=1e-6, atol=1e-6)
     assert ours == theirs
-
-
-@pytest.mark.slow
-def test_numbers_in_the_output_are_those_of_the_batch(pipe: zbcompile.Pipeline) -> None:
-    for rows in (8, 7):
-        assert_like_eager(pipe, batch_of(rows))
 
 
 def test_hooks_that_come_and_go_are_seen(pipe: zbcompile.Pipeline) -> None:
@@ -164,32 +157,6 @@ def test_split_microbatches_have_one_form(pipe: zbcompile.Pipeline) -> None:
             pipe.log_probs(labels=labels, microbatches=microbatches)
 
 
-@pytest.mark.slow
-def test_compiled_in_inference_mode() -> None:
-    """What is compiled and kept there serves outside, too."""
-    pipe = made(Counting())
-    with torch.inference_mode():
-        x = batch_of(8).clone()
-        pipe.compile(x, target=x)
-        inside = pipe.eval(x, microbatches=2)
-    assert torch.equal(pipe.eval(batch_of(8), microbatches=2)["rows"], inside["rows"])
-    assert_like_eager(pipe, batch_of(8))
-    torch.testing.assert_close(
-        pipe.step(batch_of(8), target=batch_of(8)), loss_of(pipe._model(x.clone()), x.clone())
-    )
-
-
-def test_what_was_evaluated_frozen_trains_later(reference: zbcompile.Pipeline) -> None:
-    """The program is then the step."""
-    model, x = reference._model.requires_grad_(True), batch_of(8)
-    ours, theirs = reference.step(x, target=x), loss_of(model(x), x)
-    torch.testing.assert_close(ours, theirs)
-    assert reference.program.trains
-    assert {name for name, _ in model.named_parameters()} == set(reference.program.trained)
-    model.requires_grad_(False)
-    model.zero_grad()
-
-
 class Random(Counting):
     def forward(self, x: Tensor) -> dict[str, Any]:
         return {"rows": F.dropout(super().forward(x)["rows"])}
@@ -237,30 +204,3 @@ def test_ranks_that_ask_for_different_things(pool: Pool) -> None:
     assert first is None
     with torch.no_grad():
         torch.testing.assert_close(last["rows"], Counting()(batch_of(8))["rows"])
-
-
-def apart() -> tuple[float, str]:
-    """Every rank has weights of its own in a frozen model: what replicas compute, and why stages
-    are refused."""
-    model = Counting(dist.get_rank()).requires_grad_(False)
-    parts = mesh_of(dp=2, pp=1)
-    pipe = zbcompile.pipeline(model, mesh=parts, schedule="1f1b", microbatches=4)
-    found = pipe.eval(batch_of(8))["rows"].sum().item()
-    model = Counting(dist.get_rank()).requires_grad_(False)
-    model.layers[3].weight = model.layers[0].weight  # type: ignore[union-attr, assignment]
-    with pytest.raises(zbcompile.PipelineError) as raised:
-        zbcompile.pipeline(model, schedule="1f1b", microbatches=4).eval(batch_of(8))
-    return found, str(raised.value)
-
-
-@pytest.mark.slow
-def test_ranks_that_begin_with_other_weights(pool: Pool) -> None:
-    (first, reason), (second, _) = pool.run(apart)
-    with torch.no_grad():
-        assert (
-            first
-            == second
-            == pytest.approx(Counting(0)(batch_of(8))["rows"].sum().item(), rel=1e-5)
-        )
-    assert "layers.0.weight" in reason
-    assert "\n" not in reason

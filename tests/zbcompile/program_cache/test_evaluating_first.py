@@ -4,14 +4,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zbcompile
 from tests.support.oracle import PROBLEMS, WIDTH, Batch, eager_step
 from tests.support.pool import Pool
-from tests.support.training import ROWS, Case, pipeline_of
+from tests.support.training import ROWS
 
 STEPS, MICROBATCHES = 3, 2
 
@@ -126,17 +125,6 @@ def words_of(schedule: str, vocab: Any) -> zbcompile.Pipeline:
     return pipe_of(problem.model(), schedule=schedule, vocab=vocab, loss=problem.loss, exact=False)
 
 
-@pytest.mark.slow
-def test_a_searched_schedule_keeps_the_placement_of_the_evaluation() -> None:
-    problem, pipe = PROBLEMS["small-dropout"], words_of("auto", "off")
-    batch = problem.batches(1, 2 * ROWS)[0]
-    expected = eager_step(problem.model(), problem.loss, batch, MICROBATCHES, 0)
-    pipe.eval(*batch.args)
-    homes = pipe.program.homes
-    torch.testing.assert_close(pipe.step(*batch.args, target=batch.target), expected)
-    assert pipe.program.homes == homes
-
-
 def test_a_sharded_output_layer_is_placed_by_a_step() -> None:
     batch = PROBLEMS["small-dropout"].batches(1, 2 * ROWS)[0]
     pipe = words_of("1f1b", 1)
@@ -147,31 +135,3 @@ def test_a_sharded_output_layer_is_placed_by_a_step() -> None:
     pipe.compile(*batch.args, target=batch.target)
     pipe.eval(*batch.args)
     assert pipe.program.vocabulary is not None
-
-
-def on_meta() -> tuple[Tensor, bool]:
-    """The loss of a model built on the meta device that was evaluated first; whether this process
-    holds a part."""
-    with torch.device("meta"):
-        model = Straight()
-    pipe = pipe_of(model, loss=F.mse_loss, init=lambda name, tensor: tensor.fill_(0.01 * len(name)))
-    pipe.eval(X)
-    loss = pipe.step(X, target=X)
-    part = any(parameter.is_meta for parameter in model.parameters())
-    pipe.close()
-    return loss, part or not dist.is_initialized()
-
-
-@pytest.mark.slow
-def test_a_model_on_the_meta_device_is_evaluated_first(pool: Pool) -> None:
-    alone, _ = on_meta()
-    for loss, part in pool.run(on_meta):
-        assert torch.equal(loss, alone)
-        assert part
-
-
-def test_torchs_stages_need_a_step() -> None:
-    pipe = pipeline_of(Case("short-mlp", "1f1b", 2, MICROBATCHES))
-    pipe.eval(torch.ones(4, WIDTH))
-    with pytest.raises(zbcompile.PipelineError, match="no step is compiled yet"):
-        pipe.stages()

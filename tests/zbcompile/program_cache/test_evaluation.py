@@ -1,6 +1,5 @@
 """Evaluation equals the model's own output in eval mode, on every rank."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,9 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zbcompile
-from tests.support.oracle import PROBLEMS, WIDTH, WithLoss
+from tests.support.oracle import WIDTH, WithLoss
 from tests.support.pool import Pool
-from tests.support.training import Case, assert_same_tensors, pipeline_of
 
 
 class Outputs(nn.Module):
@@ -82,20 +80,6 @@ def test_output_of_any_structure_for_any_batch_size(with_loss: bool, pool: Pool)
 
 
 @pytest.mark.slow
-@pytest.mark.mostly_slow(every=2)
-@pytest.mark.parametrize("problem", ["small-dropout", "small-tied"])
-def test_logits_after_a_step(problem: str) -> None:
-    """Without dropout, with the weights as the optimizer left them, in one chunk bit by bit."""
-    chosen = PROBLEMS[problem]
-    model, batch = chosen.model(), chosen.batches(1, 4)[0]
-    pipe = zbcompile.pipeline(model, schedule="zb-h1", microbatches=1, ranks=2, loss=chosen.loss)
-    pipe.step(*batch.args, target=batch.target)
-    torch.optim.SGD(pipe.parameters(), lr=0.1).step()
-    with torch.no_grad():
-        assert torch.equal(pipe.eval(*batch.args), model.eval()(*batch.args))
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("form", ["scalar", "mapping"])
 def test_scalar_loss_is_that_of_the_whole_batch(form: str) -> None:
     model = WithLoss(form)
@@ -105,32 +89,6 @@ def test_scalar_loss_is_that_of_the_whole_batch(form: str) -> None:
     if form == "mapping":
         ours, theirs = ours["loss"], theirs["loss"]
     assert torch.equal(ours, theirs)
-
-
-@pytest.mark.slow
-def test_modes_and_generator_are_left_alone() -> None:
-    pipe = pipeline_of(Case("small-dropout", "1f1b", 2, 2))
-    model = pipe._model
-    batch = PROBLEMS["small-dropout"].batches(1, 4)[0]
-    model.blocks[0].eval()  # type: ignore[index, union-attr, operator]
-    before = torch.get_rng_state()
-    pipe.compile(*batch.args, target=batch.target)
-    result = pipe.eval(*batch.args)
-    assert torch.equal(before, torch.get_rng_state())
-    assert model.training
-    assert not model.blocks[0].training  # type: ignore[index, union-attr]
-    assert not result.requires_grad
-
-
-def test_eval_leaves_gradients_alone() -> None:
-    pipe = pipeline_of(Case("mlp", "zb-v", 2, 4))
-    batch = PROBLEMS["mlp"].batches(1, 8)[0]
-    pipe.step(*batch.args, target=batch.target)
-    before = {name: p.grad.clone() for name, p in pipe.named_parameters() if p.grad is not None}
-    pipe.eval(*batch.args)
-    assert_same_tensors(
-        {name: p.grad for name, p in pipe.named_parameters()}, before, "gradient of"
-    )
 
 
 class EvalHead(nn.Module):
@@ -144,16 +102,6 @@ class EvalHead(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.body(x)
         return x.square().mean() if self.training else self.head(x)
-
-
-@pytest.mark.slow
-def test_a_head_that_only_evaluation_uses() -> None:
-    """It lives on the last stage, after what it works on."""
-    model = EvalHead()
-    pipe = zbcompile.pipeline(model, schedule="1f1b", microbatches=4, ranks=2)
-    pipe.step(rows(8))
-    with torch.no_grad():
-        torch.testing.assert_close(pipe.eval(rows(8)), model.eval()(rows(8)))
 
 
 class OutOfOrder(EvalHead):
@@ -193,35 +141,3 @@ def test_buffers_that_evaluation_changes_change_once() -> None:
     pipe.step(rows(8), target=rows(8))
     pipe.eval(rows(8))
     assert model.calls == 5  # four microbatches, and one batch as a whole
-
-
-class Padded(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        layer = nn.TransformerEncoderLayer(WIDTH, 2, WIDTH, batch_first=True)
-        self.encoder = nn.TransformerEncoder(layer, 3)
-
-    def forward(self, x: Tensor, padding: Tensor) -> Tensor:
-        return self.encoder(x, src_key_padding_mask=padding)
-
-
-@pytest.mark.slow
-def test_attention_with_padding() -> None:
-    """Eager's fast path leaves zeros where there is padding; everywhere else the outputs agree."""
-    torch.manual_seed(0)
-    model, x = Padded(), torch.randn(4, 5, WIDTH)
-    padding = torch.arange(5).expand(4, 5) >= torch.tensor([[5], [3], [4], [2]])
-    pipe = zbcompile.pipeline(model, schedule="1f1b", microbatches=2, ranks=2, loss=F.mse_loss)
-    pipe.compile(x, padding, target=x)
-    with torch.no_grad():
-        expected = model.eval()(x, padding)
-    torch.testing.assert_close(pipe.eval(x, padding)[~padding], expected[~padding])
-
-
-def test_an_output_of_any_class_is_rebuilt() -> None:
-    model = WithLoss("object")
-    pipe = zbcompile.pipeline(model, schedule="1f1b", microbatches=4, ranks=2)
-    pipe.step(rows(8), goal=rows(8))
-    found = pipe.eval(rows(8), goal=rows(8))
-    assert isinstance(found, SimpleNamespace)
-    assert torch.equal(found.loss, model.eval()(rows(8), goal=rows(8)).loss)

@@ -14,7 +14,6 @@ import zbcompile
 from gpt import GPT, VOCABULARY, next_byte_loss
 from tests.support.pool import Pool
 from tests.support.vocabulary_training import distance
-from tests.support.zoo import ZOO
 
 LENGTH = 6
 
@@ -84,40 +83,6 @@ def test_bits_of_the_unsplit_model(pipe: zbcompile.Pipeline) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.mostly_slow(every=2)
-@pytest.mark.parametrize("count", [3, 1, 8, 2])
-def test_the_size_of_microbatches_does_not_matter(pipe: zbcompile.Pipeline, count: int) -> None:
-    """A product of fewer rows may round differently, nothing else."""
-    tokens, labels = batch_of(8)
-    usual, other = (
-        pipe.log_probs(tokens, labels=labels, microbatches=number) for number in (4, count)
-    )
-    torch.testing.assert_close(other, usual, rtol=1e-6, atol=2e-6)
-
-
-@pytest.mark.slow
-def test_labels_of_a_small_type(pipe: zbcompile.Pipeline) -> None:
-    """In eight bits -100 would be 156."""
-    tokens, _ = batch_of(8)
-    labels = tokens.to(torch.uint8)
-    labels[0, 0] = 156
-    assert torch.equal(pipe.log_probs(tokens, labels=labels), eager(gpt(), tokens, labels.long()))
-
-
-@pytest.mark.slow
-def test_split_microbatches(pipe: zbcompile.Pipeline) -> None:
-    """Microbatches of two shapes flow through one run."""
-    tokens, labels = batch_of(8)
-    split = [
-        ((tokens[:2],), {}, labels[:2]),
-        ((tokens[2:4, :3],), {}, labels[2:4, :3]),
-        ((tokens[4:6],), {}, labels[4:6]),
-    ]
-    for ours, ((given,), _, wanted) in zip(pipe.log_probs(microbatches=split), split, strict=True):
-        assert torch.equal(ours, eager(gpt(), given, wanted))
-
-
-@pytest.mark.slow
 def test_what_is_refused_says_why_in_one_line(pipe: zbcompile.Pipeline) -> None:
     tokens, labels = batch_of(8)
     wrong: list[tuple[dict[str, Any], str]] = [
@@ -171,19 +136,6 @@ def test_an_output_without_logits(make: Callable[[Tensor], Any], reason: str) ->
         frozen.log_probs(torch.randn(4, 4), labels=torch.zeros(4, dtype=torch.int64))
 
 
-@pytest.mark.slow
-def test_a_frozen_model_has_no_backward_graphs() -> None:
-    """Nothing trains, so the first evaluation places the parameters; later ones keep to that."""
-    model = gpt().requires_grad_(False)
-    frozen = zbcompile.pipeline(model, schedule="zb-v", microbatches=4, ranks=2)
-    tokens, labels = batch_of(8)
-    assert torch.equal(frozen.log_probs(tokens, labels=labels), eager(model, tokens, labels))
-    assert {name for stage in frozen.program.stages for name in stage.pieces} == {"F"}
-    assert sum(len(stage.parameters) > 0 for stage in frozen.program.stages) > 2
-    with pytest.raises(zbcompile.CompileError):
-        frozen.step(tokens)
-
-
 def sharded(kind: str, vocab: int, frozen: bool) -> list[float]:
     """The largest differences from eager: of log-probabilities from the shards, and of all logits,
     for which the rows are gathered."""
@@ -232,23 +184,3 @@ def test_from_shards_of_the_output_layer(kind: str, vocab: int, frozen: bool) ->
 @pytest.mark.slow
 def test_from_shards_in_processes(pool: Pool) -> None:
     assert max(max(each) for each in pool.run(sharded, "tied", 1, True)) <= 1e-6
-
-
-@pytest.mark.beyond_sample
-@pytest.mark.mostly_slow(every=2)
-@pytest.mark.slow
-@pytest.mark.parametrize("problem", ["llama", "gemma2"])
-def test_models_that_people_train(problem: str) -> None:
-    """Their output has the logits; Gemma 2 caps them and ties the head to the embedding."""
-    batch = ZOO[problem].batches(1, 4)[0]
-    tokens = batch.kwargs["input_ids"]
-    model = ZOO[problem].model().requires_grad_(False)
-    made = zbcompile.pipeline(model, schedule="1f1b", microbatches=2, ranks=2)
-    labels = torch.cat([tokens[:, 1:], torch.full_like(tokens[:, :1], -100)], 1)
-    with torch.no_grad():
-        logits = model.eval()(input_ids=tokens, use_cache=False).logits
-    found = torch.log_softmax(logits, -1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
-    assert torch.equal(
-        made.log_probs(input_ids=tokens, use_cache=False, labels=labels),
-        found.where(labels >= 0, 0.0),
-    )

@@ -1,18 +1,16 @@
 """Steps of other numbers of microbatches than usual, and of microbatches that are already split."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import mse_loss
 
 import zbcompile
 from tests.support.oracle import MLP, PROBLEMS, Batch, eager_step
 from tests.support.pool import Pool
 from zbcompile.errors import PipelineError
-from zbcompile.schedules import Pair, build
+from zbcompile.schedules import build
 
 PROBLEM = PROBLEMS["small-tied"]
 (EIGHT,) = PROBLEM.batches(1, 8)
@@ -51,16 +49,6 @@ def test_a_smaller_batch_takes_fewer_microbatches_and_compiles_nothing(schedule:
     assert len(pipe.compilations) == 1
 
 
-@pytest.mark.slow
-def test_rows_that_the_usual_do_not_divide_take_their_largest_divisor() -> None:
-    pipe, model = made(), PROBLEM.model()
-    for count, parts in ((8, 4), (5, 5), (9, 9)):
-        loss = pipe.step(*rows(count).args, target=rows(count).target)
-        assert torch.equal(loss, eager_step(model, PROBLEM.loss, rows(count), parts, 0))
-    assert same(pipe, model)
-    assert len(pipe.compilations) == 2
-
-
 def split(batch: Batch, *sizes: int) -> list[Part]:
     """Microbatches of so many samples, with shorter sequences from one to the next."""
     assert batch.target is not None
@@ -90,30 +78,6 @@ def test_microbatches_of_several_shapes_in_one_step(schedule: str) -> None:
         assert torch.equal(pipe.step(microbatches=parts), eagerly(model, parts))
     assert same(pipe, model)
     assert len(pipe.compilations) == 4 + 3
-
-
-def test_pairs_of_two_shapes_are_one_graph_that_is_made_once() -> None:
-    """Every pair of this step joins graphs of two programs. Another plan of the same steps merges
-    nothing again."""
-    pipe, model = made("1f1b-overlap"), PROBLEM.model()
-    long, short = split(rows(4), 2, 2)
-    parts = [long, short, long, short]
-    found = []
-    for _ in range(2):
-        assert torch.equal(pipe.step(microbatches=parts), eagerly(model, parts))
-        plan, other = list(pipe._compiled.steps.plans.values())[-1].ordered()[1]
-        pairs = [
-            step
-            for order in pipe.program.schedule.orders
-            for step in order
-            if isinstance(step, Pair)
-        ]
-        assert {*plan.merged, *other.merged} == {*pairs}
-        assert all((first.microbatch + second.microbatch) % 2 for first, second in pairs)
-        found.append({id(run.__self__) for each in (plan, other) for run in each.merged.values()})  # type: ignore[attr-defined]
-        pipe._compiled.steps.plans.clear()
-    assert same(pipe, model)
-    assert found[0] == found[1]
 
 
 @pytest.mark.slow
@@ -148,19 +112,6 @@ def test_packed_microbatches_share_the_valid_tokens_of_their_batch() -> None:
 
 
 @pytest.mark.slow
-def test_the_first_step_may_bring_its_own_count(tmp_path: Path) -> None:
-    pipe, model = made(microbatches=None), PROBLEM.model()
-    parts = [each for part in split(EIGHT, 8) for each in [part] * 3]
-    pipe.step(microbatches=parts)
-    assert pipe.program.schedule.microbatches == 3
-    pipe.program.save(tmp_path / "program")
-    loaded = zbcompile.load(tmp_path / "program", model.state_dict(), ranks=2)
-    loss = loaded.step(microbatches=parts[:2])
-    assert torch.equal(loss, eagerly(model, parts[:2]))
-    assert same(loaded, model)
-
-
-@pytest.mark.slow
 def test_what_a_step_cannot_take() -> None:
     parts = split(EIGHT, 2, 2, 2, 2)
     pipe = made("dualpipe-v")
@@ -187,44 +138,6 @@ def test_what_a_step_cannot_take() -> None:
     pipe.step(*EIGHT.args, target=EIGHT.target)
     with pytest.raises(PipelineError, match="the schedule mine is an order for 4 alone"):
         pipe.step(*rows(6).args, target=rows(6).target)
-
-
-class Pooled(MLP):
-    """Inputs of two lengths."""
-
-    def forward(self, x: torch.Tensor, extra: torch.Tensor | None = None) -> torch.Tensor:
-        return super().forward(x) + (0.0 if extra is None else extra.mean())
-
-
-def test_inputs_of_two_lengths_that_no_small_count_divides() -> None:
-    pipe = zbcompile.pipeline(
-        Pooled(2), schedule="zb-h1", ranks=2, microbatches=4, loss=mse_loss, split={"extra": True}
-    )
-    pipe.step(torch.randn(8, 32), target=torch.randn(8, 32), extra=torch.randn(12, 32))
-    with pytest.raises(
-        PipelineError,
-        match=r"a batch of 5 samples \(kwargs\['extra'\] has 7\) cannot be split into 4",
-    ):
-        pipe.step(torch.randn(5, 32), target=torch.randn(5, 32), extra=torch.randn(7, 32))
-
-
-@pytest.mark.slow
-def test_a_first_step_that_is_refused_leaves_nothing_to_the_next() -> None:
-    problem, settings = PROBLEMS["short-mlp"], {"max_shapes": 1, "exact": True}
-    pipe, model = (
-        zbcompile.pipeline(
-            problem.model(), schedule="auto", ranks=2, loss=problem.loss, **settings
-        ),  # type: ignore[call-overload]
-        problem.model(),
-    )
-    (batch,) = problem.batches(1, 8)
-    assert batch.target is not None
-    with pytest.raises(PipelineError, match="3 shapes, and max_shapes=1"):
-        pipe.step(microbatches=[((batch.args[0][:n],), {}, batch.target[:n]) for n in (1, 2, 3, 1)])
-    loss = pipe.step(*batch.args, target=batch.target)
-    count = pipe.program.schedule.microbatches
-    assert torch.equal(loss, eager_step(model, problem.loss, batch, count, 0))
-    assert same(pipe, model)
 
 
 def on_each_replica(sizes: tuple[int, ...]) -> tuple[torch.Tensor, int] | str:

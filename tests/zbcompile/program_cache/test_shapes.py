@@ -71,26 +71,6 @@ def test_a_bounded_number_of_programs(capsys: pytest.CaptureFixture[str]) -> Non
     assert out.count("evicted the least recently used program; max_shapes=2") == 2
 
 
-@pytest.mark.slow
-def test_evaluations_are_bounded_too() -> None:
-    pipe = zbcompile.pipeline(
-        made(), schedule="1f1b", ranks=2, microbatches=2, loss=F.mse_loss, max_shapes=2
-    )
-    batch = sequences(4, 5)
-    pipe.compile(*batch.args, target=batch.target)
-    for length in (2, 3, 4):
-        pipe.eval(*sequences(4, length).args)
-    assert len(pipe._compiled.evaluations.entries) == 2
-
-
-@pytest.mark.parametrize("value", [0, "many"])
-def test_max_shapes_is_a_positive_number(value: object) -> None:
-    with pytest.raises(
-        zbcompile.PipelineError, match="expected a positive whole number of programs"
-    ):
-        zbcompile.pipeline(made(), ranks=1, microbatches=2, max_shapes=value)
-
-
 class Readers(nn.Module):
     """A value that three nodes read, the second without parameters; long sequences have one
     operation more."""

@@ -74,54 +74,6 @@ class Own(nn.Module):
         return {"loss": late.square().mean(), "early": early, "late": late, "steps": None}
 
 
-def metrics_of(
-    model: nn.Module, parts: list[torch.Tensor], targets: list[torch.Tensor]
-) -> dict[str, Any]:
-    """What `return_metrics` must return, from the unsplit model."""
-    own = [
-        with_accuracy(model(part).detach(), target)[1]
-        for part, target in zip(parts, targets, strict=True)
-    ]
-    return {
-        "accuracy": sum(each["accuracy"] / len(own) for each in own),
-        "right": [each["right"] for each in own],
-        "of rows": torch.cat([each["of rows"] for each in own]),
-        "name": "bytes",
-    }
-
-
-def assert_equal_metrics(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert found.keys() == expected.keys()
-    assert found["name"] == expected["name"]
-    for name in ("accuracy", "right", "of rows"):
-        pairs = (
-            zip(list(found[name]), list(expected[name]), strict=True)
-            if name == "right"
-            else [(found[name], expected[name])]
-        )
-        assert all(torch.equal(one, other) for one, other in pairs), name
-
-
-@pytest.mark.parametrize("schedule", ["zb-h1", "zb-v", "dualpipe"])
-def test_metrics_without_outputs(schedule: str) -> None:
-    pipe, model = made(schedule, loss=with_accuracy), PROBLEM.model()
-    loss, metrics = pipe.step(*EIGHT.args, target=EIGHT.target, return_metrics=True)
-    assert EIGHT.target is not None
-    expected = metrics_of(model, list(EIGHT.args[0].split(2)), list(EIGHT.target.split(2)))
-    assert torch.equal(loss, eager_step(model, PROBLEM.loss, EIGHT, 4, 0))
-    assert_equal_metrics(metrics, expected)
-    assert not metrics["accuracy"].requires_grad
-    gradients = dict(model.named_parameters())
-    assert all(torch.equal(p.grad, gradients[name].grad) for name, p in pipe.named_parameters())  # type: ignore[arg-type]
-    returned = pipe.program.output
-    assert returned is not None
-    assert sorted(spec.shape for _, spec in returned.made.values()) == [
-        (),
-        (),
-        (2,),
-    ]  # no logits among them
-
-
 def test_metrics_that_cannot_be_returned() -> None:
     both = {"target": EIGHT.target, "return_metrics": True}
     with pytest.raises(
@@ -143,67 +95,6 @@ def test_metrics_that_cannot_be_returned() -> None:
         )
 
 
-def metrics_on_each_rank(schedule: str) -> tuple[torch.Tensor, dict[str, Any]]:
-    pipe = made(schedule, ranks=None, loss=with_accuracy)
-    found: tuple[torch.Tensor, dict[str, Any]] = pipe.step(
-        *EIGHT.args, target=EIGHT.target, return_metrics=True
-    )
-    return found
-
-
-@pytest.mark.mostly_slow(every=2)
-@pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["zb-h1", "dualpipe-v"])
-def test_every_rank_gets_the_metrics(schedule: str, pool: Pool) -> None:
-    model = PROBLEM.model()
-    assert EIGHT.target is not None
-    expected = metrics_of(model, list(EIGHT.args[0].split(2)), list(EIGHT.target.split(2)))
-    loss = eager_step(model, PROBLEM.loss, EIGHT, 4, 0)
-    for found, metrics in pool.run(metrics_on_each_rank, schedule, ranks=2):
-        assert torch.equal(found, loss)
-        assert_equal_metrics(metrics, expected)
-
-
-@pytest.mark.slow
-def test_a_step_without_them_is_another_program() -> None:
-    pipe = made(loss=with_accuracy)
-    loss = pipe.step(*EIGHT.args, target=EIGHT.target)
-    pipe.step(*EIGHT.args, target=EIGHT.target, return_outputs=True)
-    assert isinstance(loss, torch.Tensor)
-    assert len(pipe.compilations) == 2
-    with pytest.raises(zbcompile.PipelineError, match="return_outputs='first'; expected one of"):
-        pipe.step(*EIGHT.args, target=EIGHT.target, return_outputs="first")
-    with pytest.raises(
-        zbcompile.PipelineError, match=r"return_outputs=tensor\(.*\); expected one of"
-    ):
-        pipe.step(*EIGHT.args, target=EIGHT.target, return_outputs=torch.ones(2))  # type: ignore[arg-type]
-
-
-@pytest.mark.slow
-def test_microbatches_of_several_shapes_give_lists() -> None:
-    pipe, model = made(), PROBLEM.model()
-    tokens, target = EIGHT.args[0], EIGHT.target
-    assert target is not None
-    parts = [((tokens[:3, :9],), {}, target[:3, :9]), ((tokens[3:],), {}, target[3:])]
-    _, found = pipe.step(microbatches=[*parts, *parts], return_outputs=True)
-    assert all(
-        torch.equal(each, model(*args))
-        for each, (args, _, _) in zip(found, [*parts, *parts], strict=True)
-    )
-
-
-def test_outputs_of_earlier_stages_beside_a_loss_of_the_models_own() -> None:
-    torch.manual_seed(0)
-    model, x = Own(), torch.randn(8, 4)
-    expected = model(x)
-    pipe = zbcompile.pipeline(model, schedule="1f1b", ranks=2, microbatches=4, balance=("second",))
-    loss, outputs = pipe.step(x, return_outputs=True)
-    assert torch.equal(outputs["loss"], loss)
-    assert outputs["steps"] is None
-    assert torch.allclose(outputs["early"], expected["early"])
-    assert torch.allclose(outputs["late"], expected["late"])
-
-
 def on_each_rank(where: bool | str) -> tuple[bool, Any]:
     pipe = made("dualpipe-v" if where == "last" else "zb-h1", ranks=None, loss=with_accuracy)
     _, found = pipe.step(*EIGHT.args, target=EIGHT.target, return_outputs=where)
@@ -221,27 +112,6 @@ def test_every_rank_or_the_last_one_gets_them(where: bool | str, pool: Pool) -> 
     for _, (logits, right) in (each for each in found if each[0]):
         assert torch.equal(logits, torch.cat([model(x) for x in EIGHT.args[0].split(2)]))
         assert len(right) == 4
-
-
-def asked_on_each_rank(asked: tuple[bool | str, bool | str]) -> str:
-    import torch.distributed as dist
-
-    try:
-        made("zb-h1", ranks=None).step(
-            *EIGHT.args, target=EIGHT.target, return_outputs=asked[dist.get_rank()]
-        )
-    except zbcompile.PipelineError as error:
-        return str(error)
-    return ""
-
-
-@pytest.mark.slow
-def test_ranks_ask_alike(pool: Pool) -> None:
-    for found in pool.run(asked_on_each_rank, ("last", True), ranks=2):
-        assert (
-            "what a step returns is return_outputs='last' on rank 0 and return_outputs=True on"
-            " rank 1" in found
-        )
 
 
 def later_on_each_replica(asked: tuple[bool | str, bool | str]) -> str:

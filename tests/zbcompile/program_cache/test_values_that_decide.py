@@ -12,14 +12,10 @@ import zbcompile
 from tests.support.deciding import (
     KINDS,
     WIDTH,
-    Attending,
-    Eager,
     Reusing,
     batch_of,
     follow,
-    followed,
 )
-from tests.support.pool import Pool
 from tests.support.training import assert_same_tensors, gradients_of
 from zbcompile.errors import PipelineError
 from zbcompile.passes.errors import CaptureError, PartitionError
@@ -45,23 +41,6 @@ def test_a_stream_whose_mask_changes(schedule: str, kinds: tuple[str, ...]) -> N
     assert first.homes == second.homes == third.homes
 
 
-@pytest.mark.slow
-def test_on_two_ranks(pool: Pool) -> None:
-    assert pool.run(followed, "zb-h1", ranks=2) == [3, 3]
-
-
-@pytest.mark.slow
-def test_an_evaluation_computes_its_batch_as_a_whole() -> None:
-    """Eager evaluates the whole batch at once, so one padded sample decides for all of them."""
-    model = Attending()
-    pipe = follow(KINDS[:1], "gpipe", 2, model=model, ranks=2, static_inputs=MASK)
-    eager = copy.deepcopy(model).eval()
-    for kind in ("full", "both", "padded", "full"):
-        x, mask, _ = batch_of(kind, 2, seed=9)
-        torch.testing.assert_close(pipe.eval(x, mask), eager(x, mask), rtol=1e-6, atol=1e-6)
-    assert len(pipe._compiled.evaluations.entries) == 3
-
-
 @pytest.mark.parametrize("kinds", [("padded", "full"), ("full", "padded")])
 def test_programs_that_read_a_parameter_on_other_stages_are_refused(kinds: tuple[str, str]) -> None:
     """A layer runs on one stage, or on two."""
@@ -71,51 +50,12 @@ def test_programs_that_read_a_parameter_on_other_stages_are_refused(kinds: tuple
         follow(kinds, "zb-h1", 4, model=Reusing(), ranks=2, static_inputs=MASK)
 
 
-class Curious(nn.Module):
-    """Reads a number that decides how often a layer runs."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
-        self.last = nn.Sequential(nn.Linear(WIDTH, width), nn.Linear(width, WIDTH))
-
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        hidden = x.mean(1)
-        for _ in range(int(mask.sum(1).min())):
-            hidden = self.layer(hidden).tanh()
-        return self.last(hidden)
-
-
-@pytest.mark.slow
-def test_values_and_shapes_together_keep_so_many_programs() -> None:
-    """Two shapes with two values each: at most two programs, of which one is the first."""
-    torch.manual_seed(0)
-    model = Curious(WIDTH)
-    eager = Eager(copy.deepcopy(model), 2)
-    pipe = zbcompile.pipeline(
-        model, max_shapes=2, static_inputs=MASK, **{**OPTIONS, "ranks": 1, "microbatches": 2}
-    )
-    for rows in (2, 4):
-        for length in (1, 2):
-            x, mask, target = (each[:rows] for each in batch_of("full", 2))
-            mask[:, length:] = 0
-            assert torch.equal(pipe.step(x, mask, target=target), eager.step(x, mask, target))
-            assert len(pipe._compiled.steps.entries) <= 2
-
-
 def test_a_decision_is_refused_with_its_line_and_the_remedy() -> None:
     with pytest.raises(
         CaptureError,
         match=r"value that depends on its inputs \(.*deciding\.py:\d+\).*static_inputs",
     ):
         follow(("full",), "zb-h1", 2, ranks=2)
-
-
-def test_a_static_input_that_is_none() -> None:
-    with pytest.raises(
-        PipelineError, match=r"'mask', which is not an input; the inputs are args\[0\], args\[1\]"
-    ):
-        follow(("full",), "zb-h1", 2, ranks=2, static_inputs=("mask",))
 
 
 class Guarded(nn.Module):
@@ -145,32 +85,6 @@ def test_an_assert_is_refused_or_guarded() -> None:
     assert torch.equal(
         loss, sum(nn.functional.mse_loss(eager(part), part).detach() / 4 for part in x.chunk(4))
     )
-
-
-class Limited(nn.Module):
-    """Asks, and computes, with tensors that it keeps as plain attributes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.limit = nn.Linear(WIDTH, WIDTH), torch.tensor(3)
-        self.scales = [torch.tensor(2.0), torch.ones(WIDTH)]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x) * (self.scales[0] if self.limit > 3 else self.scales[1])
-
-
-@pytest.mark.slow
-def test_plain_tensors_that_change_between_steps() -> None:
-    """In place they count, alone as well as beside inputs; one that is replaced is read from then
-    on."""
-    model, x = Limited(), torch.randn(4, WIDTH)
-    pipe = zbcompile.pipeline(model, **{**OPTIONS, "ranks": 1, "microbatches": 1})
-    for change in (model.limit, model.scales[0], model.scales[1]):
-        loss = pipe.step(x, target=x)
-        assert torch.equal(loss, nn.functional.mse_loss(model(x), x).detach())
-        change += 1
-    model.scales[0] = torch.tensor(4.0)
-    assert torch.equal(pipe.step(x, target=x), nn.functional.mse_loss(model(x), x).detach())
 
 
 @pytest.mark.slow
