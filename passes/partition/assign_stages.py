@@ -68,7 +68,7 @@ def keep_updated_buffers(step: StepGraph, stages: Stages) -> None:
 def cuts_of_owners(
     step: StepGraph, line: ForwardLine, owners: Mapping[str, Sequence[int]], stages: int
 ) -> tuple[int, ...]:
-    """Returns the cuts that keep every parameter on the stages that `owners` lists.
+    """Returns the cuts that keep every parameter and buffer on the stages that `owners` lists.
 
     Used for a further program of the same model, such as another batch shape. Between the last
     node that reads a parameter of stage s or below and the first that reads one above s, the
@@ -78,7 +78,8 @@ def cuts_of_owners(
     Raises:
         PartitionError: The parameters are read in another order than the owners' stages.
     """
-    parameters = set(step.parameters.values())
+    tensors = {name: {**step.parameters, **step.buffers}[name] for name in owners}
+    parameters = set(tensors.values())
     both = {**line.free, **dict.fromkeys(line.homes)}
     readers: dict[Node, list[int]] = {}
     home_readers: dict[Node, list[int]] = {}
@@ -90,13 +91,13 @@ def cuts_of_owners(
     reads: list[tuple[int, int]] = []
     shared: list[tuple[int, int]] = []  # of parameters that several stages have
     for name, owner in owners.items():
-        indices = readers.get(step.parameters[name], [])
+        indices = readers.get(tensors[name], [])
         if len(owner) == 1 and indices:
             reads += [(index, owner[0]) for index in indices]
         elif owner and len(set(indices)) > 1:  # a single read may be on any of the owners
             shared += [(indices[0], owner[0]), (indices[-1], owner[-1])]
-        elif owner and not indices and step.parameters[name] in home_readers:
-            reads.append((home_readers[step.parameters[name]][0], owner[0]))
+        elif owner and not indices and tensors[name] in home_readers:
+            reads.append((home_readers[tensors[name]][0], owner[0]))
     try:
         return _cuts_between(line, [*reads, *shared], stages)
     except PartitionError:  # both reads of a shared parameter may be on one of its stages
@@ -114,9 +115,9 @@ def _cuts_between(
         places = [cut for cut in line.cuts if max(low, *cuts, 0) < cut <= high]
         if not places:
             raise PartitionError(
-                f"no cut keeps the parameters of stages 0 to {stage} before those of later stages. "
-                "The model reads its parameters in another order than when it was placed; call "
-                "`pipe.recompile()` to place it again."
+                f"no cut keeps the parameters and buffers of stages 0 to {stage} before those of "
+                "later stages: the model reads its parameters in another order than when it was "
+                "placed. Keep the order, or make a new pipeline, which places them again."
             )
         cuts.append(min(places, key=lambda cut: (line.crossing_bytes[cut], cut)))
     return tuple(cuts)

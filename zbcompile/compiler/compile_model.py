@@ -177,7 +177,8 @@ def choose_cuts(
         return [node + 1 for node in like.cuts.after]
     if like is not None:
         divided = like.vocabulary.parameters if like.vocabulary is not None else ()
-        names = [name for name in step.parameters if name in like.homes and name not in divided]
+        tensors = (*step.parameters, *step.buffers)
+        names = [name for name in tensors if name in like.homes and name not in divided]
         owners = {name: like.homes[name] for name in names}
         return cuts_of_owners(step, line, owners, len(ranks_of))
     if isinstance(choices.balance, str):
@@ -218,8 +219,8 @@ def require_homes(programs: Sequence[StageProgram], like: Program) -> None:
                 raise PartitionError(
                     f"stage {program.stage} would read {name}, which is on stage "
                     f"{', '.join(map(str, like.homes.get(name, ())))}: the model reads its "
-                    "parameters in another order than when it was placed. Call "
-                    "`pipe.recompile()` on a new pipeline, or keep the order."
+                    "parameters in another order than when it was placed. Keep the order, or make "
+                    "a new pipeline, which places them again."
                 )
 
 

@@ -82,7 +82,8 @@ def key_details(
 def recompile_reason(
     model: nn.Module, microbatch: Microbatch, new: KeyDetails, cached: Collection[KeyDetails]
 ) -> str:
-    """Returns how a key differs from the nearest of the cached keys, for a notice."""
+    """Returns how a key differs from the nearest of the cached keys, for a notice; "" if it is in
+    what the module state says."""
     shapes = f"microbatches of {microbatch.summary()}"
     if not cached:
         return shapes
@@ -110,7 +111,7 @@ def recompile_reason(
         )
     if new.returns != near.returns:
         reasons.append(f"return_{new.returns}=True" if new.returns else f"no {near.returns}")
-    return " and ".join(reasons) or shapes
+    return " and ".join(reasons)
 
 
 def _module_reasons(model: nn.Module, new: KeyDetails, near: KeyDetails) -> list[str]:

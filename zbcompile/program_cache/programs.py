@@ -351,7 +351,9 @@ class ProgramCache:
                 return CompiledGraphs(entry.graphs, (state,), details)
         if self.binding.trains and self.ranks.is_first:
             cached = [entry.details for entry in self.steps.entries if entry.details is not None]
+            changes = (entry.change() for entry in reversed(self.steps.entries))
             reason = change or recompile_reason(self._model, first, details, cached)
+            reason = reason or next(filter(None, changes), "another state of the model")
             print(
                 f"zbcompile: compiling again for {reason} (program"
                 f" {len(self.binding.compilations) + 1}; max_shapes={self._options.max_shapes} are"

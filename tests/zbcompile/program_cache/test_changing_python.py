@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 import zbcompile
-from tests.support.changing import STEPS, Net, batch, eager, saved, scaled
+from tests.support.changing import STEPS, WIDTH, Net, batch, eager, saved, scaled
 from tests.support.meshes import mesh_of
 from tests.support.pool import Pool
 from zbcompile.passes.torch_private import forward_hook_tables
@@ -300,3 +300,37 @@ def test_a_change_on_one_rank_ends_all(replicas: int, pool: Pool) -> None:
         )
         assert named in outcome.text
         assert outcome.error == ("FaultError" if replicas == 1 else "PipelineError")
+
+
+class Shifted(nn.Module):
+    """A buffer behind a layer: a cut between them would have the same bytes as one behind both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.drop = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.0)
+        self.register_buffer("shift", torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.layer(x)) + self.shift
+        return self.drop(x + 0.125 if self.training else x) * 2.0
+
+
+@pytest.mark.parametrize("change", ["dropout", "frozen", "eval", "replaced"])
+def test_buffers_stay_on_their_stages(change: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The cuts of a further program are not between a buffer and its stage; the change is named."""
+    net: Any = nn.Sequential(*(Shifted() for _ in range(4)))
+    options: dict[str, Any] = {"schedule": "zb-h1", "ranks": 3, "microbatches": 2}
+    pipe = zbcompile.pipeline(net, loss=F.mse_loss, exact=True, **options)
+    compare(pipe, net, F.mse_loss, 0)
+    if change == "dropout":
+        net[1].drop.p = 0.5
+    elif change == "frozen":
+        net[0].requires_grad_(False)
+    elif change == "replaced":
+        net[1].drop = nn.Dropout(0.5)
+    else:
+        net[1].eval()
+    compare(pipe, net, F.mse_loss, 1)
+    output = capsys.readouterr().out
+    assert "compiling again for" in output
+    assert "compiling again for microbatches" not in output
