@@ -1,5 +1,5 @@
-"""Every combination of the promise that `tests/zbcompile/engine/test_oracle.py` samples pairwise,
-in a checkout:
+"""Every combination of the promise that `tests/zbcompile/engine/test_combinations.py` samples
+pairwise, in a checkout:
 
     python examples/benchmarks/oracle_sweep.py [--schedules 1f1b zb-h1 zb-v] [--microbatches 1 2 5 8]
 

@@ -45,7 +45,7 @@ SCHEDULES = (
         "schedules/lowering/edges.py",
         "at, peer = (stage, route.source)",
         "at, peer = (route.stage, route.source)",
-        ("tests/zbcompile/engine/test_edges.py", "tests/zbcompile/engine/test_schedules_run.py"),
+        ("tests/zbcompile/engine/test_edges.py", "tests/zbcompile/engine/test_combinations.py"),
     ),
     PlantedFault(
         "a receive is posted after the step that its message is for",
@@ -179,7 +179,7 @@ ENGINE = (
         "zbcompile/engine/gradients.py",
         "parameter.grad.add_(gradient)",
         "parameter.grad.copy_(gradient)",
-        ("tests/zbcompile/engine/test_oracle.py",),
+        ("tests/zbcompile/engine/test_combinations.py",),
     ),
     PlantedFault(
         "the mean over replicas is one over microbatches",
@@ -228,7 +228,7 @@ ENGINE = (
         "zbcompile/engine/stage.py",
         "inputs = self.inputs[microbatch]",
         "inputs = self.inputs[0]",
-        ("tests/zbcompile/engine/test_oracle.py",),
+        ("tests/zbcompile/engine/test_combinations.py",),
     ),
 )
 CACHE = (

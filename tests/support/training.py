@@ -20,6 +20,7 @@ from tests.support.shared_parameters import SHARED_PARAMETERS
 from tests.support.zoo import ZOO
 from zbcompile.compiler.compile_model import ExportedModel, compile_program, export_step
 from zbcompile.compiler.paired_schedule import in_order
+from zbcompile.passes.compile_options import Recompute
 from zbcompile.program.program import Program
 from zbcompile.schedules import build
 
@@ -36,6 +37,7 @@ class Case:
     microbatches: int
     exact: bool = True
     steps: int = 3
+    recompute: Recompute = "hints"
 
     def __str__(self) -> str:
         return f"{self.problem} {self.schedule} ranks={self.ranks} m={self.microbatches}"
@@ -77,14 +79,14 @@ def train(pipe: zbcompile.Pipeline, case: Case) -> Trained:
 
 def quickly(case: Case) -> Trained:
     """As `pipelined`, but compiled once."""
-    with compiled_once(case.problem, case.exact):
+    with compiled_once(case.problem, case.exact, case.recompute):
         return pipelined(case)
 
 
 @contextmanager
-def compiled_once(problem: str, exact: bool) -> Iterator[None]:
-    """Pipelines of a problem that are made inside: it is exported once, and schedules with equal
-    stages on equal ranks share one compilation."""
+def compiled_once(problem: str, exact: bool, recompute: Recompute = "hints") -> Iterator[None]:
+    """Context for pipelines of a problem: it is exported once, and schedules with equal stages on
+    equal ranks share one compilation."""
 
     def export_once(*given: Any, **more: Any) -> ExportedModel:
         if problem not in _EXPORTED:
@@ -94,7 +96,7 @@ def compiled_once(problem: str, exact: bool) -> Iterator[None]:
     def compile_once(
         model: Any, microbatch: Any, exported: Any, schedule: Any, *rest: Any, **more: Any
     ) -> Program:
-        key = (problem, exact, schedule.placement)
+        key = (problem, exact, recompute, schedule.placement)
         if key not in _COMPILED:
             _COMPILED[key] = compile_program(model, microbatch, exported, schedule, *rest, **more)
         return in_order(_COMPILED[key], schedule)
@@ -112,8 +114,8 @@ def on_ranks(pool: Pool, training: Callable[[Case], Trained], case: Case) -> Tra
 
 def compiled_for(case: Case) -> Program:
     """The program that `quickly` has compiled for a case."""
-    wanted = case.problem, case.exact, build(case.schedule, case.ranks, case.microbatches).placement
-    return _COMPILED[wanted]
+    placement = build(case.schedule, case.ranks, case.microbatches).placement
+    return _COMPILED[case.problem, case.exact, case.recompute, placement]
 
 
 _EXPORTED: dict[str, ExportedModel] = {}
@@ -135,6 +137,7 @@ def pipeline_of(case: Case, **options: Any) -> zbcompile.Pipeline:
         microbatches=case.microbatches,
         loss=problem.loss,
         exact=case.exact,
+        recompute=case.recompute,
         ranks=None if dist.is_initialized() else case.ranks,
         **options,
     )

@@ -1,10 +1,5 @@
-"""Every schedule executes, with eager's bits in the order in which it declares to accumulate weight
-gradients.
-
-Every schedule with every number of ranks that it admits among 1, 2 and 4 in one process, pairwise
-in several processes, and with both models: a GPT with tied embeddings, and a net with skip
-connections.
-"""
+"""What belongs to executing a schedule besides `test_combinations.py`: late messages, the order of
+weight gradients, many ranks, chunks, and merged pairs."""
 
 import itertools
 import os
@@ -12,7 +7,6 @@ import random
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -20,7 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.support.oracle import PROBLEMS, eager_step_in_order
-from tests.support.ordered import InOrder, in_turn
+from tests.support.ordered import in_turn
 from tests.support.pool import Pool
 from tests.support.training import (
     ROWS,
@@ -75,12 +69,6 @@ def case_of(name: str, ranks: int, model: int) -> Case:
     )
 
 
-IN_PROCESS = [
-    case_of(name, ranks, i + j)
-    for i, name in enumerate(names())
-    for j, ranks in enumerate((1, 2, 4))
-    if admitted(name, ranks)
-]
 IN_PROCESSES = [
     case_of(name, ranks, i // 2 + j)
     for i, name in enumerate(names())
@@ -103,22 +91,9 @@ def assert_declared(ours: Trained, case: Case) -> None:
         assert_bitwise(ours, reference(case))
 
 
-@pytest.mark.mostly_slow(every=8)
-@pytest.mark.parametrize("case", IN_PROCESS, ids=str)
-def test_in_one_process(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Messages are paired by their order on each channel alone, as NCCL pairs them."""
-    schedule = build(case.schedule, case.ranks, case.microbatches)
-    monkeypatch.setattr(
-        "zbcompile.distributed.ranks.Transport", partial(InOrder, rank_of=schedule.rank_of)
-    )
+def test_the_lazy_schedule_has_the_sums_of_its_order() -> None:
+    case = Case("small-tied", LAZY, 2, 4, steps=1)
     assert_declared(quickly(case), case)
-
-
-@pytest.mark.mostly_slow(every=20, suite=10)
-@pytest.mark.parametrize("case", IN_PROCESSES, ids=str)
-def test_in_processes(case: Case, pool: Pool) -> None:
-    """The order that runs in one process runs over messages, with the same bits."""
-    assert_declared(on_ranks(pool, quickly, case), case)
 
 
 @pytest.mark.parametrize(
@@ -131,27 +106,29 @@ def test_any_number_of_chunks(name: str, ranks: int, chunks: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.mostly_slow(every=2)
-@pytest.mark.parametrize("name", ["zb-v", "dualpipe"])
-def test_dropout_is_that_of_a_seeded_eager_run(name: str, pool: Pool) -> None:
-    """Bitwise: the generator's state travels with the activations, whatever the order of the
-    actions."""
-    case = Case("small-dropout", name, 2, 4, steps=2)
-    assert_bitwise(pool.alone(pipelined, case), reference(case))
-    assert_bitwise(join(pool.run(pipelined, case, ranks=case.ranks)), reference(case))
+def test_dropout_is_that_of_a_seeded_eager_run(pool: Pool) -> None:
+    """The generator's state is sent with the activations, whatever the order of the actions."""
+    case = Case("small-dropout", "zb-v", 2, 4, steps=2)
+    assert_bitwise(on_ranks(pool, pipelined, case), reference(case))
 
 
 def folded(case: Case) -> Trained:
-    """Eager's per-microbatch gradients added in the schedule's own order of each stage, tied ones
-    in their own."""
+    """Eager's gradients of microbatches added in the order of W of each stage; those that B computes
+    and those of tied parameters in the order of microbatches."""
     program = program_of(case)
+    in_w = {
+        slot.name
+        for stage in program.stages
+        for slot in stage.pieces["W"].outputs
+        if slot.role == "weight_gradient"
+    }
     problem = PROBLEMS[case.problem]
     model, batch = problem.model(), problem.batches(1, case.microbatches * ROWS)[0]
     orders = {
         name: (
-            range(case.microbatches)
-            if name in program.shared
-            else program.schedule.weight_order(program.homes[name][0])
+            program.schedule.weight_order(program.homes[name][0])
+            if name in in_w - program.shared
+            else range(case.microbatches)
         )
         for name, _ in model.named_parameters()
     }
@@ -209,6 +186,20 @@ def test_late_messages_and_slow_ranks_change_no_bit(case: Case, ordered: bool, p
     """Also where messages have no tags, and a channel ends one operation before it begins
     the next."""
     assert_declared(join(pool.run(delayed, case, ordered, ranks=case.ranks)), case)
+
+
+def generator_before_and_after(case: Case) -> bool:
+    torch.manual_seed(7)
+    before = torch.get_rng_state()
+    pipelined(case)
+    return torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.slow
+def test_callers_generator_is_left_alone(pool: Pool) -> None:
+    case = Case("small-dropout", "zb-h1", 2, 2, steps=1)
+    assert generator_before_and_after(case)
+    assert pool.run(generator_before_and_after, case) == [True, True]
 
 
 @pytest.mark.parametrize("name", ["dualpipe-v", "1f1b-overlap", "dualpipe"])

@@ -1,0 +1,111 @@
+"""The promise in one table: models, schedules and options, every run compared with the unsplit
+eager model, bit for bit with `exact=True`.
+
+The rows contain every pair of values of two columns, except that a model meets one schedule of each
+family. `pytest --every-case` runs all rows, the suite half of them;
+`examples/benchmarks/oracle_sweep.py` runs every combination.
+"""
+
+from functools import cache, partial
+
+import pytest
+
+from tests.support.covering import Row, covering_rows, pairs_of
+from tests.support.oracle import PROBLEMS
+from tests.support.ordered import InOrder
+from tests.support.pool import Pool
+from tests.support.training import (
+    Case,
+    Trained,
+    assert_bitwise,
+    assert_close,
+    on_ranks,
+    quickly,
+    reference,
+)
+from zbcompile.schedules import Schedule, ScheduleError, build, names, smallest_microbatches
+
+FAMILIES = ("1f1b", "zb-h1", "zb-v", "interleaved-zb")
+COLUMNS = {
+    "problem": tuple(PROBLEMS),
+    "schedule": tuple(name for name in names() if name != "zb-h1-lazy"),  # adds in another order
+    "ranks": (1, 2, 3, 4),
+    "exact": (True, False),
+    "recompute": ("off", "selective", "full", 0.75),
+    "least": (1, 5, 8),  # microbatches, or as many more as the schedule needs
+}
+SHORT = (
+    "frozen",
+    "short-mlp",
+    "small-dropout",
+    "small-tied",
+    "loss-scalar",
+    "loss-mapping",
+    "loss-object",
+)
+
+
+@cache
+def schedule_of(name: str, ranks: int, least: int) -> Schedule | None:
+    """Returns a schedule, None if it does not exist for so many ranks."""
+    try:
+        return build(name, ranks, smallest_microbatches(name, ranks, at_least=least))
+    except ScheduleError:
+        return None
+
+
+def is_valid(row: Row) -> bool:
+    """Returns True if the model has as many stages as the schedule."""
+    schedule = schedule_of(row["schedule"], row["ranks"], row["least"])
+    return schedule is not None and schedule.stages <= (4 if row["problem"] in SHORT else 8)
+
+
+def sampled_rows() -> list[Row]:
+    pairs = {pair for pair in pairs_of(COLUMNS) if {name for name, _ in pair} != MODELS}
+    pairs |= pairs_of({"problem": COLUMNS["problem"], "schedule": FAMILIES})
+    return covering_rows(COLUMNS, pairs, is_valid)
+
+
+MODELS = {"problem", "schedule"}
+SAMPLE = sampled_rows()
+IN_PROCESSES = list(  # a row for every schedule
+    {row["schedule"]: row for row in reversed(SAMPLE) if row["ranks"] > 1}.values()
+)
+
+
+def title_of(row: Row) -> str:
+    return " ".join(map(str, row.values()))
+
+
+def case_of(row: Row) -> Case:
+    """Returns a run of one step, or of two with `exact=True`: an optimizer makes much of small
+    differences."""
+    schedule = schedule_of(row["schedule"], row["ranks"], row["least"])
+    assert schedule is not None
+    options = {name: value for name, value in row.items() if name != "least"}
+    return Case(microbatches=schedule.microbatches, steps=1 + row["exact"], **options)
+
+
+def assert_promise(case: Case, trained: Trained) -> None:
+    (assert_bitwise if case.exact else assert_close)(trained, reference(case))
+
+
+@pytest.mark.mostly_slow(every=14, suite=2)
+@pytest.mark.parametrize("row", SAMPLE, ids=title_of)
+def test_in_one_process(row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Messages are paired by their order on each channel alone, as NCCL pairs them."""
+    case = case_of(row)
+    schedule = build(case.schedule, case.ranks, case.microbatches)
+    in_order = partial(InOrder, rank_of=schedule.rank_of)
+    monkeypatch.setattr("zbcompile.distributed.ranks.Transport", in_order)
+    assert_promise(case, quickly(case))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule_row", IN_PROCESSES, ids=title_of)
+def test_in_processes(schedule_row: Row, pool: Pool) -> None:
+    """The same bits over messages."""
+    case = case_of(schedule_row)
+    trained = on_ranks(pool, quickly, case)
+    assert_promise(case, trained)
+    assert_bitwise(trained, pool.alone(quickly, case))
