@@ -307,7 +307,7 @@ def peer_of_a_device(rank: int, timeout: float, what: str = "") -> Ended | None:
         # The fault may be known before the region ends; the call below must then say the same.
         with contextlib.suppress(zbcompile.FaultError), watch.region("step 1"):
             if watch.backend == "nccl":  # the stream stands still until the message comes
-                pipe._ranks.opened.inward[rank].recv([rows(1)], 0, 0).wait()  # type: ignore[attr-defined]
+                pipe._ranks.links.inward[rank].recv([rows(1)], 0, 0).wait()  # type: ignore[attr-defined]
             else:
                 watch._device_waits = lambda: True
         _wait_until(lambda: watch.fault is not None)

@@ -205,8 +205,8 @@ ENGINE = (
     PlantedFault(
         "gradients of tied parameters stay on their stages",
         "zbcompile/engine/step.py",
-        "                if program.shared:\n",
-        "                if False:\n",
+        "        if program.shared:\n",
+        "        if False:\n",
         ("tests/zbcompile/engine/test_shared_parameters.py",),
     ),
     PlantedFault(
@@ -279,7 +279,7 @@ OPTIMIZER = (
     PlantedFault(
         "an update that was not valid is not taken back",
         "zbcompile/optimizer/post_validation.py",
-        "            snapshot.restore(states)\n",
+        "            tensor.detach().copy_(value)\n",
         "            pass\n",
         ("tests/zbcompile/optimizer/test_post_validation.py",),
     ),

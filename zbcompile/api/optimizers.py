@@ -6,7 +6,6 @@ from contextlib import contextmanager
 
 from zbcompile.engine.optimizer_parameters import OptimizerParameters
 from zbcompile.errors import PipelineError
-from zbcompile.model.tensor_shard import Chunk, chunk_of
 from zbcompile.optimizer.optimizer_config import OptimizerConfig
 from zbcompile.optimizer.pipeline_optimizer import PipelineOptimizer
 from zbcompile.optimizer.trained_parameters import TrainedParameters, accumulate_in_float32
@@ -104,22 +103,12 @@ class Optimizers:
 
     def _trained(self) -> TrainedParameters:
         binding = self._binding
-        program, shards, wholes = binding.program, binding.shards, binding.parts.parameters
-        assert program is not None
-        local = {name: binding.parameters[name] for name in binding.local_names}
+        assert binding.program is not None
         return TrainedParameters(
-            program=program,
+            program=binding.program,
             ranks=self._ranks,
-            model={**dict(binding.model.named_parameters()), **wholes},
-            local=local,
-            user_parameters={name: wholes.get(name, local[name]) for name in local},
-            rows=frozenset(shards.own) if shards else frozenset(),
-            take_gradients=binding.parts.take_gradients,
-            chunk=self._chunk,
+            model={**dict(binding.model.named_parameters()), **binding.parts.parameters},
+            local={name: binding.parameters[name] for name in binding.local_names},
+            parts=binding.parts,
+            shards=binding.shards,
         )
-
-    def _chunk(self, name: str) -> Chunk | None:
-        shards = self._binding.shards
-        if shards is not None and name in shards.own:
-            return shards.chunk(name)
-        return chunk_of(self._binding.parts.parameters.get(name))

@@ -3,7 +3,7 @@ outside of a step."""
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,6 @@ from zbcompile.distributed.transport import (
     PointToPoint,
     TaggedLinks,
     Transport,
-    open_channels,
 )
 from zbcompile.distributed.under_way import outlives_its_step
 from zbcompile.env import OF_MESSAGES
@@ -27,15 +26,6 @@ from zbcompile.schedules.ir.dependencies import channels_of
 from zbcompile.schedules.ir.schedule import Schedule
 
 Value = TypeVar("Value")
-
-
-class Traffic(NamedTuple):
-    """The traffic of one pass over `microbatches` microbatches, of program `number`, over the
-    channels of `schedule`."""
-
-    schedule: Schedule
-    microbatches: int
-    number: int
 
 
 @dataclass
@@ -97,8 +87,9 @@ class Ranks:
         and what to wait for, None in one process."""
         return numbers, None
 
-    def transport(self, traffic: Traffic) -> Transport:
-        """Returns the transport for the messages of one pass."""
+    def transport(self, schedule: Schedule, microbatches: int, number: int) -> Transport:
+        """Returns the transport for the messages of one pass over `microbatches`, of program
+        `number`, over the channels of `schedule`."""
         return Transport()
 
     def collective_group(self) -> dist.ProcessGroup | None:
@@ -132,10 +123,9 @@ class GroupRanks(Ranks):
     collectives: dist.ProcessGroup | None = None
     # of replicas over gloo, if `everyone` is a group of devices
     hosts: dist.ProcessGroup | None = None
-    opened: OrderedLinks | None = None
-    opened_for: set[Hashable] = field(
-        default_factory=set
-    )  # the needs of the schedules whose channels these are
+    links: OrderedLinks = field(default_factory=OrderedLinks)
+    # the needs of the schedules whose channels these are
+    opened_for: set[Hashable] = field(default_factory=set)
     rank: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -171,34 +161,33 @@ class GroupRanks(Ranks):
         work = dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.hosts, async_op=True)
         return values, outlives_its_step(work)
 
-    def transport(self, traffic: Traffic) -> Transport:
-        return PointToPoint(channels=self.channels(traffic), device=self.device)
+    def transport(self, schedule: Schedule, microbatches: int, number: int) -> Transport:
+        channels: Channels
+        if self.ordered:
+            channels = self.channels(schedule)
+        else:
+            call = f"{self.watch.position.doing} ({number})"
+            channels = TaggedLinks(self.group, microbatches, call)
+        return PointToPoint(channels=channels, device=self.device)
 
-    def channels(self, traffic: Traffic) -> Channels:
-        """Returns the channels between the ranks of a schedule. Channels of this rank that no
-        earlier call opened are opened now; messages with tags need none."""
-        schedule = traffic.schedule
-        if not self.ordered:
-            return TaggedLinks(
-                self.group, traffic.microbatches, f"{self.watch.position.doing} ({traffic.number})"
-            )
+    def channels(self, schedule: Schedule) -> OrderedLinks:
+        """Returns the channels between the ranks of a schedule. Those of this rank that no earlier
+        call opened are opened now."""
         needs = schedule.placement, schedule.ops
-        if self.opened is None or needs not in self.opened_for:
-            values = self.opened or OrderedLinks({}, {})
-            store, pairs = (
-                self.watch.store.channel_store(self.group),
-                values.missing(channels_of(schedule), self.rank),
-            )
+        if needs not in self.opened_for:
+            store = self.watch.store.channel_store(self.group)
             with self.watch.position.waiting("the opening of the channels"):
-                new = open_channels(
-                    self.backend, pairs, self.rank, store, self.device, self.watch.timeout
+                links = self.links.open(
+                    self.backend,
+                    channels_of(schedule),
+                    self.rank,
+                    store,
+                    self.device,
+                    self.watch.timeout,
                 )
-            self.opened = OrderedLinks(
-                {**values.outward, **new.outward}, {**values.inward, **new.inward}
-            )
             self.opened_for.add(needs)
-            self.watch.groups = (*self.watch.groups, *new.links)
-        return self.opened
+            self.watch.groups = (*self.watch.groups, *links)
+        return self.links
 
     def collective_group(self) -> dist.ProcessGroup:
         if self.collectives is None:
@@ -218,10 +207,10 @@ class GroupRanks(Ranks):
         self.watch.groups = tuple({*self.watch.groups, *self.mesh.made, *self.mesh.groups.values()})
 
     def disconnect(self) -> None:
-        """Close the channels; all ranks call it, as NCCL ends a communicator from both its ends."""
-        if self.opened is not None:
-            self.opened.close(self.backend, broken=self.watch.fault is not None)
-        self.opened = None
+        """Closes the channels; all ranks call it, as NCCL ends a communicator from both its
+        ends."""
+        self.links.close(self.backend, broken=self.watch.fault is not None)
+        self.links = OrderedLinks()
         self.opened_for.clear()
 
 

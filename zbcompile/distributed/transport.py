@@ -14,7 +14,7 @@ for the passes."""
 
 import zlib
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -62,12 +62,12 @@ class TaggedLinks:
         return (zlib.crc32(self.call.encode()) + number * 64 + index) % (UNUSED_TAG - 1) + 1
 
 
-@dataclass(frozen=True)
+@dataclass
 class OrderedLinks:
     """A link per channel, to and from every peer; messages have no tags, only their order."""
 
-    outward: Mapping[int, Any]
-    inward: Mapping[int, Any]
+    outward: dict[int, Any] = field(default_factory=dict)
+    inward: dict[int, Any] = field(default_factory=dict)
 
     def send(self, tensor: torch.Tensor, message: Message, index: int, peer: int) -> dist.Work:
         return self.outward[peer].send([tensor], DESTINATION, 0)
@@ -75,63 +75,47 @@ class OrderedLinks:
     def receive(self, tensor: torch.Tensor, message: Message, index: int, peer: int) -> dist.Work:
         return self.inward[peer].recv([tensor], SOURCE, 0)
 
-    def close(self, backend: str, broken: bool) -> None:
-        """Close the connections. gloo's close with their groups; if a step was `broken` off, NCCL's
-        kernels that wait for a message that never comes are ended."""
-        for link in self.links if backend == gpu.BACKEND else ():
-            (link.abort if broken else link.shutdown)()
+    def open(
+        self,
+        backend: str,
+        pairs: Iterable[Pair],
+        rank: int,
+        store: dist.Store,
+        device: torch.device,
+        timeout: float,
+    ) -> list[Any]:
+        """Opens those of the channels `pairs` that begin or end at `rank` and are not open. Returns
+        their links. All ranks must call it, with the same `pairs`; only they use `store`.
 
-    def missing(self, pairs: Sequence[Pair], rank: int) -> list[Pair]:
-        """Returns the channels among `pairs` that begin or end at `rank` and are not open."""
-        there = {(rank, peer) for peer in self.outward} | {(peer, rank) for peer in self.inward}
-        return [pair for pair in pairs if rank in pair and pair not in there]
-
-    @property
-    def links(self) -> tuple[Any, ...]:
-        return (*self.outward.values(), *self.inward.values())
-
-
-Channels = TaggedLinks | OrderedLinks
-
-
-def open_channels(
-    backend: str,
-    pairs: Sequence[Pair],
-    rank: int,
-    store: dist.Store,
-    device: torch.device,
-    timeout: float,
-) -> OrderedLinks:
-    """Open this rank's channels; all ranks must call it, with the same `pairs`. Only they use
-    `store`.
-
-    Opening a channel blocks until the other end opens it (an NCCL communicator is made by its first
-    operation), so all ranks open theirs in one common order: both ends of the lowest-numbered
-    unopened channel are waiting on it, so this cannot deadlock.
-    """
-    outward: dict[int, Any] = {}
-    inward: dict[int, Any] = {}
-    for source, destination in in_rounds(pairs):
-        if rank in (source, destination):
+        Opening a channel blocks until the other end opens it (an NCCL communicator is made by its
+        first operation), so all ranks open theirs in one common order: both ends of the
+        lowest-numbered unopened channel are waiting on it, so this cannot deadlock. Pairs with an
+        even lower rank come first, so that neighbors of a chain do not wait in turn.
+        """
+        links = []
+        for pair in sorted(pairs, key=lambda pair: (min(pair) % 2, min(pair), max(pair), pair)):
+            source, destination = pair
+            ends, peer = (self.outward, destination) if rank == source else (self.inward, source)
+            if rank not in pair or peer in ends:
+                continue
             end = SOURCE if rank == source else DESTINATION
             place = dist.PrefixStore(f"{source}>{destination}", store)
             arguments = place, end, patience(backend, timeout)
-            of_nccl = backend == gpu.BACKEND
-            link = (
-                nccl_link(*arguments, (source, destination)) if of_nccl else gloo_link(*arguments)
-            )
-            _greet(link, end, device)
-            if end == SOURCE:
-                outward[destination] = link
-            else:
-                inward[source] = link
-    return OrderedLinks(outward, inward)
+            is_nccl = backend == gpu.BACKEND
+            ends[peer] = nccl_link(*arguments, pair) if is_nccl else gloo_link(*arguments)
+            _greet(ends[peer], end, device)
+            links.append(ends[peer])
+        return links
+
+    def close(self, backend: str, broken: bool) -> None:
+        """Closes the connections. gloo's close with their groups; if a step was `broken` off,
+        NCCL's kernels that wait for a message that never comes are ended."""
+        for link in (*self.outward.values(), *self.inward.values()):
+            if backend == gpu.BACKEND:
+                (link.abort if broken else link.shutdown)()
 
 
-def in_rounds(pairs: Sequence[Pair]) -> Iterator[Pair]:
-    """The pairs so ordered that neighbours of a chain do not wait in turn: those with an even lower
-    rank come first."""
-    return iter(sorted(pairs, key=lambda pair: (min(pair) % 2, min(pair), max(pair), pair)))
+Channels = TaggedLinks | OrderedLinks
 
 
 def _greet(link: Any, end: int, device: torch.device) -> None:

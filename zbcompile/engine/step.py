@@ -15,7 +15,7 @@ from torch import nn
 from zbcompile.batches.losses import Losses
 from zbcompile.distributed.mesh import BATCHES, broadcast
 from zbcompile.distributed.packing import empty
-from zbcompile.distributed.ranks import Ranks, Traffic
+from zbcompile.distributed.ranks import Ranks
 from zbcompile.distributed.transport import Transport
 from zbcompile.distributed.under_way import complete, outlives_its_step
 from zbcompile.engine.executable import Executable, Outputs, StepInput
@@ -74,11 +74,7 @@ class Engine:
             channels: The schedule whose channels are opened if there are none yet. An evaluation
                 opens those of the training step too.
         """
-        program, ranks, waiting = (
-            executable.program,
-            self.ranks,
-            self.ranks.watch.position.waiting,
-        )
+        program, ranks = executable.program, self.ranks
         for slices in step.slices:
             if slices.zero:
                 slices.begin(program)
@@ -87,12 +83,11 @@ class Engine:
         reductions = {
             rank: self._reduction(rank, executable, step, parameters) for rank in ranks.local
         }
-        traffic = Traffic(
-            channels or program.schedule, program.schedule.microbatches, executable.first.number
-        )
-        transport = ranks.transport(traffic)
-        runs = self._runs(executable, step, reductions, transport)
+        schedule, number = channels or program.schedule, executable.first.number
+        transport = ranks.transport(schedule, program.schedule.microbatches, number)
+        runs = self._rank_runs(executable, step, reductions, transport)
         losses, outputs = Losses(()), Outputs()
+        waiting = ranks.watch.position.waiting
         with undisturbed(ranks.device), torch.no_grad():
             interleave(runs)
             with waiting("the last sends"):
@@ -101,24 +96,7 @@ class Engine:
                         run.collectives.finish(run.rank)
                 transport.finish()
             if program.trains:
-                if program.shared:
-                    with waiting("the sum of tied gradients"):
-                        gradients = {
-                            rank: reduction.gradients for rank, reduction in reductions.items()
-                        }
-                        reduce_tied(program, ranks, gradients)
-                if step.agreement is not None:  # before replicas exchange anything
-                    step.agreement.require()
-                with waiting("the end of the sums of gradients"):
-                    for reduction in reductions.values():
-                        reduction.finish()
-                        reduction.gradients.flush()
-                if executable.first.sums:
-                    with waiting("the buffers of the first replica"):
-                        self._share_buffers(executable)
-                with waiting("the update of what the end completes"):
-                    for update in step.actions.get("OPT", ()):
-                        update(LATE)
+                self._complete_gradients(executable, step, reductions)
                 with waiting("the end"):
                     losses = self._share_losses(executable, step, runs, reductions)
             if step.outputs:
@@ -136,19 +114,13 @@ class Engine:
         step: StepInput,
         parameters: Mapping[str, nn.Parameter],
     ) -> Reduction:
-        program = executable.program
-        if rank not in executable.gradients:
-            executable.gradients[rank] = Gradients(parameters, program.shared, program.choices)
-        observe = unobserved if self.check is None else self.check.note
-        return Reduction(
-            self.ranks.replicas,
-            executable.sums[rank],
-            executable.gradients[rank],
-            step.slices,
-            observe,
-        )
+        program, sums = executable.program, executable.gradients
+        if rank not in sums:
+            sums[rank] = Gradients(parameters, program.shared, program.choices)
+        plan, observe = executable.sums[rank], self.check.note if self.check else unobserved
+        return Reduction(self.ranks.replicas, plan, sums[rank], step.slices, observe)
 
-    def _runs(
+    def _rank_runs(
         self,
         executable: Executable,
         step: StepInput,
@@ -156,13 +128,38 @@ class Engine:
         transport: Transport,
     ) -> list[RankRun]:
         """Returns the ranks of this process, ready to run."""
-        program, ranks = executable.program, self.ranks
         ops = {op for op, hooks in step.actions.items() if hooks}
         if any(reduction.reduces for reduction in reductions.values()):
             ops.add("REDUCE")
         order, programs = executable.ordered(frozenset(ops))
-        times = step.recorder.begin(program, order) if step.recorder is not None else None
-        first, count = executable.first, program.schedule.microbatches
+        times = step.recorder.begin(executable.program, order) if step.recorder else None
+        vocabulary = executable.first.vocabulary
+        collectives = None if vocabulary is None else vocabulary.collectives(transport)
+        stages = self._stage_runs(executable, step, reductions)
+        if collectives is not None:
+            for rank, runs in stages.items():
+                first = min(executable.program.stages_of(rank))
+                collectives.shards[rank] = ShardStep(first, runs[SHARD], runs.get(LOOKUPS))
+        return [
+            RankRun(
+                program,
+                stages[program.rank],
+                transport,
+                self.ranks.watch.position,
+                times,
+                _hooks(step, reductions[program.rank], stages[program.rank]),
+                collectives,
+                profiler_is_on(),
+            )
+            for program in programs
+        ]
+
+    def _stage_runs(
+        self, executable: Executable, step: StepInput, reductions: Mapping[int, Reduction]
+    ) -> dict[int, dict[int, StageRun]]:
+        """Returns the stages and the shards of an output layer of each rank, ready to run."""
+        program, ranks, first = executable.program, self.ranks, executable.first
+        count = program.schedule.microbatches
         # 1/m enters the backward as the gradient of the loss, as in eager's (loss / m).
         loss_factor = torch.ones((), dtype=executable.loss_dtype, device=ranks.device)
         if step.reduction == "mean":
@@ -170,54 +167,48 @@ class Engine:
         # Microbatches are numbered over all replicas, which train as one pipeline.
         number = ranks.mesh.index(*BATCHES) * count
         seeds = [microbatch_seed(step.index, number + i, step.seed) for i in range(count)]
-        vocabulary = first.vocabulary
-        collectives = None if vocabulary is None else vocabulary.collectives(transport)
-        runs = []
-        for rank_program in programs:
-            rank = rank_program.rank
-            reduction = reductions[rank]
+        runs: dict[int, dict[int, StageRun]] = {}
+        for rank, reduction in reductions.items():
             stages = {
                 stage: [graphs.stages[stage] for graphs in executable.graphs]
                 for stage in program.stages_of(rank)
             }
             rows = None
-            if vocabulary is not None:
-                stages |= {shard: [s] * count for shard, s in vocabulary.shards[rank].items()}
-                rows = vocabulary.rows.within_sums(rank)
-            stage_runs = {
-                stage: StageRun(
-                    microbatches,
-                    reduction.gradients,
-                    step.microbatches,
-                    loss_factor,
-                    seeds,
-                    rows if stage < 0 else None,
-                )
+            if first.vocabulary is not None:
+                shards = first.vocabulary.shards[rank].items()
+                stages |= {number: [shard] * count for number, shard in shards}
+                rows = first.vocabulary.rows.within_sums(rank)
+            values = reduction.gradients, step.microbatches, loss_factor, seeds
+            runs[rank] = {
+                stage: StageRun(microbatches, *values, rows if stage < 0 else None)
                 for stage, microbatches in stages.items()
             }
-            if collectives is not None:
-                collectives.shards[rank] = ShardStep(
-                    min(program.stages_of(rank)), stage_runs[SHARD], stage_runs.get(LOOKUPS)
-                )
-            run = RankRun(
-                rank_program,
-                stage_runs,
-                transport,
-                ranks.watch.position,
-                times,
-                _hooks(step, reduction, stage_runs),
-                collectives,
-                profiler_is_on(),
-            )
-            runs.append(run)
         return runs
 
-    def _share_buffers(self, executable: Executable) -> None:
-        """Gives replicas the buffers of the first one, as DistributedDataParallel does."""
-        sums = executable.first.sums
-        for name, buffer in written_buffers(executable).items():
-            if name in sums:
-                broadcast([buffer], sums[name].group)
+    def _complete_gradients(
+        self, executable: Executable, step: StepInput, reductions: Mapping[int, Reduction]
+    ) -> None:
+        """Adds the gradients that stages and replicas share, and updates what only the end of the
+        step completes."""
+        program, waiting = executable.program, self.ranks.watch.position.waiting
+        if program.shared:
+            with waiting("the sum of tied gradients"):
+                gradients = {rank: reduction.gradients for rank, reduction in reductions.items()}
+                reduce_tied(program, self.ranks, gradients)
+        if step.agreement is not None:  # before replicas exchange anything
+            step.agreement.require()
+        with waiting("the end of the sums of gradients"):
+            for reduction in reductions.values():
+                reduction.finish()
+                reduction.gradients.flush()
+        if sums := executable.first.sums:
+            with waiting("the buffers of the first replica"):  # as DistributedDataParallel does
+                for name, buffer in written_buffers(executable).items():
+                    if name in sums:
+                        broadcast([buffer], sums[name].group)
+        with waiting("the update of what the end completes"):
+            for update in step.actions.get("OPT", ()):
+                update(LATE)
 
     def _share_losses(
         self,
@@ -228,30 +219,40 @@ class Engine:
     ) -> Losses:
         """Returns the losses of all microbatches of all replicas.
 
-        A rank that reads them ends its step only once all ranks have run their passes. So no
-        rank updates its parameters although another one has failed.
+        Each loss has one owner; the other ranks add zeros, which changes no bit. A rank that reads
+        them ends its step only once all ranks have run their passes. So no rank updates its
+        parameters although another one has failed.
         """
+        ranks, mesh, count = self.ranks, self.ranks.mesh, len(executable.graphs)
         losses = {microbatch: loss for run in runs for microbatch, loss in run.losses().items()}
-        ranks = self.ranks
         if ranks.group is None:
-            return Losses([losses[i].detach() for i in range(len(executable.graphs))])
+            return Losses([losses[i].detach() for i in range(count)])
+        # [replicas x microbatches, tp]: as every rank along "tp" computed them
+        shape = ranks.replicas.count * count, mesh.size("tp")
+        table = torch.zeros(shape, dtype=executable.loss_dtype, device=ranks.device)
+        for microbatch, loss in losses.items():
+            table[ranks.replicas.rank * count + microbatch, mesh.index("tp")].copy_(loss)
         fits = [fit for run in runs for stage in run.runs.values() for fit in stage.fits]
-        overflows = torch.stack(fits).logical_not().sum() if fits else 0
-        shared, overflows, marks, work = share_losses(
-            executable, losses, ranks, overflows, step.microbatches
-        )
+        overflow = table.new_zeros(1) + (torch.stack(fits).logical_not().sum() if fits else 0)
+        marks = integer_marks(step.microbatches, mesh, table)
+        shared = torch.cat([table.view(-1), overflow, marks.view(-1)])
+        work = dist.all_reduce(shared, group=ranks.everyone, async_op=True)
+        values, overflow, all_marks = shared.split([table.numel(), 1, marks.numel()])
         wait = partial(_wait, ranks.watch, work)
-        require = partial(require_same_integers, ranks, marks) if ranks.count > 1 else None
-        result = Losses(shared[:, 0].unbind(), wait, require)
+        require = partial(require_same_integers, ranks, all_marks.view(marks.shape))
+        result = Losses(
+            values.view(shape)[:, 0].unbind(), wait, require if ranks.count > 1 else None
+        )
         check = self.check if self.check is not None and self.check.names else None
         if check is not None or not step.ahead or executable.may_overflow:
             result.read()
         else:
             outlives_its_step(work)
-        if executable.may_overflow and overflows:
+        if executable.may_overflow and overflow:
             raise ranks.refusal(OVERFLOW)
         if check is not None:
-            check.compare(executable, reductions[ranks.local[0]].results(), shared)
+            results = reductions[ranks.local[0]].results()
+            check.compare(executable, results, values.view(shape))
         return result
 
     def _collect_outputs(
@@ -336,31 +337,3 @@ def interleave(ranks: Sequence[RankRun]) -> None:
 def _wait(watch: LocalWatch | Watch, work: dist.Work) -> None:
     with watch.apart("the losses of all ranks"):
         complete(work)
-
-
-def share_losses(
-    executable: Executable,
-    losses: Mapping[int, torch.Tensor],
-    ranks: Ranks,
-    further: torch.Tensor | int = 0,
-    inputs: Sequence[Mapping[str, torch.Tensor]] = (),
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dist.Work]:
-    """Begins to give every rank the loss of every microbatch of all replicas.
-
-    Each loss has one owner. The other ranks add zeros, which changes no bit.
-
-    Returns:
-        The losses [replicas x microbatches, tp] as every rank along "tp" computed them, the sum of
-        a `further` number over all ranks, the checksums of all ranks' integer `inputs`, and what
-        to wait for. All are on the device.
-    """
-    count, mesh = len(executable.graphs), ranks.mesh
-    shape = ranks.replicas.count * count, mesh.size("tp")
-    table = torch.zeros(shape, dtype=executable.loss_dtype, device=ranks.device)
-    for microbatch, loss in losses.items():
-        table[ranks.replicas.rank * count + microbatch, mesh.index("tp")].copy_(loss)
-    marks = integer_marks(inputs, mesh, table)
-    shared = torch.cat([table.view(-1), (table.new_zeros(1) + further).view(-1), marks.view(-1)])
-    work = dist.all_reduce(shared, group=ranks.everyone, async_op=True)
-    all_losses, total, all_marks = shared.split([table.numel(), 1, marks.numel()])
-    return all_losses.view(shape), total[0], all_marks.view(marks.shape), work

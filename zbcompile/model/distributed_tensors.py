@@ -1,17 +1,14 @@
 """DTensors in a model: the pipeline trains this rank's parts, as plain tensors; users see
 DTensors."""
 
-import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import product
 from typing import Any
 
 import torch
 from torch import nn
 
 from zbcompile.errors import PipelineError
-from zbcompile.model.model_info import has_values
 from zbcompile.model.placements import REPLICATE, SHARD
 from zbcompile.passes.torch_private import tensor_tables
 
@@ -87,8 +84,6 @@ class Parts:
             module.register_load_state_dict_pre_hook(_take_parts)
         self._model = model
         self._read()
-        if self.parts:
-            _warn_of_untied(model)
 
     def _read(self) -> None:
         named = [*self._model.named_parameters(), *self._model.named_buffers()]
@@ -164,41 +159,6 @@ class Parts:
             else part.cut(key, value)
             for key, value in state.items()
         }
-
-
-def _warn_of_untied(model: nn.Module) -> None:
-    """Warn of an embedding and a layer with equal weights: parallelize_module makes two parameters
-    of a tied one."""
-    layers = {
-        name: module
-        for name, module in model.named_modules()
-        if getattr(module, "weight", None) is not None
-    }
-    embeddings = [name for name, module in layers.items() if isinstance(module, nn.Embedding)]
-    for name, layer in product(embeddings, layers.keys() - set(embeddings)):
-        if _is_copy(layers[name].weight, layers[layer].weight):  # type: ignore[arg-type]
-            warnings.warn(
-                f"{name}.weight and {layer}.weight have equal values but are two parameters. If"
-                " they were tied, parallelize_module has untied them: assign one to the other"
-                " again before zbcompile.pipeline.",
-                stacklevel=2,
-            )
-
-
-def _is_copy(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Returns whether two tensors have equal values that are not all the same. At least one must be
-    a part of a DTensor."""
-    part = getattr(one, PART, None) or getattr(other, PART, None)
-    if one is other or part is None or not (has_values(one) and has_values(other)):
-        return False
-    is_full = [
-        tensor.shape == part.whole.shape and not hasattr(tensor, PART) for tensor in (one, other)
-    ]
-    a, b = (
-        part.cut("", tensor) if cut else tensor
-        for tensor, cut in zip((one, other), is_full, strict=True)
-    )
-    return a.shape == b.shape and torch.equal(a, b) and not bool((a == a.flatten()[:1]).all())
 
 
 def _own(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -284,7 +284,7 @@ class PipelineOptimizer(Optimizer):
         if not self.config.overlaps_step:
             with self._ranks.watch.region("the optimizer's step"), torch.no_grad():
                 if not parameters.zero:  # the user may have replaced gradients
-                    self.trained.take_gradients()
+                    self.trained.parts.take_gradients()
                     self._take_gradients()
                 parameters.require_reduced()
                 self._update_all()

@@ -24,52 +24,8 @@ from zbcompile.passes.torch_private import version_of
 TAG = 1 << 30  # above those of the pipeline's messages
 State = dict[torch.Tensor, dict[str, Any]]
 Group = dict[str, Any]
-
-
-@dataclass
-class Speculation:
-    """Decides on one rank which updates wait for all gradients; `held` says that one does."""
-
-    held: bool = False
-
-    def may_update(self, clips: bool) -> bool:
-        """Returns whether a stage updates now; `clips` says whether the gradients known so far need
-        clipping."""
-        self.held |= clips
-        return not clips
-
-    def update_is_valid(self, clips: bool, held_anywhere: bool) -> bool:
-        """Returns whether the updates are those of all gradients, which `clips` says need clipping;
-        if not, they are undone. `held_anywhere` says whether some stage of any rank waits: replicas
-        exchange their updates, so all of them must take the same decision.
-
-        >>> rank = Speculation()
-        >>> rank.may_update(clips=False), rank.update_is_valid(clips=True, held_anywhere=False)
-        (True, False)
-        """
-        return not clips and not held_anywhere
-
-
-@dataclass
-class TensorSnapshot:
-    """A tensor of the optimizer, and its state, before an update."""
-
-    tensor: torch.Tensor
-    value: torch.Tensor
-    state: Mapping[str, Any] | None
-
-    @classmethod
-    def take(cls, tensor: torch.Tensor, states: State) -> "TensorSnapshot":
-        state = states.get(tensor)
-        values = None if state is None else {key: _copied(value) for key, value in state.items()}
-        return cls(tensor, _copied(tensor), values)
-
-    def restore(self, states: State) -> None:
-        self.tensor.detach().copy_(self.value)
-        if self.state is None:
-            states.pop(self.tensor, None)
-        else:
-            states[self.tensor] = dict(self.state)
+# a tensor of the optimizer, its values and its state before an update
+Snapshot = tuple[torch.Tensor, torch.Tensor, dict[str, Any] | None]
 
 
 def _copied(value: Any) -> Any:
@@ -81,11 +37,15 @@ class PostValidation:
     """One update of an optimizer on this process, from its first stage to the norm of all
     gradients.
 
-    `stages` is how many stages update before the end of the step, `late` says whether some rank
-    updates more at its end. `options` are those of every group that the update uses. `squares` are
-    those of the gradients that this process counts, `before` the sum over the ranks before this
-    one. `gradients` are those that the update has used, `writes` how often each parameter had been
-    written when the step ended.
+    Attributes:
+        stages: How many stages update before the end of the step.
+        late: Whether some rank updates more at its end.
+        options: The options of every group that the update uses.
+        held: Whether an update of this rank waits for all gradients.
+        squares: Those of the gradients that this process counts.
+        before: The sum of squares over the ranks before this one.
+        gradients: Those that the update has used.
+        writes: How often each parameter had been written when the step ended.
     """
 
     ranks: Ranks
@@ -93,9 +53,9 @@ class PostValidation:
     stages: int
     late: bool
     options: list[Group]
-    speculation: Speculation = field(default_factory=Speculation)
+    held: bool = False
     squares: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)
-    snapshots: list[TensorSnapshot] = field(default_factory=list)
+    snapshots: list[Snapshot] = field(default_factory=list)
     gradients: Sequence[tuple[torch.Tensor, torch.Tensor | None]] = ()
     writes: Mapping[OptimizerTensor, int] = field(default_factory=dict)
     sending: dist.Work | None = None
@@ -119,11 +79,16 @@ class PostValidation:
             self.sending = dist.isend(
                 partial_sum, group=ranks.group, group_dst=ranks.rank + 1, tag=TAG
             )
-        return self.speculation.may_update(self._clips(partial_sum.sqrt().float()))
+        clips = self._clips(partial_sum.sqrt().float())
+        self.held |= clips
+        return not clips
 
     def keep(self, tensors: Sequence[OptimizerTensor], states: State) -> None:
         """Copies what an update of `tensors` will change."""
-        self.snapshots += [TensorSnapshot.take(entry.tensor, states) for entry in tensors]
+        for entry in tensors:
+            state = states.get(entry.tensor)
+            copied = None if state is None else {key: _copied(v) for key, v in state.items()}
+            self.snapshots.append((entry.tensor, _copied(entry.tensor), copied))
 
     def _clips(self, norm: torch.Tensor) -> bool:
         """Returns whether gradients of this norm are clipped. Those that are not finite are."""
@@ -137,10 +102,10 @@ class PostValidation:
     def begin_total(self, counted: Iterable[torch.Tensor]) -> None:
         """Starts to add up the squares of all processes, in the order of `counted`."""
         self.total, work = begin_sum([self.squares[gradient] for gradient in counted], self.ranks)
-        self.held = torch.tensor(float(self.speculation.held), device=self.ranks.device)
+        self.held_anywhere = torch.tensor(float(self.held), device=self.ranks.device)
         if self.ranks.everyone is not None:
             max_work = dist.all_reduce(
-                self.held, dist.ReduceOp.MAX, group=self.ranks.everyone, async_op=True
+                self.held_anywhere, dist.ReduceOp.MAX, group=self.ranks.everyone, async_op=True
             )
             self.works = [work for work in (work, max_work, self.sending) if work is not None]
             for pending in self.works:
@@ -154,27 +119,32 @@ class PostValidation:
 
     def settle(self) -> bool:
         """Blocks until the norm of all gradients is known. Returns whether the updates are
-        valid."""
+        valid: no gradients need clipping, and no stage of any rank waits. Replicas exchange their
+        updates, so all of them must take the same decision."""
         watch, what = self.ranks.watch, "the norm of all gradients"
         with watch.apart(what), watch.position.waiting(what):
             while self.works:
                 complete(self.works[-1])
                 self.works.pop()
         self.norm = self.total.sqrt().float()
-        return self.speculation.update_is_valid(self._clips(self.norm), bool(self.held))
+        return not self._clips(self.norm) and not bool(self.held_anywhere)
 
     def undo(self, states: State) -> None:
         """Restores the snapshots. Raises PipelineError if a parameter was written since the step
         ended."""
-        for tensor, writes in self.writes.items():
-            if version_of(tensor.parameter) != writes:
+        for entry, writes in self.writes.items():
+            if version_of(entry.parameter) != writes:
                 raise PipelineError(
-                    f"{tensor.name} was written before its update was validated, and the update has"
+                    f"{entry.name} was written before its update was validated, and the update has"
                     " to be made again. Call pipe.parameters() first, which waits for the"
                     " validation."
                 )
-        for snapshot in self.snapshots:
-            snapshot.restore(states)
+        for tensor, value, state in self.snapshots:
+            tensor.detach().copy_(value)
+            if state is None:
+                states.pop(tensor, None)
+            else:
+                states[tensor] = dict(state)
 
     @contextmanager
     def as_in_step(self, groups: Sequence[Group]) -> Iterator[None]:

@@ -2,9 +2,10 @@
 or with ZeRO-1 this replica's parts of them.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,11 +13,12 @@ from torch import nn
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.engine.gradients import grad_dtype
 from zbcompile.engine.optimizer_parameters import LATE, OptimizerParameters, OptimizerTensor
+from zbcompile.engine.vocabulary_parameters import VocabularyShards
 from zbcompile.engine.zero1 import ShardedBuffer
 from zbcompile.errors import PipelineError
-from zbcompile.model.distributed_tensors import is_distributed
+from zbcompile.model.distributed_tensors import Parts, is_distributed
 from zbcompile.model.placements import PARTIAL, SHARD, along
-from zbcompile.model.tensor_shard import Chunk
+from zbcompile.model.tensor_shard import Chunk, chunk_of
 from zbcompile.passes.compile_options import HALF
 from zbcompile.passes.graph.strides import is_dense
 from zbcompile.program.program import Program
@@ -30,19 +32,32 @@ class TrainedParameters:
     """The parameters of a pipeline, by their first names.
 
     `model` are all of the model as users see them (DTensors as such), the same names on every rank.
-    `local` are those of this process as plain tensors, of `rows` only its rows. `user_parameters`
-    are those of `local` as users see them; `take_gradients` copies their gradients to the plain
-    ones. `chunk` returns where this process's part is in a sharded parameter.
+    `local` are those of this process as plain tensors: local tensors of the DTensors in `parts`,
+    and rows of the `shards` of an output layer.
     """
 
     program: Program
     ranks: Ranks
     model: Mapping[str, torch.Tensor]
     local: Mapping[str, nn.Parameter]
-    user_parameters: Mapping[str, nn.Parameter]
-    rows: frozenset[str]
-    take_gradients: Callable[[], None]
-    chunk: Callable[[str], Chunk | None]
+    parts: Parts
+    shards: VocabularyShards | None
+
+    def user_parameter(self, name: str) -> Any:
+        """Returns a parameter of `local` as users see it."""
+        part = self.parts.parts.get(name)
+        return self.local[name] if part is None else part.whole
+
+    def has_rows(self, name: str) -> bool:
+        """Returns True if this process has some rows of a parameter, as a part of an output
+        layer."""
+        return self.shards is not None and name in self.shards.own
+
+    def chunk(self, name: str) -> Chunk | None:
+        """Returns the place of this process's part in a sharded parameter."""
+        if self.shards is not None and self.has_rows(name):
+            return self.shards.chunk(name)
+        return chunk_of(self.user_parameter(name))
 
     def stage_of(self, name: str) -> int:
         """Returns the stage whose last W completes the gradient of a parameter; `LATE` if only the
@@ -57,7 +72,7 @@ class TrainedParameters:
         `dimensions` every rank has a different part."""
         split = along(self.program.placement(name), SHARD)
         mesh, first = self.ranks.mesh, self.program.holders(name)[0]
-        return (name in self.rows or first in self.ranks.local) and (
+        return (self.has_rows(name) or first in self.ranks.local) and (
             mesh.index(*mesh.beside("pp", *dimensions, *split)) == 0
         )
 
@@ -67,15 +82,16 @@ class TrainedParameters:
         if is_distributed(self.model[name]) and not zero:
             return  # the optimizer sees the DTensor
         split = [
-            f'"{dimension}"'
+            f'"{dimension}" of the mesh'
             for dimension in along(self.program.placement(name), SHARD)
             if self.ranks.mesh.size(dimension) > 1
         ]
-        where = "the pipeline's ranks" if name in self.rows else split and f"{split[0]} of the mesh"
-        if where:
+        if self.has_rows(name):
+            split = ["the pipeline's ranks"]
+        if split:
             raise PipelineError(
-                f"{name} is sharded over {where}, so that {kind}, which does not update element by"
-                " element, would see a part of it only. Leave it out (params=) and train it with"
+                f"{name} is sharded over {split[0]}, so that {kind}, which does not update element"
+                " by element, would see a part of it only. Leave it out (params=) and train it with"
                 " AdamW, say."
             )
 
@@ -88,7 +104,7 @@ def whole_parameters(
     tensors = []
     for name, parameter in trained.local.items():
         if name in names:
-            user_parameter = trained.user_parameters[name]
+            user_parameter = trained.user_parameter(name)
             source = parameter if plain else user_parameter
             accumulate_in_float32(parameter, user_parameter)
             stage, counted = trained.stage_of(name), trained.is_counted(name)
@@ -116,7 +132,7 @@ def sharded_parameters(
     for name in sorted(every & trained.local.keys()):
         parameter, stage = trained.local[name], trained.stage_of(name)
         _require_dense(name, parameter)
-        accumulate_in_float32(parameter, trained.user_parameters[name])
+        accumulate_in_float32(parameter, trained.user_parameter(name))
         partial = along(trained.program.placement(name), PARTIAL)
         replicas = tuple(dim for dim in mesh.beside("pp") if dim in partial)
         # Other ranks hold a late parameter too: all of them divide it alike.
@@ -133,7 +149,7 @@ def sharded_parameters(
         buffer = ShardedBuffer(
             stage,
             {name: trained.local[name] for name in members},
-            {name: trained.user_parameters[name] for name in members},
+            {name: trained.user_parameter(name) for name in members},
             mesh.group(*replicas),
             owners,
             reduce_dtype,

@@ -4,7 +4,7 @@ An export depends on shapes and modes (the key) and on the state of modules and 
 (`ModuleState`). All ranks of a pipeline have the whole batch, and so the same key.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import torch
@@ -56,77 +56,59 @@ class GraphKey(NamedTuple):
     returns: str
 
 
-class KeyDetails(NamedTuple):
-    """The values behind a key, for a notice that says how two keys differ.
-
-    `modules` are the training mode and hooks of each module, `trains` the dtype of each parameter's
-    gradient (None: frozen).
-    """
-
-    inputs: tuple[Any, ...]
-    modules: tuple[tuple[bool, tuple[int, ...]], ...]
-    trains: tuple[torch.dtype | None, ...]
-    modes: TorchModes
-    returns: str
+# The values behind a key by what they say and of what: ("mode", "layers.0") -> "train".
+KeyDetails = dict[tuple[str, str], Any]
 
 
 def key_details(
     model: nn.Module, microbatch: Microbatch, modes: TorchModes, returns: str
 ) -> KeyDetails:
-    """Returns the values behind the key of a step of `model`."""
-    modules = tuple((module.training, hooks_of(module)) for module in model.modules())
-    trains = tuple(grad_dtype(p) if p.requires_grad else None for p in model.parameters())
-    return KeyDetails(microbatch.signature, modules, trains, modes, returns)
+    """Returns the values behind the key of a step of `model`, for a notice that says how two keys
+    differ."""
+    details: KeyDetails = {("inputs", ""): microbatch.signature, ("returns", ""): returns}
+    for name, module in model.named_modules():
+        details["mode", name or "the model"] = "train" if module.training else "eval"
+        details["hooks", name or "the model"] = hooks_of(module)
+    for name, parameter in model.named_parameters():
+        details["gradient", name] = grad_dtype(parameter) if parameter.requires_grad else None
+    return details | {(field, ""): value for field, value in modes._asdict().items()}
 
 
 def recompile_reason(
-    model: nn.Module, microbatch: Microbatch, new: KeyDetails, cached: Collection[KeyDetails]
+    microbatch: Microbatch, new: KeyDetails, cached: Collection[KeyDetails]
 ) -> str:
     """Returns how a key differs from the nearest of the cached keys, for a notice; "" if it is in
     what the module state says."""
     shapes = f"microbatches of {microbatch.summary()}"
     if not cached:
         return shapes
-    near = min(cached, key=lambda old: sum(a != b for a, b in zip(new, old, strict=True)))
-    reasons = [] if new.inputs == near.inputs else [shapes]
-    reasons += _module_reasons(model, new, near)
-    if new.trains != near.trains:
-        names = [name for name, _ in model.named_parameters()]
-        pairs = enumerate(zip(new.trains, near.trains, strict=False))
-        changed = [i for i, (now, before) in pairs if now != before]
-        for i in changed[:1]:
-            dtype = str(new.trains[i]).removeprefix("torch.")
-            text = "frozen" if new.trains[i] is None else f"train with gradients in {dtype}"
-            reasons.append(f"{names[i]}{_more(changed)} {text}")
-    if new.modes.autocast != near.modes.autocast:
-        dtype = str(new.modes.autocast).removeprefix("torch.")
-        reasons.append(f"autocast to {dtype}" if new.modes.autocast else "no autocast")
-    if new.modes.attention_kernels != near.modes.attention_kernels:
-        reasons.append("other attention kernels")
-    if new.modes.default_dtype != near.modes.default_dtype:
-        reasons.append(f"the default dtype {str(new.modes.default_dtype).removeprefix('torch.')}")
-    if new.modes.other_modes != near.modes.other_modes:
-        reasons.append(
-            "other modes of torch (deterministic algorithms, oneDNN, precision of products)"
-        )
-    if new.returns != near.returns:
-        reasons.append(f"return_{new.returns}=True" if new.returns else f"no {near.returns}")
+    near = min(cached, key=lambda old: len(new.items() ^ old.items()))
+    reasons = []
+    for kind in dict.fromkeys(kind for kind, _ in new):
+        names = [n for k, n in new if k == kind and new[k, n] != near.get((k, n))]
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            text = _KINDS[kind](new[kind, names[0]])
+            reasons.append(text.format(name=names[0] + more, shapes=shapes))
     return " and ".join(reasons)
 
 
-def _module_reasons(model: nn.Module, new: KeyDetails, near: KeyDetails) -> list[str]:
-    if len(new.modules) != len(near.modules):
-        return [f"{len(new.modules)} modules instead of {len(near.modules)}"]
-    names = [name or "the model" for name, _ in model.named_modules()]
-    pairs = list(enumerate(zip(new.modules, near.modules, strict=False)))
-    modes = [i for i, (now, before) in pairs if now[0] != before[0]]
-    hooks = [i for i, (now, before) in pairs if now[1] != before[1]]
-    reasons = []
-    for i in modes[:1]:
-        mode = "train" if new.modules[i][0] else "eval"
-        reasons.append(f"{names[i]}{_more(modes)} in {mode} mode")
-    return reasons + [f"other hooks of {names[i]}{_more(hooks)}" for i in hooks[:1]]
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
-def _more(changed: Collection[int]) -> str:
-    return f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+_KINDS: dict[str, Callable[[Any], str]] = {
+    "inputs": lambda value: "{shapes}",
+    "returns": lambda value: f"return_{value}=True" if value else "no returned values",
+    "mode": lambda value: f"{{name}} in {value} mode",
+    "hooks": lambda value: "other hooks of {name}",
+    "gradient": lambda value: (
+        "{name} frozen" if value is None else f"{{name}} train with gradients in {_name(value)}"
+    ),
+    "autocast": lambda value: f"autocast to {_name(value)}" if value else "no autocast",
+    "attention_kernels": lambda value: "other attention kernels",
+    "default_dtype": lambda value: f"the default dtype {_name(value)}",
+    "other_modes": lambda value: (
+        "other modes of torch (deterministic algorithms, oneDNN, precision of products)"
+    ),
+}

@@ -352,7 +352,7 @@ class ProgramCache:
         if self.binding.trains and self.ranks.is_first:
             cached = [entry.details for entry in self.steps.entries if entry.details is not None]
             changes = (entry.change() for entry in reversed(self.steps.entries))
-            reason = change or recompile_reason(self._model, first, details, cached)
+            reason = change or recompile_reason(first, details, cached)
             reason = reason or next(filter(None, changes), "another state of the model")
             print(
                 f"zbcompile: compiling again for {reason} (program"

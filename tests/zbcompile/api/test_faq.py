@@ -5,19 +5,16 @@ handled yet; its reason says what a user meets today.
 """
 
 import copy
-import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zbcompile
-from tests.support.pool import Pool
 
 pytestmark = pytest.mark.slow
 
@@ -123,108 +120,19 @@ class Activated(nn.Module):
         return x + quick_gelu(self.linear(x))
 
 
-def train_compiled(compile_blocks: bool, compile_model: bool) -> None:
-    """Compares a step of a model that has compiled parts, or is compiled as a whole, with eager."""
+@pytest.mark.parametrize("part", ["function", "blocks", "model"])
+def test_blocks_that_are_compiled_in_place(part: str) -> None:
+    """Also a compiled function, and a model that is compiled as a whole."""
     torch.manual_seed(0)
     model = nn.Sequential(*(Activated() for _ in range(4)))
     plain = copy.deepcopy(model)
     x, y = torch.randn(8, WIDTH), torch.randn(8, WIDTH)
-    for block in model if compile_blocks else ():
+    for block in model if part == "blocks" else ():
         block.compile(backend="eager")
-    wrapped: Any = torch.compile(model, backend="eager") if compile_model else model
+    wrapped: Any = torch.compile(model, backend="eager") if part == "model" else model
     pipeline(wrapped, F.mse_loss).step(x, target=y)
     accumulate(plain, F.mse_loss, [((a,), {}, b) for a, b in rows_of(x, y)])
     assert_same_gradients(model, plain)
-
-
-def test_a_compiled_function_inside_of_the_model() -> None:
-    train_compiled(compile_blocks=False, compile_model=False)
-
-
-def test_blocks_that_are_compiled_in_place() -> None:
-    train_compiled(compile_blocks=True, compile_model=False)
-
-
-def test_a_model_that_is_compiled_as_a_whole() -> None:
-    train_compiled(compile_blocks=False, compile_model=True)
-
-
-BUILD_SECONDS = 0.3
-BUILT: dict[str, tuple[float, float]] = {}
-
-
-def build(kernel: str) -> None:
-    """Builds a kernel at its first call, as a library with lazily compiled kernels does."""
-    if kernel not in BUILT:
-        begin = time.monotonic()
-        time.sleep(BUILD_SECONDS)
-        BUILT[kernel] = (begin, time.monotonic())
-
-
-@torch.library.custom_op("reported_situations::scaled", mutates_args=())
-def scaled(x: Tensor, weight: Tensor) -> Tensor:
-    build("forward")
-    return x * weight
-
-
-@torch.library.custom_op("reported_situations::scaled_backward", mutates_args=())
-def scaled_backward(gradient: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    build("backward")
-    return gradient * weight, (gradient * x).sum(0)
-
-
-@scaled.register_fake
-def _(x: Tensor, weight: Tensor) -> Tensor:
-    return torch.empty_like(x)
-
-
-@scaled_backward.register_fake
-def _(gradient: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(gradient), torch.empty_like(weight)
-
-
-def _keep_inputs(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-scaled.register_autograd(
-    lambda ctx, g: scaled_backward(g, *ctx.saved_tensors), setup_context=_keep_inputs
-)
-
-
-class Scaled(nn.Module):
-    """A layer with the operator whose kernels are built when they are first called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight, self.linear = nn.Parameter(torch.ones(WIDTH)), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.linear(scaled(x, self.weight)))
-
-
-def builds_of_first_step() -> list[dict[str, tuple[float, float]]]:
-    """The times between which each rank built its kernels."""
-    BUILT.clear()
-    torch.manual_seed(0)
-    x = torch.randn(8, WIDTH)
-    pipe = zbcompile.pipeline(
-        nn.Sequential(*(Scaled() for _ in range(4))),
-        schedule="zb-h1",
-        microbatches=MICROBATCHES,
-        loss=F.mse_loss,
-    )
-    pipe.step(x, target=x)
-    ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, BUILT)
-    return ranks
-
-
-def test_ranks_build_their_kernels_at_the_same_time(pool: Pool) -> None:
-    first, second = pool.run(builds_of_first_step)[0]
-    assert first.keys() == second.keys() == {"forward", "backward"}
-    for kernel in first:
-        assert max(first[kernel][0], second[kernel][0]) < min(first[kernel][1], second[kernel][1])
 
 
 def network(dropout: float = 0.0, outputs: int = WIDTH) -> nn.Sequential:

@@ -1,7 +1,6 @@
 """Models with DTensors, parallelised by torch's own plans, train in a pipeline unchanged."""
 
 import contextlib
-import warnings
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_module
 from torch.distributed.tensor.experimental import context_parallel
 from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
     RowwiseParallel,
     loss_parallel,
     parallelize_module,
@@ -188,26 +186,6 @@ def test_dtensors_of_a_second_mesh_and_on_the_meta_device(pool: Pool) -> None:
     )
     assert len(found) == 2 * len(list(Llama(layers=1).parameters()))
     assert all(torch.equal(found[name], expected[name]) for name in expected)
-
-
-def untied() -> list[str]:
-    mesh = mesh_of(pp=1, tp=2)
-    model = Llama(layers=1, odd=True)
-    plan = {"head": ColwiseParallel(output_layouts=Replicate())}
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        zbcompile.pipeline(
-            parallelize_module(model, mesh["tp"], plan), mesh=mesh, schedule="1f1b", loss=loss_of
-        ).close()
-    return [str(each.message) for each in caught]
-
-
-def test_a_head_that_was_untied_is_warned_of(pool: Pool) -> None:
-    for seen in pool.run(untied, ranks=2):
-        assert any(
-            "embedding.weight and head.weight have equal values but are two parameters" in each
-            for each in seen
-        )
 
 
 def on_another_mesh() -> None:
