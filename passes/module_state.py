@@ -27,7 +27,7 @@ from zbcompile.passes.torch_private import (
     version_of,
 )
 
-MAX_ITEMS = 64  # of a container that are compared; of a longer one also the number of items
+MAX_ITEMS = 512  # of a container that are compared; of a longer one also the number of items
 MAX_DEPTH = 3  # of containers in containers
 PLAIN = (
     bool,
@@ -105,13 +105,14 @@ class ModuleState:
 
 
 class AttributeSnapshot:
-    """The attributes of all modules, the items of the containers that these or functions hold, and
-    hooks."""
+    """The attributes of all modules, the other values of the module state, the items of containers
+    among them, and hooks."""
 
     def __init__(self, model: nn.Module, loss: Any = None) -> None:
         self._attributes: list[tuple[str, dict[str, Any], dict[str, Any]]] = []
         self._hooks: list[tuple[str, dict[Any, Any], dict[Any, Any]]] = []
-        self.values = {path: read(key) for path, read, key in _values(model, loss)}
+        self._entries = [(path, read, key, read(key)) for path, read, key in _values(model, loss)]
+        self.values = {path: value for path, _, _, value in self._entries}
         for path, module in _modules(model, loss):
             attributes = vars(module)
             before = {
@@ -126,9 +127,9 @@ class AttributeSnapshot:
             ]
             self.values |= {f"{path}.{name}": value for name, value in before.items()}
         containers = {
-            id(value): (path, value)
+            id(container): (path, container)
             for path, value in self.values.items()
-            if type(value) in (list, dict, set)
+            for container in _containers(value)
         }
         self._containers = [(path, value, value.copy()) for path, value in containers.values()]
 
@@ -173,7 +174,20 @@ class AttributeSnapshot:
             if [*map(id, _items(value))] != [*map(id, _items(items))]:
                 changed.append((path, False))
                 value.clear()
-                value.extend(items) if isinstance(value, list) else value.update(items)
+                value.extend(items) if isinstance(value, list | deque) else value.update(items)
+        for path, read, key, value in self._entries:
+            now, holder = read(key), _holder(read)
+            is_module = isinstance(value, nn.Module) or isinstance(now, nn.Module)
+            if holder is None or is_module or now is value or _token(now) == _token(value):
+                continue
+            carries = isinstance(now, torch.Tensor) and isinstance(value, torch.Tensor)
+            changed.append((path, carries))
+            if isinstance(holder, types.CellType):
+                holder.cell_contents = value
+            elif value is _ABSENT:
+                del holder[key]
+            else:
+                holder[key] = value
         for path, table, hooks in self._hooks:
             if list(table) != list(hooks):
                 changed.append((path, True))
@@ -321,6 +335,23 @@ def _of_cell(cell: types.CellType, _: str) -> Any:
         return cell.cell_contents
     except ValueError:  # it is empty
         return _ABSENT
+
+
+def _containers(value: Any, depth: int = 0) -> Iterator[Any]:
+    """Yields a container, and those in it, as deep as they are compared."""
+    if type(value) in (list, dict, set, deque):
+        yield value
+    if isinstance(value, list | tuple | dict | deque) and depth < MAX_DEPTH:
+        for item in _items(value):
+            yield from _containers(item, depth + 1)
+
+
+def _holder(read: Reader) -> Any:
+    """Returns the table or cell that a function reads; None if it computes what it returns."""
+    if isinstance(read, functools.partial):
+        return read.args[0] if read.func in (_get, _of_cell) else None
+    table = getattr(read, "__self__", None)
+    return table if isinstance(table, dict) else None
 
 
 def _reader(table: Mapping[str, Any], key: str) -> Reader:

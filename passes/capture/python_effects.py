@@ -30,7 +30,7 @@ from zbcompile.passes.graph.source_location import is_users_frame, users_line
 from zbcompile.passes.module_state import AttributeSnapshot, functions_of
 from zbcompile.passes.torch_private import DATA_DEPENDENT_ERRORS, real_mode, replaced
 
-_READS = ("LOAD_ATTR", "LOAD_METHOD")
+_READS = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL")
 
 
 class HooksInstalled(Exception):
@@ -104,7 +104,7 @@ class PythonEffects:
         self.changed |= {path for path, _ in changes}
 
     def _names_read(self) -> set[str]:
-        """Returns the attributes that the user's functions read by name."""
+        """Returns the attributes and globals that the user's functions read by name."""
         codes = [function.__code__ for function in functions_of(*self._roots)]
         texts = {value for code in codes for value in code.co_consts if isinstance(value, str)}
         return texts | {

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 import zbcompile
-from tests.support.changing import STEPS, WIDTH, Net, batch, eager, saved, scaled
+from tests.support.changing import ROWS, STEPS, WIDTH, Net, batch, eager, saved, scaled
 from tests.support.meshes import mesh_of
 from tests.support.pool import Pool
 from zbcompile.passes.torch_private import forward_hook_tables
@@ -124,6 +124,77 @@ def keeps(net: Any, x: Tensor) -> Tensor:
 def counts_in_a_list(net: Any, x: Tensor) -> Tensor:
     net.table["a"] = net.table["a"] + 1
     return x
+
+
+def counts_deep_inside(net: Any, x: Tensor) -> Tensor:
+    net.table["a"][0]["b"] += 1.0
+    return x * net.table["a"][0]["b"]
+
+
+def counts_in_a_deque(net: Any, x: Tensor) -> Tensor:
+    net.recent.append(net.recent[-1] + 1.0)
+    return x * net.recent[-1]
+
+
+def counts_in_a_config(net: Any, x: Tensor) -> Tensor:
+    net.config.tau += 1.0
+    return x * net.config.tau
+
+
+def counts_in_a_global(net: Any, x: Tensor) -> Tensor:
+    global calls
+    calls += 1
+    return x * calls
+
+
+def counting_in_a_closure() -> Callable[[Any, Tensor], Tensor]:
+    times = 1.0
+
+    def counts(net: Any, x: Tensor) -> Tensor:
+        nonlocal times
+        times += 1.0
+        return x * times
+
+    return counts
+
+
+class CountingLoss:
+    """Counts its calls."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+        self.calls += 1
+        return F.mse_loss(output, target) * self.calls
+
+
+calls = 0
+
+
+@pytest.mark.parametrize(
+    ("middle", "loss", "path"),
+    [
+        (counts_deep_inside, F.mse_loss, r"model\.table"),
+        (counts_in_a_deque, F.mse_loss, r"model\.recent"),
+        (counts_in_a_config, F.mse_loss, r"model\.config\.tau"),
+        (counts_in_a_global, F.mse_loss, r"\S+\.calls"),
+        (counting_in_a_closure(), F.mse_loss, "times in the closure of"),
+        (scaled, CountingLoss(), r"loss\.calls"),
+    ],
+)
+def test_a_count_of_forwards_is_traced_once_with_a_warning(
+    middle: Callable[[Any, Tensor], Tensor], loss: Any, path: str
+) -> None:
+    """However often a capture runs forward, a step computes with the number from before it."""
+    net: Any = Net(middle)
+    net.table = {"a": [{"b": 1.0}]}
+    half = batch(0)[: ROWS // 2]
+    x = torch.cat([half, half])
+    pipe = pipeline_of(net, loss)
+    with pytest.warns(UserWarning, match=f"forward changes {path}.*runs no Python"):
+        ours = pipe.step(x, target=x)
+    assert torch.equal(ours, loss(net(half), half))
 
 
 def switches_the_mode_of_a_layer(net: Any, x: Tensor) -> Tensor:
