@@ -113,6 +113,11 @@ class PipelineOptions:
                 " those of eager; exact=True cannot use it. Use exact=False (equal within 2e-6 in"
                 ' fp32), or backend="fx".'
             )
+        if self.exact and self.vocab in (1, 2):
+            raise PipelineError(
+                f"vocab={self.vocab} sums over the vocabulary in a different order than eager; "
+                'exact=True cannot use it. Use exact=False, or vocab="off".'
+            )
 
     @property
     def choices(self) -> Choices:

@@ -42,6 +42,13 @@ def log_probs(output: Any, labels: Any) -> tuple[torch.Tensor, int]:
     return torch.where(inside, picked, 0.0), logits.shape[-1]
 
 
+def log_probs_of_first_word(output: Any, _: Any) -> tuple[torch.Tensor, int]:
+    """Returns log p(0 | logits[b, t]), which shows the output layer of a model without a loss."""
+    logits = logits_in(output)
+    labels = torch.zeros(logits.shape[:-1], dtype=torch.int64, device=logits.device)
+    return log_probs(logits, labels)
+
+
 def logits_in(output: Any) -> torch.Tensor:
     """Returns the logits in a model's output: the output, or its entry or attribute `logits`.
 

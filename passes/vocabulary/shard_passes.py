@@ -116,7 +116,7 @@ def scan(
     found = {"statistics": torch.stack(statistics), "product": product}
     if "others" in shard.parts:
         at_label = torch.where(is_local, 0.0, probabilities.gather(1, number))
-        pulled = shard.pull_back(product, probabilities.scatter(1, number, at_label))
+        pulled = shard.pull_back(product, probabilities.scatter_(1, number, at_label))
         found["others"] = shard.times_weight(pulled, weight)
         slope = shard.pull_back(product.gather(1, number), is_local.to(shard.wide)).to(shard.wide)
         found["label_rows"] = slope * weight[number.squeeze(1)].to(shard.dtype).to(shard.wide)
@@ -155,11 +155,11 @@ def input_gradient(shard: Shard, coefficients: Tensor, gradient: Mapping[str, Te
 def logit_gradient(shard: Shard, product: Tensor, coefficients: Tensor, labels: Tensor) -> Tensor:
     """Returns the gradient of the product, [rows, words], the first half of pass T."""
     softmax, at_label, words = coefficients[:, :, None].unbind(0)
-    gradient = softmax * shard.logits(product).to(shard.wide).softmax(1)
+    gradient = shard.logits(product).to(shard.wide).softmax(1).mul_(softmax)
     is_local, number = local_rows(labels, shard.low, shard.words)
     label = torch.where(is_local, at_label, gradient.gather(1, number))
-    gradient = gradient.scatter(1, number, label)
-    return shard.pull_back(product, gradient + words if shard.has_total else gradient)
+    gradient = gradient.scatter_(1, number, label)
+    return shard.pull_back(product, gradient.add_(words) if shard.has_total else gradient)
 
 
 def local_rows(numbers: Tensor, low: int, count: int) -> tuple[Tensor, Tensor]:

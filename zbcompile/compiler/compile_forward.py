@@ -21,7 +21,7 @@ from zbcompile.compiler.compile_model import (
 )
 from zbcompile.compiler.torch_logs import without_torchs_logs
 from zbcompile.compiler.vocabulary_sharding import forward_shards
-from zbcompile.errors import PipelineError
+from zbcompile.errors import CompileError, PipelineError
 from zbcompile.model.model_info import facts_of
 from zbcompile.passes.capture.export import ExportOptions
 from zbcompile.passes.capture.forward_only import export_forward
@@ -62,13 +62,29 @@ class ForwardOptions:
     device: torch.device | None = None
 
 
+def compile_placement(model: nn.Module, microbatch: Microbatch, options: ForwardOptions) -> Program:
+    """Returns a program that places the parameters of a model before its first training step, with
+    the rows of its output layer on all ranks. It is not run.
+
+    Raises:
+        CompileError: The output has no logits, or their layer cannot be sharded.
+    """
+    try:
+        return compile_forward(model, microbatch, "placement", options)
+    except CompileError as error:
+        raise CompileError(
+            f"{error} An evaluation before the first step places the rows of the output layer by "
+            "the logits that the model returns. Call pipe.compile(batch, target=...) before it."
+        ) from error
+
+
 @without_torchs_logs()
 def compile_forward(
     model: nn.Module, microbatch: Microbatch, computes: str, options: ForwardOptions
 ) -> Program:
     """Returns the program of the forward for microbatches like this one.
 
-    `computes` is "eval" or "log_probs".
+    `computes` is a key of `FORWARDS`.
     """
     args, kwargs, target = microbatch.example
     exported = ExportOptions(
@@ -81,7 +97,7 @@ def compile_forward(
         require_whole_logits(step, options.sharded)
     _warn_of_random_numbers(step)
     like, choices = options.like, options.choices
-    sharded = _cut_output_layer(step, options)
+    sharded = _cut_output_layer(step, computes, options)
     trunk = step if sharded is None else sharded.trunk
     ranks_of = placement_ranks(options.schedule.placement)
     compiled = compile_graph(
@@ -189,31 +205,31 @@ def _lowered(placement: Placement, vocabulary: VocabularyProgram | None, count: 
     return lower(forward_only(placement, count, shards=vocabulary is not None, lookups=lookups))
 
 
-def _cut_output_layer(step: StepGraph, options: ForwardOptions) -> ShardedStep | None:
+def _cut_output_layer(
+    step: StepGraph, computes: str, options: ForwardOptions
+) -> ShardedStep | None:
     """Returns the forward without its output layer, if that is sharded over all ranks.
 
-    It is if the training step has sharded it and what is computed needs no whole logits, or if this
-    forward places the parameters and `vocab=` asks for it.
+    Another program that has placed the parameters decides; a forward that it did not shard, and one
+    that needs whole logits, reads the layer whole. A forward that places them raises CompileError
+    if `vocab=` asks for shards that are impossible.
     """
     like, vocab = options.like, options.choices.vocab
-    if (like is None and vocab not in (1, 2)) or (like is not None and like.vocabulary is None):
+    rows = None
+    if like is not None:
+        if like.vocabulary is None:
+            return None
+        rows = like.vocabulary.parameters
+    elif vocab not in (1, 2) or computes == "eval":
         return None
     try:
-        if like is None and options.choices.exact:
-            raise NotShardableError("exact=True sums over the vocabulary in eager's order")
-        rows = like.vocabulary.parameters if like is not None and like.vocabulary else None
         sharded = cut_output_layer(step, rows)
         if sharded.weight in options.sharded:
-            raise NotShardableError(f"{sharded.weight} is one rank's part already")
+            raise NotShardableError(f"{sharded.weight} is one rank's part already.")
         return sharded
     except NotShardableError as reason:
         if like is None:
-            warnings.warn(
-                f"vocab={vocab} is not used: {reason}. The first evaluation of a model in which "
-                "nothing trains places its parameters, and this one the output layer whole on the "
-                "last stage. Let log_probs be the first.",
-                stacklevel=2,
-            )
+            raise CompileError(f'vocab={vocab}: {reason} Use vocab="off".') from reason
         return None
 
 

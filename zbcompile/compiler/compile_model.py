@@ -142,8 +142,14 @@ def compile_program(
             _require_same_readers(programs, like)
     vocabulary = None
     if sharded is not None:
-        bounds = like.vocabulary.bounds if like is not None and like.vocabulary else None
+        placed = like.vocabulary if like is not None else None
+        bounds = placed.bounds if placed is not None else None
         vocabulary, schedule = shard(sharded, schedule, choices, programs, bounds)
+        if placed is not None and set(placed.parameters) != set(vocabulary.parameters):
+            raise PartitionError(
+                f"the rows of {', '.join(placed.parameters)} are on all ranks, and the training"
+                f" step shards {', '.join(vocabulary.parameters)}."
+            )
     return Program(
         model=facts_of(model, compiled.step.constant_values),
         cuts=describe_cuts(compiled, choices),

@@ -47,11 +47,6 @@ def choose_sharding(
     """
     if choices.vocab == "off" or (choices.vocab == "auto" and choices.exact):
         return None
-    if choices.exact:
-        raise CompileError(
-            f"vocab={choices.vocab} sums over the vocabulary in a different order than eager; "
-            'exact=True cannot use it. Use exact=False, or vocab="off".'
-        )
     try:
         sharded = cut_output_layer(step)
     except NotShardableError as reason:

@@ -7,10 +7,14 @@ from typing import Any
 from zbcompile.errors import PipelineError
 from zbcompile.passes.capture.structures import OutputStructure, TensorPosition, vars_of
 from zbcompile.passes.graph.roles import TensorSpec
-from zbcompile.passes.vocabulary.log_probs import log_probs
+from zbcompile.passes.vocabulary.log_probs import log_probs, log_probs_of_first_word
 
 # What a forward can compute: the model's output, or what is read of it.
-FORWARDS: Mapping[str, Callable[[Any, Any], Any] | None] = {"eval": None, "log_probs": log_probs}
+FORWARDS: Mapping[str, Callable[[Any, Any], Any] | None] = {
+    "eval": None,
+    "log_probs": log_probs,
+    "placement": log_probs_of_first_word,
+}
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from zbcompile.batches.batch import (
 from zbcompile.compiler.compile_forward import (
     ForwardOptions,
     compile_forwards,
+    compile_placement,
     forward_order,
     microbatches_like,
     require_words,
@@ -494,10 +495,11 @@ class ProgramCache:
         if change and self.ranks.is_first:
             print(f"zbcompile: compiling {computes} again for {change}.")
         options = self._forward_options()
+        if options.like is None and options.choices.vocab in (1, 2) and computes == "eval":
+            options = replace(options, like=self._place_rows(batch, options))
 
         def compile_() -> tuple[Program, ...]:
-            refuse_meta_inputs(batch.whole, self.ranks.device)
-            with hinting(partial(hint_at_device, batch.whole, self.ranks.device)):
+            with self._hinting(batch):
                 return compile_forwards(self._model, batch, count, computes, options)
 
         programs = together(self.ranks, "compiling a forward", compile_)
@@ -507,6 +509,26 @@ class ProgramCache:
         state = ModuleState(self._model, without=unread)
         return CompiledGraphs(tuple(graphs[id(program)] for program in programs), (state,))
 
+    @contextmanager
+    def _hinting(self, batch: Batch) -> Iterator[None]:
+        """Context in which a failing export names tensors of a batch on another device."""
+        refuse_meta_inputs(batch.whole, self.ranks.device)
+        with hinting(partial(hint_at_device, batch.whole, self.ranks.device)):
+            yield
+
+    def _place_rows(self, batch: Batch, options: ForwardOptions) -> Program:
+        """Places the parameters for an evaluation, with the rows of the output layer on all
+        ranks."""
+
+        def compile_() -> Program:
+            with self._hinting(batch):
+                return compile_placement(self._model, batch.whole, options)
+
+        program = together(self.ranks, "placing the output layer", compile_)
+        self.binding.agree_on(program)
+        self.binding.place(program)
+        return program
+
     def _bind_forward(self, program: Program) -> BoundGraphs:
         program = replace(program, step=self._options.step)
         self.binding.agree_on(program)
@@ -515,19 +537,11 @@ class ProgramCache:
         return self.binding.prepare(program)
 
     def _forward_options(self) -> ForwardOptions:
-        """Returns what a forward is compiled for. Raises PipelineError for one that would place the
-        parameters of a step whose output layer is sharded."""
+        """Returns what a forward is compiled for."""
         rules, choices = self._options.placements or {}, self._options.choices
-        parameters = dict(self._model.named_parameters())
-        sharded = frozenset(n for n in parameters if along(placement_of(n, rules), SHARD))
-        placed, trains = self.binding.program, any(p.requires_grad for p in parameters.values())
-        if placed is None and trains and choices.vocab in (1, 2):
-            raise PipelineError(
-                f"vocab={choices.vocab} shards the output layer when the training step is compiled,"
-                " and an evaluation would place the layer whole. Call pipe.compile(batch,"
-                " target=...) before the first evaluation."
-            )
-        labels = self.ranks.mesh.labels
+        names = [name for name, _ in self._model.named_parameters()]
+        sharded = frozenset(name for name in names if along(placement_of(name, rules), SHARD))
+        placed, labels = self.binding.program, self.ranks.mesh.labels
         return ForwardOptions(self.schedule, placed, choices, labels, sharded, self.ranks.device)
 
     def evaluation(self, graphs: Sequence[BoundGraphs]) -> Executable:

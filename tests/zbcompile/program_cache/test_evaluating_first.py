@@ -120,18 +120,54 @@ def test_a_step_that_needs_another_placement_says_what_to_call() -> None:
     pipe.step(X, target=X)
 
 
-def words_of(schedule: str, vocab: Any) -> zbcompile.Pipeline:
-    problem = PROBLEMS["small-dropout"]
+def words_of(schedule: str, vocab: Any, name: str = "small-dropout") -> zbcompile.Pipeline:
+    problem = PROBLEMS[name]
     return pipe_of(problem.model(), schedule=schedule, vocab=vocab, loss=problem.loss, exact=False)
 
 
-def test_a_sharded_output_layer_is_placed_by_a_step() -> None:
-    batch = PROBLEMS["small-dropout"].batches(1, 2 * ROWS)[0]
-    pipe = words_of("1f1b", 1)
-    with pytest.raises(
-        zbcompile.PipelineError, match=r"Call pipe\.compile\(batch, target=\.\.\.\)"
-    ):
-        pipe.eval(*batch.args)
-    pipe.compile(*batch.args, target=batch.target)
-    pipe.eval(*batch.args)
+def rows_life() -> list[float]:
+    """The differences from eager of an evaluation before the first step, of a step and of an
+    evaluation behind it, with the output layer and the embedding in rows."""
+    problem, pipe = PROBLEMS["small-tied"], words_of("1f1b", 1, "small-tied")
+    batch, model = problem.batches(1, 2 * ROWS)[0], problem.model()
+
+    def distance() -> float:
+        return float((pipe.eval(*batch.args) - model.eval()(*batch.args)).detach().abs().max())
+
+    evaluated = distance()
     assert pipe.program.vocabulary is not None
+    bounds, homes = pipe.program.vocabulary.bounds, pipe.program.homes
+    expected = eager_step(model.train(), problem.loss, batch, MICROBATCHES, 0)
+    loss = pipe.step(*batch.args, target=batch.target)
+    assert (pipe.program.vocabulary.bounds, pipe.program.homes) == (bounds, homes)
+    for target in (pipe, model):
+        torch.optim.SGD(target.parameters(), lr=0.1).step()
+    return [evaluated, float((loss - expected).abs()), distance()]
+
+
+def test_an_evaluation_places_a_sharded_output_layer() -> None:
+    assert max(rows_life()) <= 1e-6
+
+
+@pytest.mark.slow
+def test_an_evaluation_places_a_sharded_output_layer_on_ranks(pool: Pool) -> None:
+    assert max(max(errors) for errors in pool.run(rows_life)) <= 1e-6
+
+
+def test_an_output_without_logits_places_no_rows() -> None:
+    pipe = pipe_of(Straight(), loss=F.mse_loss, vocab=1, exact=False)
+    with pytest.raises(
+        zbcompile.CompileError,
+        match=r"vocab=1: .*Call pipe\.compile\(batch, target=\.\.\.\) before",
+    ):
+        pipe.eval(X)
+
+
+def test_rows_of_an_embedding_that_does_not_train_need_a_step() -> None:
+    problem = PROBLEMS["small-dropout"]
+    batch, model = problem.batches(1, 2 * ROWS)[0], problem.model()
+    model.token.weight.requires_grad_(False)
+    pipe = pipe_of(model, loss=problem.loss, vocab=1, exact=False)
+    pipe.eval(*batch.args)
+    with pytest.raises(zbcompile.CompileError, match=r"step shards head.weight.*before it"):
+        pipe.step(*batch.args, target=batch.target)
