@@ -15,8 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import all_reduce
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -121,47 +120,6 @@ def by_hand(name: str, form: str) -> dict[str, Any]:
 def test_bits_of_collectives_in_the_model(name: str, form: str, pool: Pool) -> None:
     for found in pool.run(by_hand, name, form, ranks=2):
         assert found == {"differences": [], "groups": [name]}
-
-
-class TwoDimensions(nn.Module):
-    """Weights sharded along "tp", activations along "cp": sums over both dimensions."""
-
-    def __init__(self, mesh: DeviceMesh) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.mesh = mesh
-        for name, placement in (("up", Shard(0)), ("down", Shard(1))):
-            weight = distribute_tensor(torch.randn(8, 8), mesh, [Replicate(), placement])
-            self.register_parameter(name, nn.Parameter(weight))
-        self.scale = nn.Parameter(
-            distribute_tensor(torch.ones(8), mesh, [Replicate(), Replicate()])
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        local = DTensor.from_local(x, self.mesh, [Shard(0), Replicate()])
-        hidden = torch.tanh((local * self.scale) @ self.up.t())
-        output = (hidden @ self.down.t()).redistribute(self.mesh, [Shard(0), Replicate()])
-        return output.square().mean().full_tensor()
-
-
-def two_dimensions() -> dict[str, Any]:
-    mesh = mesh_of(cp=2, tp=2)
-    model = TwoDimensions(mesh)
-    torch.manual_seed(dist.get_rank() // 2)
-    batches: list[Batch] = [((torch.randn(4, 8),), {}, None) for _ in range(MICROBATCHES)]
-    compiled = compile_step(model, *batches[0], None, ranks_of=[0, 1], exact=True)
-    orders = schedules.build("zb-h1", ranks=2, microbatches=MICROBATCHES).orders
-    result = Runner(compiled, model, batches, seed=5).run(orders)
-    return {
-        "differences": differences(result, eager_step(model, batches, None, seed=5)),
-        "groups": sorted(compiled.step.process_groups),
-    }
-
-
-@pytest.mark.slow
-def test_a_mesh_with_two_dimensions(pool: Pool) -> None:
-    for found in pool.run(two_dimensions, ranks=4):
-        assert found == {"differences": [], "groups": ["cp", "tp"]}
 
 
 class Summed(torch.autograd.Function):
@@ -355,58 +313,3 @@ def test_equal_graphs_on_ranks_with_different_hash_seeds(tmp_path: Path) -> None
     one, other = (process.communicate(timeout=200)[0] for process in processes)
     assert "0.F" in one
     assert one == other
-
-
-def transformers_llama(on_meta: bool = False) -> Any:
-    """Returns a Llama of transformers on a mesh of two dimensions, the second one for tp."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    mesh = mesh_of(replicate=1, tp=dist.get_world_size())
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 4}
-    torch.manual_seed(0)
-    config = LlamaConfig(vocab_size=VOCABULARY, num_hidden_layers=2, use_cache=False, **sizes)
-    with torch.device("meta" if on_meta else "cpu"):
-        model = LlamaForCausalLM(config)
-    columns, rows = ColwiseParallel(), RowwiseParallel()
-    plan = {f"model.layers.*.self_attn.{name}_proj": columns for name in "qkv"}
-    plan |= {f"model.layers.*.mlp.{name}_proj": columns for name in ("up", "gate")}
-    plan |= {f"model.layers.*.{name}_proj": rows for name in ("self_attn.o", "mlp.down")}
-    return parallelize_module(model, mesh["tp"], plan)
-
-
-def transformers_loss(output: Any, targets: Tensor) -> Tensor:
-    return F.cross_entropy(output.logits.flatten(0, 1), targets.flatten())
-
-
-def compared_with_transformers() -> list[str]:
-    """Returns what differs from eager DTensor, and which graphs differ on the meta device."""
-    model = transformers_llama()
-    torch.manual_seed(1)
-    batches = [text() for _ in range(MICROBATCHES)]
-    orders = schedules.build("zb-h1", ranks=2, microbatches=MICROBATCHES).orders
-    compiled = compile_step(
-        model, *batches[0], transformers_loss, ranks_of=[0, 1], exact=True, recompute="full"
-    )
-    assert compiled.step.eager_path
-    result = Runner(compiled, model, batches, seed=5).run(orders)
-    found = differences(result, eager_step(model, batches, transformers_loss, seed=5))
-    empty = transformers_llama(on_meta=True)
-    options = ExportOptions(device=torch.device("cpu"))
-    again = compile_step(
-        empty,
-        *batches[0],
-        transformers_loss,
-        ranks_of=[0, 1],
-        exact=True,
-        recompute="full",
-        options=options,
-    )
-    for label, graph in compiled.passes.items():
-        if graph.fingerprint != again.passes[label].fingerprint:
-            found.append(f"{label} on the meta device")
-    return found
-
-
-@pytest.mark.slow
-def test_transformers_with_recomputation_and_on_the_meta_device(pool: Pool) -> None:
-    assert pool.run(compared_with_transformers, ranks=2) == [[], []]

@@ -126,21 +126,6 @@ def test_a_mask_that_is_trained() -> None:
     assert_same_tensors(gradients_of(pipe), gradients_of(eager), "gradient of")
 
 
-def test_a_mask_that_is_frozen() -> None:
-    """Without gradients eager's attention runs a kernel, whose result has another layout than its
-    formula's."""
-    model = Biased().requires_grad_(False).eval()
-    x = torch.randn(4, ODD, WIDTH)
-    pipe = zbcompile.pipeline(copy.deepcopy(model), schedule="1f1b", ranks=1)
-    assert torch.equal(pipe.eval(x, microbatches=1), model(x))
-
-
-def test_a_region_that_changes_nothing_here() -> None:
-    pipe, given = pipeline(made(ALL)), batch()
-    pipe.compile(*given.args, target=given.target)
-    assert kernels_of(pipe) == {True}
-
-
 @pytest.mark.slow
 def test_a_region_around_the_step() -> None:
     """Steps inside and outside of a region are compiled apart."""
@@ -154,33 +139,6 @@ def test_a_region_around_the_step() -> None:
             loss = pipe.step(*given.args, target=given.target)
             assert torch.equal(loss, eager_step(eager, F.mse_loss, given, 2, step))
         assert_same_tensors(gradients_of(pipe), gradients_of(eager), "gradient of")
-
-
-class Whole(nn.Module):
-    """torch's own layer calls attention out of sight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(
-            nn.MultiheadAttention(WIDTH, HEADS, batch_first=True) for _ in range(2)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            with sdpa_kernel(SDPBackend.MATH):
-                x = x + layer(x, x, x, need_weights=False)[0]
-        return x
-
-
-def test_a_region_around_torchs_own_layer() -> None:
-    torch.manual_seed(0)
-    model, given = Whole(), batch()
-    eager = copy.deepcopy(model)
-    pipe = pipeline(model)
-    assert torch.equal(
-        pipe.step(*given.args, target=given.target), eager_step(eager, F.mse_loss, given, 2, 0)
-    )
-    assert_same_tensors(gradients_of(pipe), gradients_of(eager), "gradient of")
 
 
 def test_a_kernel_that_is_not_there_is_said_by_line() -> None:

@@ -278,28 +278,6 @@ class Cast(Layers):
         return self.layers[3](x.float())
 
 
-class CastAround(Layers):
-    """A region without gradients inside one with autocast."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            y = self.layers[0](x)
-            with torch.no_grad():
-                frozen = self.layers[1](x)
-            y = self.layers[2](y + frozen)
-        return self.layers[3](y.float())
-
-
-class Branching(Layers):
-    """Another graph that is called inside a region without gradients."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            y = self.layers[1](x)
-            y = torch.cond(y.sum() > 0, lambda y: y * 2, lambda y: -y, (y,))
-        return super().forward(x + y)
-
-
 class CastTwice(Layers):
     """A layer used twice in one autocast region, where eager casts its weight once, and a second
     region."""
@@ -488,8 +466,6 @@ MODELS = (
     (Spectral, "zb-h1"),
     (Cast, "zb-v"),
     (CastTwice, "zb-h1"),
-    (CastAround, "zb-v"),
-    (Branching, "1f1b"),
     (Silent, "zb-h1"),
     (InPlace, "zb-v"),
     (Choosing, "1f1b"),

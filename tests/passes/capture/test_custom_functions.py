@@ -4,8 +4,6 @@ model is cut."""
 import copy
 import random
 from collections.abc import Iterator
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -16,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.function import Function
 
 import zbcompile
-from tests.support.functions import WAYS, WIDTH, Passed, Saving, Ways
+from tests.support.functions import WAYS, WIDTH, Passed, Ways
 from tests.support.oracle import Batch, eager_step
 from tests.support.training import assert_same_tensors, gradients_of
 from zbcompile.batches.batch import flatten_batch
@@ -60,16 +58,10 @@ def all_ways() -> tuple[Ways, ExportedModel]:
     )
 
 
-SCHEDULES = {
-    "1f1b": (10, 4),
-    "zb-h1": (11, 4),
-    "interleaved-1f1b": (1, 8),
-    "zb-v": (2, 8),
-    "dualpipe-v": (3, 8),
-}
+SCHEDULES = {"1f1b": (10, 4), "zb-h1": (11, 4), "zb-v": (2, 8)}
 
 
-@pytest.mark.mostly_slow(every=5)
+@pytest.mark.mostly_slow(every=3)
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_all_ways_cut_at_each(schedule: str, all_ways: tuple[Ways, ExportedModel]) -> None:
@@ -84,13 +76,6 @@ def test_all_ways_cut_at_each(schedule: str, all_ways: tuple[Ways, ExportedModel
         as_eager(
             copy.deepcopy(model), torch.randn(ROWS, WIDTH), schedule=schedule, ranks=4, balance=cuts
         )
-
-
-@pytest.mark.slow
-def test_all_ways_on_one_stage(all_ways: tuple[Ways, ExportedModel]) -> None:
-    model, exported = all_ways
-    with mock.patch("zbcompile.program_cache.programs.export_step", return_value=exported):
-        as_eager(copy.deepcopy(model), torch.randn(ROWS, WIDTH), schedule="1f1b")
 
 
 @pytest.mark.slow
@@ -114,55 +99,6 @@ def test_a_weight_that_a_function_and_a_layer_read_under_autocast() -> None:
     as_eager(Ways("autocast"), torch.randn(ROWS, WIDTH), schedule="1f1b")
 
 
-def test_a_saved_program_has_none_of_it(tmp_path: Path) -> None:
-    batch = torch.randn(ROWS, WIDTH)
-    pipe = as_eager(Ways("saving", "nested", "random"), batch, schedule="zb-h1", ranks=2)
-    pipe.program.save(tmp_path)
-    assert zbcompile.load(tmp_path).program.stages
-
-
-@pytest.mark.slow
-def test_evaluation_runs_forward() -> None:
-    model = Ways("saving", "nested", "no_grad", "non_differentiable")
-    pipe = zbcompile.pipeline(model, schedule="zb-h1", ranks=2, microbatches=2, loss=F.mse_loss)
-    batch = torch.randn(4, WIDTH)
-    pipe.compile(batch, target=batch)
-    model.eval()
-    torch.testing.assert_close(pipe.eval(batch), model(batch))
-
-
-class Repeated(nn.Module):
-    """Equal layers, each a Function's call and an ordinary layer."""
-
-    def __init__(self, layers: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(layers))
-
-    def forward(self, x: Any) -> Any:
-        for layer in self.layers:
-            x = torch.tanh(layer(Saving.apply(x, layer.weight, layer.bias, 0.5)))
-        return x
-
-
-def test_equal_stages_are_compiled_once() -> None:
-    cuts = ["layers.1", "layers.2", "layers.3"]
-    pipe = as_eager(Repeated(5), torch.randn(ROWS, WIDTH), schedule="1f1b", ranks=4, balance=cuts)
-    assert [stage.original for stage in pipe.program.stages] == [0, 1, 1, 3]
-
-
-@pytest.mark.slow
-def test_a_region_with_re_entry_is_recomputed() -> None:
-    names = ("saving", "reentrant_checkpoint", "saving", "reentrant_checkpoint")
-    kept = {}
-    for recompute in ("off", "hints"):
-        torch.manual_seed(0)
-        pipe = as_eager(
-            Ways(*names), torch.ones(ROWS, WIDTH), schedule="zb-h1", ranks=2, recompute=recompute
-        )
-        kept[recompute] = sum(stage.crossing.kept for stage in pipe.program.stages)
-    assert kept["hints"] < kept["off"]
-
-
 class Aliasing(nn.Module):
     """Changes what a Function returned for an argument without a gradient: its argument."""
 
@@ -181,7 +117,7 @@ def test_a_result_without_gradient_is_still_its_argument() -> None:
     as_eager(Aliasing(), torch.randn(ROWS, WIDTH))
 
 
-AROUND = SimpleNamespace(scale=1.0, table=torch.ones(WIDTH))
+TABLE = torch.ones(WIDTH)
 
 
 def double(ctx: Any, x: Tensor) -> Tensor:
@@ -201,38 +137,19 @@ def branching(ctx: Any, gradient: Tensor) -> Tensor:
     return gradient if gradient.sum() > 0 else gradient * 2
 
 
-def by_hand(ctx: Any, x: Tensor) -> Tensor:
-    x.data.mul_(2)
-    return x.clone()
-
-
-def scaling(ctx: Any, x: Tensor) -> Tensor:
-    ctx.scale = AROUND.scale
-    return x.view_as(x)
-
-
 def keeping(ctx: Any, x: Tensor) -> Tensor:
     ctx.x = x
     return x * 2
 
 
-def freeing(ctx: Any, gradient: Tensor) -> Tensor:
-    x, ctx.x = ctx.x, None
-    return gradient * x * 2
-
-
 def counting(ctx: Any, x: Tensor) -> Tensor:
-    AROUND.table.add_(1)
+    TABLE.add_(1)
     return x * 2
 
 
 def assigning(ctx: Any, x: Tensor) -> Tensor:
     x.data = x + 1
     return x * 2
-
-
-def normalising(ctx: Any, x: Tensor) -> Tensor:
-    return F.batch_norm(x, AROUND.table.clone(), AROUND.table.clone(), training=True)
 
 
 QUESTION, DATA = r"reads a value that depends on its inputs", r"assigns to the `\.data` of a tensor"
@@ -243,11 +160,6 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
         double,
         lambda ctx, g: torch.from_numpy(g.numpy()),
         r"backward of .*test_custom_functions\.py:\d+.*numpy",
-    ),
-    "numpy in forward": (
-        lambda ctx, x: torch.from_numpy(x.numpy()),
-        half,
-        r"forward of .*\.py:\d+.*numpy.*custom_op",
     ),
     "item": (double, lambda ctx, g: g * g.sum().item(), QUESTION),
     "a value decides": (double, branching, rf"{QUESTION} \(.*test_custom_functions\.py:\d+\)"),
@@ -262,15 +174,8 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
         r"the backward draws random numbers",
     ),
     "dirty": (marked, half, VERSION),
-    "number of gradients": (double, lambda ctx, g: (g, g), r"incorrect number of gradients"),
     "writes around": (counting, half, WRITTEN),
     "gives away memory": (assigning, half, rf"{DATA} \(.*test_custom_functions\.py:\d+\)"),
-    "gives away memory in backward": (
-        double,
-        assigning,
-        rf"{DATA} \(.*test_custom_functions\.py:\d+\)",
-    ),
-    "running statistics": (normalising, half, WRITTEN),
     "writes around in backward": (double, counting, WRITTEN),
     "writes an input in backward": (keeping, lambda ctx, g: g * ctx.x.mul_(2), VERSION),
     "random module": (
@@ -299,19 +204,6 @@ def test_gradients_that_a_function_writes_itself_are_refused() -> None:
         as_eager(Ways("saving", "module"), torch.randn(ROWS, WIDTH))
 
 
-CHANGING: dict[
-    str, tuple[Any, Any]
-] = {  # what forward changes around the Function before the next call
-    "number": (lambda ctx, x: x * AROUND.scale, half),
-    "number kept for backward": (scaling, lambda ctx, g: g * ctx.scale),
-    "number read by backward": (double, lambda ctx, g: g * AROUND.scale),
-    "number as a tensor": (lambda ctx, x: x * torch.tensor(AROUND.scale), half),
-    "branch": (lambda ctx, x: (x if AROUND.scale == 2.0 else x.sin()) * 2, half),
-    "ctx": (keeping, freeing),
-    "dirty in secret": (by_hand, half),
-}
-
-
 class Changing(nn.Module):
     def __init__(self, function: Any) -> None:
         super().__init__()
@@ -319,18 +211,7 @@ class Changing(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
 
     def forward(self, x: Tensor) -> Any:
-        with mock.patch.multiple(AROUND, scale=2.0):
-            x = self.function.apply(torch.tanh(self.layers[0](x)))
-        return self.layers[1](x)
-
-
-@pytest.mark.parametrize("case", CHANGING)
-def test_what_has_changed_since_the_call_is_as_in_eager(case: str) -> None:
-    forward, backward = CHANGING[case]
-    odd = type(
-        "Odd", (Function,), {"forward": staticmethod(forward), "backward": staticmethod(backward)}
-    )
-    as_eager(Changing(odd), torch.randn(ROWS, WIDTH))
+        return self.layers[1](self.function.apply(torch.tanh(self.layers[0](x))))
 
 
 def test_a_transposed_gradient_meets_code_that_copies_it() -> None:

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import zbcompile
 from tests.support.pass_graph_runner import run_forward
 from zbcompile.passes.capture.export import ExportOptions, export_training_step
 from zbcompile.passes.compile_step import compile_forward
@@ -86,44 +85,6 @@ def _export(call: Call, *static_inputs: str) -> None:
     export_training_step(
         Total(call), batch(0), {}, options=ExportOptions(static_inputs=static_inputs)
     )
-
-
-DEPENDENT = {
-    "activation": lambda x, mask: x[x > 0],
-    "dimension": lambda x, mask: mask.sum(1).unique_consecutive(dim=0) * x.sum(),
-    "repetitions": lambda x, mask: x.repeat_interleave(x.argmax(1), dim=0),
-    "place": (
-        lambda x, mask: (
-            2 * x.unsqueeze(2).repeat(1, 1, 5).tensor_split(x.flatten()[:2].argsort(), 1)[1]
-        )
-    ),
-}
-
-
-@pytest.mark.parametrize("name", DEPENDENT)
-def test_activations_that_decide_are_refused_by_line(name: str) -> None:
-    with pytest.raises(CaptureError, match=r"(?s)depends? on .*dependent_shapes\.py:\d+"):
-        _export(DEPENDENT[name])
-
-
-@pytest.mark.parametrize("call", [CALLS[0], CALLS[6], CALLS[17]], ids=["index", "select", "repeat"])
-def test_an_input_that_decides_is_refused_by_line_unless_it_is_static(call: Call) -> None:
-    with pytest.raises(CaptureError, match=r"dependent_shapes\.py:\d+.*static_inputs="):
-        _export(call)
-    model, (x, mask) = Total(call), batch(0)
-    model(x, mask).backward()
-    expected = [parameter.grad for parameter in model.parameters()]
-    pipe = zbcompile.pipeline(model, ranks=1, microbatches=1, exact=True, static_inputs=["args[1]"])
-    model.zero_grad()
-    pipe.step(x, mask)
-    assert all(
-        torch.equal(p.grad, other) for p, other in zip(model.parameters(), expected, strict=True)
-    )
-
-
-def test_a_list_of_tensors_that_becomes_a_tensor() -> None:
-    with pytest.raises(CaptureError, match=r"dependent_shapes\.py:\d+.*use torch\.stack"):
-        _export(lambda x, mask: torch.tensor([x.max(), x[0].sum()]))
 
 
 def test_a_mask_of_another_shape_is_named_by_line() -> None:

@@ -1,6 +1,5 @@
 """An exported step is the training step: its results have the bits of eager mode."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -37,24 +36,6 @@ def assert_equals_eager(model: nn.Module, *args: Any, loss: Any = F.mse_loss, **
     return step
 
 
-@pytest.mark.parametrize("times", [1, 2, 10])
-def test_a_parameter_used_several_times(times: int) -> None:
-    assert_equals_eager(Repeated(times), torch.randn(4, WIDTH))
-
-
-@pytest.mark.parametrize("form", ["tensor", "mapping", "object"])
-def test_a_model_that_returns_its_loss(form: str) -> None:
-    class WithLoss(Repeated):
-        def forward(self, x: Tensor) -> Any:
-            loss = super().forward(x).square().mean()
-            return {"tensor": loss, "mapping": {"loss": loss}}.get(form, SimpleNamespace(loss=loss))
-
-    model = WithLoss(2)
-    batch = ((torch.randn(4, WIDTH),), {}, None)
-    step = export_training_step(model, *batch)
-    assert set(step.gradients) == {"layer.weight", "layer.bias"}
-
-
 def test_a_loss_module_has_gradients_of_its_own() -> None:
     class Scaled(nn.Module):
         def __init__(self) -> None:
@@ -70,14 +51,6 @@ def test_a_loss_module_has_gradients_of_its_own() -> None:
     assert set(step.gradients) == {"layer.weight", "layer.bias", "loss_function.scale"}
     assert step.output_structure is not None
     assert step.output_structure.rebuild(["value"]) == {"error": "value"}
-
-
-def test_a_tied_parameter_has_one_placeholder() -> None:
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
-    model[2].weight = model[0].weight
-    step = assert_equals_eager(model, torch.randn(4, WIDTH))
-    assert set(step.parameters) == {"0.weight", "0.bias", "2.bias"}
-    assert dict(step.tied_names) == {"2.weight": "0.weight"}
 
 
 def test_a_tied_buffer_that_forward_writes() -> None:
@@ -113,15 +86,6 @@ def test_a_module_with_two_paths_that_writes_its_buffers(shared: nn.Module) -> N
     layers = [nn.Linear(WIDTH, WIDTH), shared, nn.Linear(WIDTH, WIDTH), shared]
     step = assert_equals_eager(nn.Sequential(*layers), torch.randn(4, WIDTH))
     assert all(name.startswith("1.") for name in step.buffer_updates)
-
-
-def test_unused_and_frozen_parameters_have_no_gradient() -> None:
-    model = Repeated(1)
-    model.unused = nn.Linear(1, 1)
-    model.layer.bias.requires_grad_(False)
-    step = assert_equals_eager(model, torch.randn(4, WIDTH))
-    assert step.gradients["unused.weight"] is None
-    assert "layer.bias" not in step.gradients
 
 
 def test_outputs_of_any_structure() -> None:
@@ -174,19 +138,6 @@ def test_values_behind_torch_cond_may_be_static() -> None:
     assert eager.shape == step.loss.meta["val"].shape
 
 
-def test_static_inputs_may_be_read() -> None:
-    class Grid(Repeated):
-        def forward(self, x: Tensor, grid: Tensor) -> Tensor:
-            rows = [part.sum(0) for part in x.split(grid.tolist())]
-            return super().forward(torch.stack(rows).repeat_interleave(2, 0))
-
-    batch = ((torch.randn(4, WIDTH),), {"grid": torch.tensor([1, 3])}, torch.randn(4, WIDTH))
-    options = ExportOptions(static_inputs=("grid",))
-    model = Grid(1)
-    step = export_training_step(model, *batch, F.mse_loss, options)
-    assert not differences(run_uncut(step, model, batch), eager_step(model, [batch], F.mse_loss, 0))
-
-
 def test_tensors_of_numbers_that_were_computed() -> None:
     """As transformers computes positions of images from their sizes."""
 
@@ -205,15 +156,6 @@ def test_tensors_of_numbers_that_were_computed() -> None:
         model, *batch, F.mse_loss, ExportOptions(static_inputs=("args[1]",))
     )
     assert not differences(run_uncut(step, model, batch), eager_step(model, [batch], F.mse_loss, 0))
-
-
-def test_values_of_inputs_must_not_be_read() -> None:
-    class Reads(Repeated):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x) if x.sum() > 0 else x
-
-    with pytest.raises(CaptureError, match=rf"reads a value.*{__file__}:\d+.*static_inputs"):
-        export_training_step(Reads(1), (torch.randn(4, WIDTH),), loss_fn=lambda o, t: o.sum())
 
 
 def test_refusals_name_the_static_inputs() -> None:
@@ -248,20 +190,6 @@ def test_shapes_must_not_depend_on_inputs() -> None:
 
     with pytest.raises(CaptureError, match=rf"shape of a result.*{__file__}:\d+.*static_inputs"):
         export_training_step(Selects(1), (torch.randn(4, WIDTH),), loss_fn=lambda o, t: o.sum())
-
-
-def test_the_compilers_path_is_the_second_attempt() -> None:
-    class TwoPaths(Repeated):
-        def forward(self, x: Tensor) -> Tensor:
-            if not torch.compiler.is_compiling() and x.sum() > 0:
-                return x
-            return super().forward(x)
-
-    with pytest.warns(UserWarning, match="on the path that it has for compilers"):
-        step = export_training_step(
-            TwoPaths(1), (torch.randn(4, WIDTH),), loss_fn=lambda o, t: o.sum()
-        )
-    assert not step.eager_path
 
 
 def test_hooks_on_parameters_run() -> None:
@@ -302,55 +230,10 @@ def test_writes_to_grad_in_a_backward_are_refused() -> None:
         export_training_step(Model(1), (torch.randn(4, WIDTH),), loss_fn=lambda o, t: o.sum())
 
 
-def test_state_that_forward_changes_is_found() -> None:
-    class Counts(Repeated):
-        def forward(self, x: Tensor) -> Tensor:
-            self.calls = getattr(self, "calls", 0) + 1
-            return super().forward(x)
-
-    model = Counts(1)
-    model.calls = 0
-    step = export_training_step(model, (torch.randn(4, WIDTH),), loss_fn=lambda o, t: o.sum())
-    assert step.changed_state == {"model.calls"}
-
-
 def test_nodes_name_the_users_line() -> None:
     step = assert_equals_eager(Repeated(1), torch.randn(4, WIDTH))
     tanh = next(node for node in step.calls() if "tanh" in str(node.target))
     assert tanh.meta["custom"][LINE].partition(":")[0] == __file__
-
-
-def test_forces_from_an_energy() -> None:
-    class Forces(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.Sequential(nn.Linear(WIDTH, 16), nn.Tanh(), nn.Linear(16, 1))
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = x.detach().requires_grad_()
-            (gradient,) = torch.autograd.grad(self.layers(x).sum(), x, create_graph=True)
-            return -gradient
-
-    assert_equals_eager(Forces(), torch.randn(4, WIDTH))
-
-
-def test_functions_with_a_backward_of_their_own() -> None:
-    class Tripled(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            ctx.save_for_backward(x)
-            return x.relu()
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> Tensor:
-            (x,) = ctx.saved_tensors
-            return grad * (x > 0) * 3.0
-
-    class Model(Repeated):
-        def forward(self, x: Tensor) -> Tensor:
-            return Tripled.apply(super().forward(x))
-
-    assert_equals_eager(Model(2), torch.randn(4, WIDTH))
 
 
 def test_compiled_submodules_run_as_they_are() -> None:

@@ -2,9 +2,7 @@
 are refused."""
 
 import random
-import warnings
 from collections.abc import Callable
-from random import uniform
 from typing import Any
 
 import numpy as np
@@ -33,7 +31,7 @@ class Net(nn.Module):
         return self.last(x) * (1.0 + self.effect(self))
 
 
-GLOBAL, NOISE = random.Random(1), np.random.default_rng(1)
+NOISE = np.random.default_rng(1)
 
 
 def drawing(own: random.Random) -> Callable[[Net], float]:
@@ -45,15 +43,13 @@ DRAWS = {
         lambda net: random.random(),
         r"Python's random module \(.*test_python_effects\.py:\d+\)",
     ),
-    "by another name": (lambda net: uniform(0, 1), r"Python's random module\."),
     "numpy": (
         lambda net: float(np.random.rand()),
         r"numpy\.random \(.*test_python_effects\.py:\d+\)",
     ),
     "an instance": (lambda net: net.own.random(), r"model\.own\."),
     "a generator of numpy": (lambda net: float(net.noise.random()), r"model\.noise\."),
-    "a global": (lambda net: GLOBAL.random(), r"\S*GLOBAL\."),
-    "a global of numpy": (lambda net: float(NOISE.random()), r"\S*NOISE\."),
+    "a global": (lambda net: float(NOISE.random()), r"\S*NOISE\."),
     "a closure": (drawing(random.Random(1)), r"own in the closure of .*lambda"),
 }
 
@@ -77,11 +73,6 @@ def _drawn_in_fork(net: Net) -> Tensor:
         return torch.rand(1)
 
 
-def _dropout_in_fork(net: Net) -> Tensor:
-    with torch.random.fork_rng(devices=[]):
-        return torch.nn.functional.dropout(net.first.weight, 0.5)
-
-
 def _branch_in_fork(net: Net) -> Tensor:
     with torch.random.fork_rng(devices=[]):
         weight = net.first.weight
@@ -98,12 +89,10 @@ STATE = [torch.empty(0)]
 SEEDS: dict[str, Callable[[Net], object]] = {
     "torch": lambda net: torch.manual_seed(1),
     "the generator": lambda net: torch.default_generator.manual_seed(1),
-    "any": lambda net: torch.seed(),
     "inside of fork_rng": _in_fork,
     "drawn twice by fork_rng": _drawn_in_fork,
     "a state from elsewhere": lambda net: torch.set_rng_state(STATE[0]),
     "the state before what was drawn": _state_before,
-    "a dropout in fork_rng": _dropout_in_fork,
     "a branch in fork_rng": _branch_in_fork,
 }
 
@@ -138,19 +127,6 @@ def test_a_fork_in_which_nothing_is_drawn_changes_nothing() -> None:
     found = pipe.step(rows, target=rows)
     torch.manual_seed(zbcompile.microbatch_seed(0, 0))
     assert torch.equal(found, loss(net(rows), rows))
-
-
-def test_a_backward_hook_that_forward_puts_on_a_module_is_refused() -> None:
-    """Each forward would run with one more."""
-
-    class Hooked(Net):
-        def forward(self, x: Tensor) -> Tensor:
-            self.first.register_full_backward_hook(lambda *_: None)
-            return super().forward(x)
-
-    match = r"forward changes the hooks of model\.first"
-    with pytest.raises(zbcompile.CaptureError, match=match):
-        train(Hooked(lambda net: 0.0))
 
 
 class Remembering(Net):
@@ -215,14 +191,6 @@ def test_a_conversion_that_changes_nothing_is_none() -> None:
     assert all(map(torch.equal, *gradients))
 
 
-def test_a_conversion_in_forward_is_refused() -> None:
-    with pytest.raises(
-        zbcompile.CaptureError,
-        match=r"assigns to the `\.data` of a tensor \(.*test_python_effects\.py:\d+",
-    ):
-        train(Net(lambda net: float(net.last.double().weight.ndim)))
-
-
 @torch.fx.wrap
 def _marked(x: Tensor) -> Tensor:
     return 2 * x
@@ -254,11 +222,3 @@ def test_a_number_that_is_read_for_logging_is_mentioned() -> None:
     ):
         train(net)
     assert not hasattr(net, "last_mean")
-
-
-def test_what_draws_nothing_is_left_alone() -> None:
-    before = random.getstate()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        train(Net(lambda net: 0.0))
-    assert random.getstate() == before

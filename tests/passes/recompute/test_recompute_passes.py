@@ -13,7 +13,6 @@ from gpt import GPT, next_byte_loss
 from tests.passes.test_bits import MICROBATCHES, batches_of, text
 from tests.support.pass_graph_runner import Batch, Runner, differences, eager_step
 from tests.support.plain_versions import every_choice
-from tests.support.zoo import ZOO
 from zbcompile import schedules
 from zbcompile.passes.compile_step import CompiledStep, compile_step
 from zbcompile.passes.errors import CompileError
@@ -123,17 +122,6 @@ def test_hints_and_buffers(policy: str) -> None:
     oracle.load_state_dict(model.state_dict())
     compiled = check(model, batches_of(rows), nn.functional.mse_loss, policy, oracle)
     assert any("gelu" in name for name in operations_of(compiled))
-
-
-@pytest.mark.parametrize(
-    "name", ["t5", *(pytest.param(n, marks=pytest.mark.slow) for n in ("unet", "mixtral", "mamba"))]
-)
-def test_zoo_with_full_recomputation(name: str) -> None:
-    problem = ZOO[name]
-    parts = problem.batches(1, 2 * MICROBATCHES)[0].parts(MICROBATCHES)
-    batches = [(part.args, dict(part.kwargs), part.target) for part in parts]
-    compiled = check(problem.model().train(), batches, problem.loss, "full")
-    assert operations_of(compiled)
 
 
 def test_a_budget_is_met_at_the_lowest_cost() -> None:

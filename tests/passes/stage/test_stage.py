@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed._functional_collectives
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
@@ -72,33 +71,6 @@ def test_gradients_are_added_in_place(exact: bool) -> None:
     assert (aten.index_add_.default in targets) is not exact
     assert (aten.embedding_dense_backward.default in targets) is exact
     assert not [s for graph in passes.values() for s in graph.outputs if s.role == WEIGHT_GRADIENT]
-
-
-class Padded(nn.Module):
-    """An embedding with a padding index, a weight that is read twice, and a convolution."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(7, 8, padding_idx=2)
-        self.layer, self.shared = nn.Linear(8, 8), nn.Linear(8, 8)
-        self.convolution = nn.Conv1d(4, 4, 3, padding=1)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.convolution(self.layer(self.table(tokens)))
-        return self.shared(torch.tanh(self.shared(x)))
-
-
-def tokens_and_rows() -> Batch:
-    return (torch.randint(7, (3, 4)),), {}, torch.randn(3, 4, 8)
-
-
-def test_padding_sums_and_convolutions() -> None:
-    torch.manual_seed(0)
-    model, batches = Padded(), batches_of(tokens_and_rows)
-    compiled = compile_step(model, *batches[0], F.mse_loss, ranks_of=[0, 1])
-    found = summed(compiled, model, batches, exact=False)
-    for name, gradient in eager_step(model, batches, F.mse_loss, seed=5).gradients.items():
-        assert (found[name] - gradient).abs().max() <= 2e-6 * gradient.abs().max(), name
 
 
 def llama(layers: int) -> nn.Module:

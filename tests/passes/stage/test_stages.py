@@ -1,6 +1,5 @@
 """Stages, ways of values between them, buffers and gradients of several stages."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -8,9 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.passes.test_bits import Loop, batches_of, check, compile_for, rows
-from tests.support.pass_graph_runner import Runner, differences, eager_step
-from zbcompile import schedules
+from tests.passes.test_bits import Loop, batches_of, check, rows
 from zbcompile.passes.capture.export import export_training_step
 from zbcompile.passes.compile_step import CompiledStep, compile_graph, compile_step
 from zbcompile.passes.errors import CaptureError, PartitionError
@@ -68,37 +65,9 @@ def test_values_that_skip_stages_pass_through_them() -> None:
     assert set.intersection(*messages) == {"tanh"}
 
 
-@pytest.mark.parametrize("schedule", ["zb-h1", "zb-v"])
-def test_residuals_have_eagers_bits(schedule: str) -> None:
-    check(schedule, 2, Residual(), batches_of(rows), F.mse_loss)
-
-
-def test_equal_layers_have_equal_graphs() -> None:
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(8)))
-    compiled = compiled_on_four(model)
-    for kind in "FBW":
-        one, two = (compiled.passes[Label(stage, kind)].fingerprint for stage in (1, 2))
-        assert one == two
-
-
 def test_a_model_with_too_few_places_is_refused() -> None:
     with pytest.raises(PartitionError, match=r"4 stages need 3\. Use fewer stages"):
         compiled_on_four(nn.Linear(WIDTH, WIDTH))
-
-
-@pytest.mark.parametrize("schedule", ["zb-h1", "zb-v", "zb-h1-lazy"])
-@pytest.mark.parametrize("ties", [(0, 5), (0, 2, 4, 5)])
-def test_tied_weights(schedule: str, ties: Sequence[int]) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(6)))
-    for index in ties:
-        model[index][0].weight = model[0][0].weight
-    batches = batches_of(rows)
-    compiled, _ = compile_for(schedule, 2, model, batches[0], F.mse_loss)
-    options = {"exact": True} if schedule == "zb-h1-lazy" else {}
-    orders = schedules.build(schedule, ranks=2, microbatches=len(batches), **options).orders
-    result = Runner(compiled, model, batches, seed=5).run(orders)
-    assert not differences(result, eager_step(model, batches, F.mse_loss, seed=5))
 
 
 @pytest.mark.parametrize("layer", [nn.GRU, nn.LSTM, nn.RReLU])
@@ -190,24 +159,6 @@ def test_operations_on_parameters_alone_have_one_stage() -> None:
             return x
 
     check("zb-v", 2, Standardized(), batches_of(rows), F.mse_loss)
-
-
-def test_albert() -> None:
-    """Four layers with the same parameters, on four stages."""
-    from transformers import AlbertConfig, AlbertForMaskedLM
-
-    torch.manual_seed(0)
-    sizes = {"embedding_size": 16, "hidden_size": 32, "intermediate_size": 64}
-    model = AlbertForMaskedLM(
-        AlbertConfig(vocab_size=64, **sizes, num_hidden_layers=4, num_attention_heads=4)
-    )
-
-    def text() -> Any:
-        tokens = torch.randint(1, 64, (2, 8))
-        return (), {"input_ids": tokens, "labels": tokens}, None
-
-    compiled = check("zb-v", 2, model.train(), batches_of(text), None)
-    assert max(map(len, compiled.owners.values())) == 4
 
 
 class Hooked(Residual):
