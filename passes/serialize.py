@@ -85,12 +85,6 @@ def graph_from_data(
         ) from None
 
 
-def operators_in(data: Data) -> set[str]:
-    """Returns the names of the operators that a written graph calls, such as `aten.mm.default`."""
-    names = {node["call"] for node in data["nodes"]}
-    return names.union(*map(operators_in, data["graphs"]))
-
-
 @dataclass
 class _Writer:
     module: GraphModule

@@ -3,9 +3,10 @@
 import contextlib
 import hashlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
-from zbcompile.errors import PipelineError
+from zbcompile.errors import CompileError, PipelineError
 
 
 def write_whole(path: Path, content: bytes) -> None:
@@ -61,3 +62,20 @@ def sha256_of(path: Path) -> str:
         raise PipelineError(
             f"{path} cannot be read ({error.strerror}). Copy all of the directory again."
         ) from None
+
+
+@contextlib.contextmanager
+def damage_in(path: Path, remedy: str) -> Iterator[None]:
+    """Turns every error inside into one line that names the file, with the `remedy`."""
+    try:
+        yield
+    except PipelineError as error:
+        text = str(error)
+        if str(path.parent) in text:
+            raise
+        kind = CompileError if isinstance(error, CompileError) else PipelineError
+        raise kind(f"{path}: {text}") from error
+    except Exception as error:
+        problem = f"{error}" if type(error) is ValueError else f"{type(error).__name__}: {error}"
+        problem = problem.partition("\n")[0][:200]
+        raise PipelineError(f"{path} is damaged or incomplete ({problem}). {remedy}.") from error

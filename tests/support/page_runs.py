@@ -61,7 +61,7 @@ NOT_RUN = {  # by a part of the command, which ends with "$"
     "mkdocs serve": "a server, which does not end",
 }
 LONG = re.compile(  # takes more than five minutes on two cores
-    r"pytest|_sweep|tests\.support\.(?:damage|killed_saves|killing|soak)"
+    r"pytest|_sweep|tests\.support\.(?:damage|killed_saves|hostile_programs|soak)"
     r"|baseline|(?:published_gpts|vs_torch|promise|inductor|split_tax)\.py|overlap_tp\.py$"
 )
 RANKS = {  # processes that run a page's snippets, if not two

@@ -80,17 +80,17 @@ PERSISTENCE = (
     PlantedFault(
         "a tensor is saved at the wrong offset",
         "zbcompile/persistence/checkpoint_files.py",
-        "list(data.chunk.offsets)",
-        "[0] * len(data.chunk.offsets)",
+        "list(item.tensor_data.chunk.offsets)",
+        "[0] * len(item.tensor_data.chunk.offsets)",
         ("tests/zbcompile/persistence",),
     ),
     PlantedFault(
         "a checkpoint gets its name before its index is written",
         "zbcompile/persistence/checkpoint_files.py",
-        "                write_whole(partial / INDEX, text.encode())\n"
-        "                publish(partial, self.keep)\n",
-        "                final = publish(partial, self.keep)\n"
-        "                write_whole(final / INDEX, text.encode())\n",
+        "                write_whole(partial / INDEX, with_digest(data).encode())\n"
+        '                publish(partial, self.fields["keep"])\n',
+        '                final = publish(partial, self.fields["keep"])\n'
+        "                write_whole(final / INDEX, with_digest(data).encode())\n",
         ("tests/zbcompile/persistence",),
     ),
     PlantedFault(

@@ -34,10 +34,10 @@ def batches_from(start: int) -> Iterator[Batch]:
         yield drawn()
 
 
-def numbered(start: int, seed: int, replica: int, replicas: int) -> Iterator[Batch]:
-    """Each batch a function of its number over all replicas."""
+def numbered(start: int, seed: int) -> Iterator[Batch]:
+    """Yields batches that depend on their number alone."""
     for step in count(start):
-        generator = torch.Generator().manual_seed(1000 * seed + step * replicas + replica)
+        generator = torch.Generator().manual_seed(1000 * seed + step)
         tokens = torch.randint(0, 256, (SIZE, LENGTH + 1), generator=generator)
         yield (tokens[:, :-1].contiguous(),), {"target": tokens[:, 1:].contiguous()}
 
@@ -49,7 +49,7 @@ class Loader:
         self.place = 0
 
     def __iter__(self) -> Iterator[Batch]:
-        for batch in numbered(self.place, 3, 0, 1):
+        for batch in numbered(self.place, 3):
             self.place += 1
             yield batch
 

@@ -16,8 +16,6 @@ from zbcompile.api.step_runner import StepRunner
 from zbcompile.backends.backend import Compilation
 from zbcompile.batches.batch import Given
 from zbcompile.batches.losses import Losses
-from zbcompile.distributed.agreement import gathered
-from zbcompile.distributed.mesh import BATCHES
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.engine.step import Engine
 from zbcompile.errors import PipelineError
@@ -477,17 +475,6 @@ class Pipeline:
             kind, options, params, groups, zero, clip, overlap, validate, reduce_dtype
         )
         return self._optimizers.create(config)
-
-    def from_replicas(self, value: Any) -> list[Any]:
-        """The `value` of the first rank of every replica, on every rank; every rank must
-        call it."""
-        mesh = self._ranks.mesh
-        is_first = 0 in self._ranks.local and mesh.index("tp", "cp") == 0
-        values = {mesh.index(*BATCHES): value} if is_first else {}
-        with self._watch.region("from_replicas"):
-            gathered_values = gathered(self._ranks, values)
-        by_replica = {number: v for part in gathered_values for number, v in part.items()}
-        return [by_replica[number] for number in sorted(by_replica)]
 
     def stages(self) -> "list[CompiledPipelineStage]":
         """This rank's stages as torch.distributed.pipelining stages, for torch's own schedules.

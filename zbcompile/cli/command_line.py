@@ -53,7 +53,7 @@ def _fail(command: str, error: Exception, debug: bool) -> int:
 
 
 def split_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The parsed arguments, with the pipeline's options gathered under `given`."""
+    """The parsed arguments, with the pipeline's options gathered under `keywords`."""
     keywords = vars(arguments)
     options = {name: keywords.pop(name) for name in OPTIONS if name in keywords}
-    return {**keywords, "given": options}
+    return {**keywords, "keywords": options}

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, TypeVar
+from typing import Any
 
 from zbcompile.batches.example import Example
 from zbcompile.cli.fake_models import fake_models
@@ -29,12 +29,12 @@ FAKE = "h100-sxm"  # the device for predictions of fake models, unless --hardwar
 
 @dataclass(frozen=True)
 class Plan:
-    """The arguments that describe the program; `--help` explains them. `given` are the options
+    """The arguments that describe the program; `--help` explains them. `keywords` are the options
     among them. `fake` builds the model without memory; `debug` does not silence torch.
     """
 
     target: str
-    given: Mapping[str, Any]
+    keywords: Mapping[str, Any]
     fake: bool
     debug: bool
 
@@ -42,7 +42,7 @@ class Plan:
     def options(self) -> PipelineOptions:
         """All options, those that were not given at their defaults. Raises PipelineError for a
         wrong value."""
-        options = PipelineOptions(**self.given)
+        options = PipelineOptions(**self.keywords)
         return (
             replace(options, hardware=Hardware.find(FAKE))
             if self.fake and options.hardware is None
@@ -57,19 +57,8 @@ class Plan:
     @property
     def changed(self) -> list[str]:
         """The options that differ from their defaults, as they are written on a command line."""
-        flags = [name for name in self.given if getattr(self.options, name) != OPTIONS[name]]
-        return [
-            *map(flag_of, flags),
-            *(["--fake"] * self.fake),
-        ]
-
-
-AnyPlan = TypeVar("AnyPlan", bound=Plan)
-
-
-def with_options(plan: AnyPlan, **options: Any) -> AnyPlan:
-    """The same arguments with other options."""
-    return replace(plan, given={**plan.given, **options})
+        flags = [name for name in self.keywords if getattr(self.options, name) != OPTIONS[name]]
+        return [*map(flag_of, flags), *(["--fake"] * self.fake)]
 
 
 def example_of(plan: Plan) -> Example:

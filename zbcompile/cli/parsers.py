@@ -41,16 +41,14 @@ that --weights writes.
 """
 _RUN = """the data:
   --data FILE.py:batches (or package.module:batches) names a function, which every rank calls once,
-  or an iterable. It gives one batch per step, the same on every rank of a replica, either as
+  or an iterable. It gives one batch per step, the same on every rank, either as
       (args, kwargs)      a tuple and a mapping, what pipe.step takes, or
       {"input_ids": ...}  a mapping of keywords.
   The target of the loss that the program was compiled with is the keyword "target". The function
   gets those of these keywords for which it has parameters:
-      start               the number of batches that were trained on before; the first batch that
-                          the function gives is batch number `start`
-      seed                --seed, or what the program was compiled with
-      replica, replicas   index of this replica of the pipeline and number of replicas: each trains
-                          on its own batches
+      start      the number of batches that were trained on before; the first batch that the
+                 function gives is batch number `start`
+      seed       --seed, or what the program was compiled with
   When a run is resumed, a function without `start` gives all batches again, and those trained on
   before are skipped. If the iterable has state_dict and load_state_dict (a stateful loader), every
   checkpoint holds its state. The generators of Python, torch and numpy are seeded before the
@@ -102,152 +100,119 @@ class _Environment(argparse.Action):
         parser.exit()
 
 
+Row = tuple[str, Any, str, Any, str]  # the flag, its type and metavar, its default, its help
+PREDICTION: tuple[Row, ...] = (
+    (
+        "--costs",
+        str,
+        "flops|measured|FILE",
+        "flops",
+        "times to predict with; a FILE holds costs, or the record of a step",
+    ),
+)
+VIEWS: tuple[Row, ...] = (
+    (
+        "--graph",
+        str,
+        "STAGE.PASS",
+        None,
+        "one graph as torch.fx prints it, such as 1.B (passes F, B, W, BW)",
+    ),
+    ("--graphs", Path, "DIR", None, "write all graphs, each as torch.fx prints it"),
+    ("--passes", bool, "", False, "the passes of the compiler in order: operations, seconds"),
+    (
+        "--compare",
+        str,
+        "NAME,NAME",
+        None,
+        "predict the step under several schedules, of the same microbatches",
+    ),
+    ("--critical-path", bool, "", False, "the chain of actions that sets the step's length"),
+    (
+        "--timeline",
+        Path,
+        "FILE",
+        None,
+        "draw the step, or those compared: .txt, .svg, .html, .json (Chrome)",
+    ),
+    (
+        "--measured",
+        Path,
+        "FILE",
+        None,
+        "a recorded step (pipe.last_step.save), to compare with its prediction",
+    ),
+    ("--json", bool, "", False, "the tables as JSON"),
+)
+RUN: tuple[Row, ...] = (
+    ("--lr", float, "RATE", 1e-3, "the learning rate of AdamW"),
+    ("--seed", int, "N", None, "of dropout, --init and the data (default: the program's)"),
+    ("--weights", Path, "PATH", None, ".safetensors, or a directory of them with an index"),
+    (
+        "--init",
+        str,
+        "FILE.py:NAME",
+        None,
+        "a function init(name, tensor) that fills a tensor in place; --weights are loaded after it",
+    ),
+    ("--checkpoint", Path, "DIR", None, "folder of checkpoints, shared by all ranks"),
+    ("--every", int, "N", 100, "steps between checkpoints"),
+    ("--keep", int, "N", 3, "checkpoints to keep"),
+    ("--resume", bool, "", False, "continue from the newest checkpoint, if any"),
+    ("--export", Path, "PATH", None, "write the final weights: .safetensors or a directory"),
+    ("--log-every", int, "N", 10, "steps between log lines"),
+    ("--timeout", float, "SECONDS", 300.0, "how long a rank waits for another one"),
+)
+
+
+def _add(group: Any, rows: tuple[Row, ...]) -> None:
+    for flag, kind, metavar, default, text in rows:
+        if kind is bool:
+            group.add_argument(flag, action="store_true", help=text)
+        else:
+            suffix = "" if default is None else f" (default: {default})"
+            group.add_argument(
+                flag, type=kind, metavar=metavar, default=default, help=f"{text}{suffix}"
+            )
+
+
 def add_inspect_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "target", metavar="TARGET", help="package.module:name, path/file.py:name, or a directory"
     )
-    nothing = argparse.SUPPRESS  # as for --help, no value is left behind
     parser.add_argument(
         "--env",
         action=_Environment,
         nargs=0,
-        default=nothing,
+        default=argparse.SUPPRESS,  # as for --help, no value is left behind
         help="list the environment variables and exit",
     )
     add_plan(parser)
-    add = parser.add_argument_group("what to predict").add_argument
-    add(
-        "--costs",
-        default="flops",
-        metavar="flops|measured|FILE",
-        help="times to predict with; a FILE holds costs, or the record of a step (default: flops)",
-    )
-    _add_output(parser.add_argument_group("what to show, one after the other (default: a summary)"))
-
-
-def _add_output(group: Any) -> None:
-    add = group.add_argument
-    add(
-        "--graph",
-        metavar="STAGE.PASS",
-        help="one graph as torch.fx prints it, such as 1.B (passes F, B, W, BW)",
-    )
-    add("--graphs", metavar="DIR", type=Path, help="write all graphs, each as torch.fx prints it")
-    add(
-        "--passes",
-        action="store_true",
-        help="the passes of the compiler in order: operations, seconds",
-    )
-    add(
-        "--compare",
-        metavar="NAME,NAME",
-        help="predict the step under several schedules, of the same microbatches",
-    )
-    add(
-        "--critical-path",
-        action="store_true",
-        help="the chain of actions that sets the step's length",
-    )
-    add(
-        "--timeline",
-        metavar="FILE",
-        type=Path,
-        help="draw the step, or those compared: .txt, .svg, .html, .json (Chrome)",
-    )
-    add(
-        "--measured",
-        metavar="FILE",
-        type=Path,
-        help="a recorded step (pipe.last_step.save), to compare with its prediction",
-    )
-    add("--json", action="store_true", help="the tables as JSON")
+    _add(parser.add_argument_group("what to predict"), PREDICTION)
+    _add(parser.add_argument_group("what to show, one after the other (default: a summary)"), VIEWS)
 
 
 def add_compile_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("target", metavar="TARGET", help="package.module:name or path/file.py:name")
-    parser.add_argument(
-        "--output", metavar="DIR", type=Path, required=True, help="the directory to write"
-    )
-    parser.add_argument(
-        "--weights",
-        metavar="PATH",
-        type=Path,
-        help="write the model's own weights too: .safetensors or a directory",
-    )
-    parser.add_argument(
-        "--only", choices=FORWARDS, help="this forward for zbcompile.load(DIR), without a backward"
-    )
+    add = parser.add_argument
+    add("target", metavar="TARGET", help="package.module:name or path/file.py:name")
+    add("--output", metavar="DIR", type=Path, required=True, help="the directory to write")
+    weights = "write the model's own weights too: .safetensors or a directory"
+    add("--weights", metavar="PATH", type=Path, help=weights)
+    only = "this forward for zbcompile.load(DIR), without a backward"
+    add("--only", choices=FORWARDS, help=only)
     add_flags(parser, ("split", "seed", "backend"))
     add_plan(parser)
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add(
-        "directory",
-        metavar="DIR",
-        type=Path,
-        help="a program, as zbcompile.compile and pipe.program.save write it",
-    )
-    add(
-        "--data",
-        required=True,
-        metavar="FILE.py:NAME",
-        help="the source of the batches (see below)",
-    )
-    add("--steps", required=True, type=int, help="optimizer steps in total, resumed ones included")
-    add(
-        "--lr",
-        type=float,
-        default=1e-3,
-        metavar="RATE",
-        help="the learning rate of AdamW (default: 1e-3)",
-    )
-    add("--seed", type=int, help="of dropout, --init and the data (default: the program's)")
-    add(
-        "--weights",
-        type=Path,
-        metavar="PATH",
-        help=".safetensors, a directory of them with an index, or a checkpoint",
-    )
-    init = (
-        "a function init(name, tensor) that fills a tensor in place; --weights are loaded after it"
-    )
-    add("--init", metavar="FILE.py:NAME", help=init)
-    add("--checkpoint", type=Path, metavar="DIR", help="folder of checkpoints, shared by all ranks")
-    add(
-        "--every",
-        type=int,
-        default=100,
-        metavar="N",
-        help="steps between checkpoints (default: 100)",
-    )
-    add("--keep", type=int, default=3, metavar="N", help="checkpoints to keep (default: 3)")
-    add(
-        "--save-async",
-        action="store_true",
-        help="keep training while a checkpoint is written (takes memory)",
-    )
-    add("--resume", action="store_true", help="continue from the newest checkpoint, if any")
-    add(
-        "--export",
-        type=Path,
-        metavar="PATH",
-        help="write the final weights: .safetensors or a directory",
-    )
-    add(
-        "--replicas",
-        type=int,
-        default=1,
-        metavar="N",
-        help="replicas of the pipeline (data parallel)",
-    )
-    add(
-        "--threads",
-        type=int,
-        metavar="N",
-        help="torch's threads per process (default: torch's own choice)",
-    )
+    program = "a program, as zbcompile.compile and pipe.program.save write it"
+    add("directory", metavar="DIR", type=Path, help=program)
+    source = "the source of the batches (see below)"
+    add("--data", required=True, metavar="FILE.py:NAME", help=source)
+    steps = "optimizer steps in total, resumed ones included"
+    add("--steps", required=True, type=int, metavar="N", help=steps)
+    _add(parser, RUN)
     operator = "an operator of another library that the program may call; --data must import it"
     add(
         "--operator",
@@ -256,20 +221,6 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
         dest="operators",
         metavar="LIBRARY::NAME",
         help=operator,
-    )
-    add(
-        "--log-every",
-        type=int,
-        default=10,
-        metavar="N",
-        help="steps between log lines (default: 10)",
-    )
-    add(
-        "--timeout",
-        type=float,
-        default=300.0,
-        metavar="SECONDS",
-        help="how long a rank waits for another one",
     )
 
 

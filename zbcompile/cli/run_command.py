@@ -3,26 +3,22 @@ checkpoint."""
 
 import argparse
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from zbcompile.api.pipeline import Pipeline
 from zbcompile.batches.batch import amount
 from zbcompile.cli.option_flags import flag_of
 from zbcompile.cli.target import load_object
-from zbcompile.cli.train_data import Data, Start
+from zbcompile.cli.train_data import Data
 from zbcompile.distributed.agreement import gathered, together
-from zbcompile.distributed.mesh import BATCHES
-from zbcompile.distributed.process_group import start_group
 from zbcompile.errors import PipelineError
 from zbcompile.model.seeds import restore_random_state, seed_everything
 from zbcompile.persistence.checkpoint import Checkpoint, load_state, save_checkpoint
-from zbcompile.persistence.checkpoint_directory import candidates, latest_checkpoint
-from zbcompile.persistence.loaded_pipeline import device_for, load
-from zbcompile.persistence.safetensors_weights import contains_weights, load_weights, save_weights
+from zbcompile.persistence.checkpoint_directory import latest_checkpoint
+from zbcompile.persistence.loaded_pipeline import load
+from zbcompile.persistence.safetensors_weights import load_weights, save_weights
 from zbcompile.progress import Say
 from zbcompile.torch_private import pytree
 
@@ -30,13 +26,10 @@ from zbcompile.torch_private import pytree
 def run(options: argparse.Namespace, say: Say) -> None:
     """Trains on this process's ranks. Raises PipelineError, on every rank, if that cannot work."""
     _check(options)
-    if options.threads is not None:
-        torch.set_num_threads(options.threads)
     source = load_object(options.data)
     say(f"opening {options.directory}")
     pipe = load(
         options.directory,
-        mesh=_mesh(options),
         init=load_object(options.init) if options.init else None,
         seed=options.seed,
         operators=options.operators,
@@ -52,30 +45,13 @@ def run(options: argparse.Namespace, say: Say) -> None:
 def _check(options: argparse.Namespace) -> None:
     """Raises PipelineError for numbers out of range, and for arguments that contradict each
     other."""
-    for name in ("steps", "every", "keep", "replicas", "log_every"):
+    for name in ("steps", "every", "keep", "log_every"):
         if getattr(options, name) < 1:
             raise PipelineError(f"{flag_of(name)} is {getattr(options, name)}; expected at least 1")
     if options.resume and options.checkpoint is None:
         raise PipelineError("--resume needs --checkpoint DIR, where the checkpoints are")
     if options.export is not None and options.export.suffix not in ("", ".safetensors"):
         raise PipelineError(f"--export {options.export}; expected FILE.safetensors or a directory")
-
-
-def _mesh(options: argparse.Namespace) -> Any:
-    """Returns a mesh of replicas; None for one."""
-    if options.replicas == 1:
-        return None
-    from torch.distributed.device_mesh import init_device_mesh
-
-    device = device_for(options.directory)
-    if not dist.is_initialized():
-        start_group(lambda: device, options.timeout)
-    ranks, rest = divmod(dist.get_world_size(), options.replicas)
-    if rest:
-        raise PipelineError(
-            f"--replicas {options.replicas} does not divide the {dist.get_world_size()} processes."
-        )
-    return init_device_mesh(device.type, (options.replicas, ranks), mesh_dim_names=("dp", "pp"))
 
 
 def _train(options: argparse.Namespace, pipe: Pipeline, source: Any) -> None:
@@ -111,7 +87,10 @@ def _train(options: argparse.Namespace, pipe: Pipeline, source: Any) -> None:
             )
             began, rows = time.perf_counter(), 0
         if options.checkpoint is not None and (step % options.every == 0 or step == options.steps):
-            _save(options, pipe, optimizer, data, step)
+            saved = save_checkpoint(
+                options.checkpoint, pipe, optimizer, extra=data.state(), keep=options.keep
+            )
+            _print(pipe, f"step {step} of {options.steps}: saved {saved}")
     if options.export is not None:
         save_weights(options.export, pipe)
         _print(pipe, f"weights written to {options.export}")
@@ -132,7 +111,7 @@ def _first_state(options: argparse.Namespace, pipe: Pipeline, optimizer: Any) ->
     if existing is not None:
         return load_state(options.checkpoint, pipe, optimizer)
     if options.weights is not None:
-        _load_weights(options.weights, pipe)
+        load_weights(options.weights, pipe)
     elif options.init is None:
         raise PipelineError(
             f"the parameters have no values; {options.directory} holds only the program. Pass"
@@ -142,38 +121,15 @@ def _first_state(options: argparse.Namespace, pipe: Pipeline, optimizer: Any) ->
     return Checkpoint(step=0)
 
 
-def _load_weights(path: Path, pipe: Pipeline) -> None:
-    """Loads weights from safetensors, if there are any, or else the model of a checkpoint."""
-    if contains_weights(path) or not candidates(path):
-        load_weights(path, pipe)
-        return
-    load_state(path, pipe)
-    pipe.step_index = 0
-
-
 def _data(options: argparse.Namespace, pipe: Pipeline, source: Any, checkpoint: Checkpoint) -> Data:
-    """Returns the data from step `at.step` on. If batches are drawn again to be skipped, so are
-    their random numbers; otherwise the generators continue from their restored state."""
-    seed, mesh = pipe.options.seed, pipe.ranks.mesh
+    """Returns the data from the checkpoint's step on. If batches are drawn again to be skipped, so
+    are their random numbers; otherwise the generators continue from their restored state."""
+    seed = pipe.options.seed
     seed_everything(seed)
-    replica, replicas = mesh.index(*BATCHES), mesh.size(*BATCHES)
-    states = checkpoint.extra or [None]
-    state = states[replica if len(states) == replicas else 0]
-    data = Data(source, options.data, Start(checkpoint.step, seed, replica, replicas, state))
-    if checkpoint.random is not None and not data.skips:
+    data = Data(source, options.data, checkpoint.step, seed, checkpoint.extra)
+    if checkpoint.random and not data.skips:
         restore_random_state(checkpoint.random, pipe.device)
     return data
-
-
-def _save(
-    options: argparse.Namespace, pipe: Pipeline, optimizer: Any, data: Data, step: int
-) -> None:
-    """Saves with the state of the data of every replica."""
-    states, wait = pipe.from_replicas(data.state()), not options.save_async
-    written = save_checkpoint(
-        options.checkpoint, pipe, optimizer, extra=states, keep=options.keep, wait=wait
-    )
-    _print(pipe, f"step {step} of {options.steps}: {'saved' if wait else 'saving'} {written}")
 
 
 def _on_device(batch: Any, device: torch.device) -> Any:

@@ -43,10 +43,8 @@ def example_from(maker: Any, target: str) -> Example:
         return result
     if isinstance(result, tuple) and len(result) in (2, 3):
         return Example(*result)
-    what = (
-        f"a tuple of {len(result)}" if isinstance(result, tuple) else f"a {type(result).__name__}"
-    )
-    raise PipelineError(f"{target} returned {what}; {RETURNS}.")
+    size = f" of {len(result)}" if isinstance(result, tuple) else ""
+    raise PipelineError(f"{target} returned a {type(result).__name__}{size}; {RETURNS}.")
 
 
 def load_object(target: str) -> Any:
@@ -95,12 +93,9 @@ def _said(error: BaseException) -> str:
 
 
 def _functions_of(module: ModuleType) -> str:
-    callables = ((name, value) for name, value in vars(module).items() if callable(value))
-    defined = [
-        name for name, value in callables if getattr(value, "__module__", "") == module.__name__
+    names = [
+        name
+        for name, value in vars(module).items()
+        if callable(value) and getattr(value, "__module__", "") == module.__name__
     ]
-    return (
-        f"it defines {', '.join(defined[:8])}{', ...' if len(defined) > 8 else ''}"
-        if defined
-        else "it defines no function"
-    )
+    return f"it defines {', '.join(names[:8]) or 'no function'}"

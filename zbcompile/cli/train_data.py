@@ -2,7 +2,6 @@
 
 import inspect
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from zbcompile.errors import PipelineError
@@ -14,37 +13,23 @@ EXPECTED = (
 )
 
 
-@dataclass(frozen=True)
-class Start:
-    """The start of a run: the first step, the seed, the number of this replica and of all, and the
-    data source's `state_dict` from the checkpoint, None if it has none."""
-
-    start: int
-    seed: int
-    replica: int = 0
-    replicas: int = 1
-    state: Any = None
-
-
 class Data:
-    """An iterator over batches. `skips` says whether it had to draw the batches of earlier steps,
-    and drop them."""
+    """An iterator over the batches from step `start` on. `state` is the data source's `state_dict`
+    from the checkpoint, None if it has none. `skips` says whether it had to draw the batches of
+    earlier steps, and drop them."""
 
-    def __init__(self, source: Any, name: str, start: Start) -> None:
-        self.name, self.step, keywords = name, start.start, dict[str, Any]()
+    def __init__(self, source: Any, name: str, start: int, seed: int, state: Any = None) -> None:
+        self.name, self.step, keywords = name, start, dict[str, int]()
         if callable(source) and not hasattr(source, "__iter__"):
             parameters = inspect.signature(source).parameters
-            keywords = {
-                key: value
-                for key, value in vars(start).items()
-                if key in parameters and key != "state"
-            }
+            choices = {"start": start, "seed": seed}
+            keywords = {key: value for key, value in choices.items() if key in parameters}
             source = _call(source, keywords, name)
         self._source = (
             source if hasattr(source, "state_dict") and hasattr(source, "load_state_dict") else None
         )
-        if self._source is not None and start.state is not None:
-            source.load_state_dict(start.state)
+        if self._source is not None and state is not None:
+            source.load_state_dict(state)
         try:
             self._iterator = iter(source)
         except TypeError:
@@ -53,7 +38,7 @@ class Data:
                 " function that returns one."
             ) from None
         self.skips = self._source is None and "start" not in keywords
-        for step in range(start.start if self.skips else 0):
+        for step in range(start if self.skips else 0):
             self._draw(step)
 
     def __iter__(self) -> Iterator[Batch]:
@@ -84,7 +69,7 @@ def _call(function: Any, keywords: Mapping[str, Any], name: str) -> Any:
     except TypeError as error:
         raise PipelineError(
             f"calling {name} with {', '.join(keywords) or 'no arguments'} failed: {error}. It may"
-            " have parameters called start, seed, replica and replicas; others need defaults."
+            " have parameters called start and seed; others need defaults."
         ) from error
 
 

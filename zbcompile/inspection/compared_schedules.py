@@ -2,9 +2,10 @@
 
 import contextlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
-from zbcompile.cli.compile_arguments import RANKS, schedule_of, with_options
+from zbcompile.cli.compile_arguments import RANKS, schedule_of
 from zbcompile.compiler.compile_example import CompiledExample
 from zbcompile.compiler.paired_schedule import in_order
 from zbcompile.errors import PipelineError
@@ -41,13 +42,12 @@ def compare(
     The model is compiled, and measured, once per placement: nothing else of a schedule changes the
     graphs. Schedules that these ranks or microbatches do not admit stand below the table.
     """
-    counted = with_options(
-        request, microbatches=request.options.microbatches or _common_microbatches(names, request)
-    )
+    microbatches = request.options.microbatches or _common_microbatches(names, request)
     compiled_placements: dict[Placement, tuple[Program, CostSource]] = {}
     rows, steps, notes, texts = [], list[Timeline](), list[str](), set[str]()
     for name in names:
-        variant = with_options(counted, schedule=name)
+        keywords = {**request.keywords, "microbatches": microbatches, "schedule": name}
+        variant = replace(request, keywords=keywords)
         try:
             schedule = schedule_of(variant)
             if is_searched(variant.options):  # its cuts are its own

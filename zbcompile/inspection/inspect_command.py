@@ -144,7 +144,7 @@ class Inspection:
         """The requested schedule; that of a record unless another one is requested."""
         if self._is_saved:
             return self.compiled.program.schedule
-        recorded = self.record is not None and "schedule" not in self.request.given
+        recorded = self.record is not None and "schedule" not in self.request.keywords
         return schedule_of(self.request, self.record.schedule if recorded and self.record else None)
 
     @cached_property

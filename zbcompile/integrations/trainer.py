@@ -92,10 +92,10 @@ class PipelineTrainer(Trainer):
             self.model, loss=BatchLoss(self.compute_loss_func), **(pipeline or {})
         )
         self.accelerator.pipe = self.pipe
-        # what fills the pipeline once it is compiled
-        self._pending: dict[str, Callable[[], Any]] = {}
-        if weights is not None:
-            self._pending["weights"] = partial(load_weights, weights, self.pipe)
+        # fills the pipeline once it is compiled
+        self._pending: Callable[[], Any] | None = (
+            None if weights is None else partial(load_weights, weights, self.pipe)
+        )
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
@@ -150,20 +150,19 @@ class PipelineTrainer(Trainer):
         shares = self.pipe.microbatches_of(**call)
         if self.args.average_tokens_across_devices:
             shares *= self.accelerator.num_processes
-        target = dict(call["target"])
-        if target.get("items") is not None:
-            target["items"] = target["items"] / shares
-        outputs = {**call, "target": target}
-        if "num_items_in_batch" in call:
-            outputs["num_items_in_batch"] = call["num_items_in_batch"] / shares
-        return outputs
+        call = {**call, "target": dict(call["target"])}
+        for counts, name in ((call, "num_items_in_batch"), (call["target"], "items")):
+            if counts.get(name) is not None:
+                counts[name] = counts[name] / shares
+        return call
 
     def _compile_for(self, call: Call) -> None:
         """Compile, unless that has been done, and load the weights that waited for it."""
         if self._pending or not self.pipe.compilations:
             self.pipe.compile(**call)
-        while self._pending:
-            self._pending.pop(next(iter(self._pending)))()
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending()
 
     def evaluated(self, inputs: Mapping[str, Any]) -> Any:
         """The model's output for a batch."""
@@ -178,15 +177,12 @@ class PipelineTrainer(Trainer):
     def _compile_from(self, inputs: Mapping[str, Any]) -> None:
         """Compile the training step for a batch of the evaluation, because the step decides where
         parameters live."""
-        modes = [(module, module.training) for module in self.model.modules()]
         self.model.train()
         self.current_gradient_accumulation_steps = self.args.gradient_accumulation_steps
-        items = inputs.get("num_items_in_batch", 1)
-        self._compile_for(
-            self._call({k: v for k, v in inputs.items() if k != "num_items_in_batch"}, items)
-        )
-        for module, training in modes:
-            module.training = training
+        batch = dict(inputs)
+        items = batch.pop("num_items_in_batch", 1)
+        self._compile_for(self._call(batch, items))
+        self.model.eval()
 
     # ---- what is counted over processes
 
@@ -288,7 +284,7 @@ class PipelineTrainer(Trainer):
     def _load_from_checkpoint(
         self, resume_from_checkpoint: str, model: nn.Module | None = None
     ) -> None:
-        self._pending = {"weights": partial(self._fill, resume_from_checkpoint)}
+        self._pending = partial(self._fill, resume_from_checkpoint)
 
     def _fill(self, folder: str) -> None:
         """Load what `_save` wrote."""
@@ -306,8 +302,7 @@ class PipelineTrainer(Trainer):
                 " weights=."
             )
         if (folder / STATE).is_dir():
-            again = partial(load_state, folder / STATE, self.pipe, self._pipeline_optimizer)
-            self._pending = {"state": again}
+            self._pending = partial(load_state, folder / STATE, self.pipe, self._pipeline_optimizer)
         if (folder / SCHEDULER_NAME).exists():
             self.lr_scheduler.load_state_dict(
                 torch.load(folder / SCHEDULER_NAME, weights_only=True)

@@ -8,8 +8,8 @@ import functools
 import hashlib
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,18 +24,15 @@ from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
 from zbcompile.model.seeds import random_state, restore_random_state
 from zbcompile.model.tensor_shard import shard_of
-from zbcompile.passes.errors import CompileError
-from zbcompile.persistence.checkpoint_directory import begin, candidates, final_name
+from zbcompile.persistence.checkpoint_directory import INDEX, begin, candidates, final_name
 from zbcompile.persistence.checkpoint_values import Tensors, from_data, to_data
 from zbcompile.persistence.local_state import LocalState, local_state, require_names
 from zbcompile.persistence.optimizer_entries import class_name, load_optimizer, optimizer_entries
-from zbcompile.persistence.safetensors_files import bytes_of, safetensors_dtype
+from zbcompile.persistence.safetensors_files import bytes_of
+from zbcompile.safe_files import damage_in
 from zbcompile.version import __version__
 
 Values = dict[str, Any]
-ONE_PROCESS = (  # how torch warns that one process reads or writes alone
-    "torch.distributed is disabled"
-)
 
 
 @dataclass(frozen=True)
@@ -47,7 +44,7 @@ class Checkpoint:
     step: int
     extra: Any = None
     path: Path | None = None
-    random: Mapping[str, Any] | None = field(default=None, repr=False)
+    random: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
 
 class BackgroundSave:
@@ -115,32 +112,42 @@ def save_checkpoint(
             "wait=False needs a pipeline, whose close() waits for the end. Save a plain model at"
             " once."
         )
-    count = step if step is not None else source.step_index if isinstance(source, Pipeline) else 0
-    if type(count) is not int or count < 0:
+    if step is None:
+        step = source.step_index if isinstance(source, Pipeline) else 0
+    if type(step) is not int or step < 0:
         raise PipelineError(
-            f"step={count!r}; expected how many steps have been trained, a whole number from 0 on."
+            f"step={step!r}; expected how many steps have been trained, a whole number from 0 on."
         )
     with ranks.watch.region(what):
         background = _finish_earlier(source, ranks, what)
-        arguments = {"step": count, "wait": wait, "frozen": frozen}
+        tensors: Tensors = {}
+        data, kind = together(
+            ranks, what, lambda: (to_data(extra, "extra", tensors), class_name(optimizer))
+        )
+        arguments = {"step": step, "wait": wait, "frozen": frozen, "optimizer": kind}
+        digests = {name: _digest(tensor) for name, tensor in tensors.items()}
+        remedy = (
+            "Pass the same on every rank: what belongs to one rank goes into a list of all, or a"
+            " file of its own."
+        )
         agree(
             ranks,
-            arguments,
-            "call save_checkpoint with different arguments",
-            "Pass the same on every rank.",
+            {**arguments, "extra": data, "the tensors of extra": digests},
+            "save one checkpoint with different values",
+            remedy,
         )
-        tensors, contribution = together(ranks, what, lambda: _contents(state, optimizer, frozen))
-        _add_process(tensors, contribution["values"], extra, ranks)
-        together(ranks, what, lambda: _require_dtypes(tensors))
-        partial = from_first(ranks, what, lambda: begin(folder, count))
+        values: Values = {"extra": data}
+        values["random"] = to_data(random_state(ranks.device), "random", tensors)
+        if not ranks.is_first:
+            tensors, values = {}, {}
+        contribution = together(
+            ranks, what, lambda: _add_state(tensors, values, state, optimizer, frozen)
+        )
+        partial = from_first(ranks, what, lambda: begin(folder, step))
         together(ranks, what, lambda: _require_shared(partial))
-        _write(
-            ranks,
-            partial,
-            tensors,
-            (contribution, _fields(state, count), keep),
-            None if wait else background,
-        )
+        versions = {"zbcompile": __version__, "torch": torch.__version__}
+        fields = {**versions, "step": step, "ranks": ranks.count, "optimizer": kind, "keep": keep}
+        _write(ranks, partial, tensors, contribution, fields, None if wait else background)
     return final_name(partial)
 
 
@@ -191,9 +198,13 @@ def load_checkpoint(
     >>> at = zbcompile.load_checkpoint("folder", pipe, optimizer, required=False)  # doctest: +SKIP
     >>> for step in range(at.step, steps): ...  # doctest: +SKIP
     """
-    checkpoint, ranks = load_state(path, source, optimizer, required=required), _ranks_of(source)
-    if checkpoint.random is not None and checkpoint.path is not None:
-        with ranks.watch.region(f"restoring the generators from {path}"), _blamed(checkpoint.path):
+    checkpoint = load_state(path, source, optimizer, required=required)
+    if checkpoint.path is not None:
+        ranks = local_state(source).ranks
+        with (
+            ranks.watch.region(f"restoring the generators from {path}"),
+            damage_in(checkpoint.path / INDEX, "Load another checkpoint"),
+        ):
             restore_random_state(checkpoint.random, ranks.device)
     return checkpoint
 
@@ -206,10 +217,10 @@ def load_state(
     required: bool = True,
 ) -> Checkpoint:
     """Loads as `load_checkpoint` does, but leaves the random generators alone."""
-    ranks = _ranks_of(source)
+    state = local_state(source)
+    ranks = state.ranks
     with ranks.watch.region(f"loading a checkpoint from {path}"):
         _finish_earlier(source, ranks, f"saving before loading {path}")
-        state = local_state(source)
         newest = gathered(ranks, next(iter(candidates(path)), None))[0]
         if newest is None and not required:
             return Checkpoint(step=0)
@@ -224,10 +235,6 @@ def load_state(
         if isinstance(source, Pipeline):
             source.resume(checkpoint.step, state.model.names)
     return checkpoint
-
-
-def _ranks_of(source: Pipeline | nn.Module) -> Ranks:
-    return source.ranks if isinstance(source, Pipeline) else local_state(source).ranks
 
 
 def _finish_earlier(source: Pipeline | nn.Module, ranks: Ranks, what: str) -> BackgroundSave:
@@ -250,114 +257,81 @@ def _require_shared(partial: Path) -> None:
         )
 
 
-def _contents(
-    state: LocalState, optimizer: Optimizer | None, frozen: bool
-) -> tuple[Tensors, Values]:
-    """Returns the tensors that this process writes, and what else it contributes to the index."""
-    kind = None if optimizer is None else class_name(optimizer)
-    left_out = {
-        name for name, value in state.parameters.items() if not (frozen or value.requires_grad)
-    }
-    names = [
-        name for name in sorted(state.tensors) if name not in left_out and state.is_writer(name)
-    ]
-    entries: Values = {f"model.{name}": shard_of(state.tensors[name]) for name in names}
-    if optimizer is not None:
-        entries |= {
-            f"optimizer.{key}": value for key, value in optimizer_entries(optimizer, state).items()
-        }
-    tensors = {name: value for name, value in entries.items() if isinstance(value, torch.Tensor)}
-    values = {
-        name: to_data(value, name, tensors)
-        for name, value in entries.items()
-        if name not in tensors
-    }
-    return tensors, {"values": values, "optimizer": kind, "left_out": sorted(left_out)}
-
-
-def _add_process(tensors: Tensors, values: Values, extra: Any, ranks: Ranks) -> None:
-    """Adds the first rank's generators, and `extra`.
-
-    Raises PipelineError, on every rank, if another rank passes another `extra`: one rank's would be
-    saved.
-    """
-    extra_tensors: Tensors = {}
-    data = together(ranks, "saving extra=", lambda: to_data(extra, "extra", extra_tensors))
-    compared = {
-        "extra": data,
-        "the tensors of extra": {name: _digest(tensor) for name, tensor in extra_tensors.items()},
-    }
-    remedy = (
-        "Pass the same on every rank: what belongs to one rank goes into a list of all, or a file"
-        " of its own."
-    )
-    agree(ranks, compared, "save one checkpoint with different values", remedy)
-    if ranks.is_first:
-        values |= {
-            "extra": data,
-            "random": to_data(random_state(ranks.device), "random", extra_tensors),
-        }
-        tensors |= extra_tensors
-
-
 def _digest(tensor: torch.Tensor) -> str:
     return hashlib.sha256(bytes_of(tensor.detach().cpu().contiguous())).hexdigest()
 
 
-def _require_dtypes(tensors: Tensors) -> None:
-    for name, tensor in tensors.items():
-        if safetensors_dtype(tensor.dtype) is None:
-            raise PipelineError(
-                f"{name} is {tensor.dtype}, which safetensors cannot hold. Convert it, or leave it"
-                " out of the state dict (persistent=False)."
-            )
-
-
-def _fields(state: LocalState, step: int) -> Values:
-    """Returns what the index says of the whole checkpoint."""
-    # by the others' names
-    tied = {m.name: m.first for m in state.model.members if m.saved and m.first != m.name}
-    versions = {"zbcompile": __version__, "torch": torch.__version__}
-    return {**versions, "step": step, "ranks": state.ranks.count, "tied": tied}
+def _add_state(
+    tensors: Tensors, values: Values, state: LocalState, optimizer: Optimizer | None, frozen: bool
+) -> Values:
+    """Adds the model's and the optimizer's tensors that this process writes, and their other
+    values. Returns the contribution of this process to the index."""
+    left_out = {
+        name for name, value in state.parameters.items() if not (frozen or value.requires_grad)
+    }
+    entries: Values = {
+        f"model.{name}": shard_of(tensor)
+        for name, tensor in sorted(state.tensors.items())
+        if name not in left_out and state.is_writer(name)
+    }
+    if optimizer is not None:
+        for key, value in optimizer_entries(optimizer, state).items():
+            entries[f"optimizer.{key}"] = value
+    for name, value in entries.items():
+        if isinstance(value, torch.Tensor):
+            tensors[name] = value
+        else:
+            values[name] = to_data(value, name, tensors)
+    return {"values": values, "left_out": sorted(left_out)}
 
 
 def _write(
     ranks: Ranks,
     partial: Path,
     tensors: Tensors,
-    record: tuple[Any, ...],
+    contribution: Values,
+    fields: Values,
     background: BackgroundSave | None,
 ) -> None:
     """Writes at once; or copies what is to be written, and writes in a thread."""
-    import torch.distributed.checkpoint as dcp  # takes a second
-
     from zbcompile.persistence.checkpoint_files import CheckpointWriter
 
-    position, alone, is_first = ranks.watch.position, ranks.everyone is None, ranks.number == 0
+    dcp, position = _torch_checkpoints(), ranks.watch.position
     working = position.working if background is None else nullcontext
-    contribution, fields, keep = record
-    writer = CheckpointWriter(partial, ranks.number, contribution, fields, keep, working)
+    writer = CheckpointWriter(partial, ranks.number, contribution, fields, working)
+    options = {"storage_writer": writer, "no_dist": ranks.everyone is None}
     if background is not None:
         with position.waiting("the making of a group"):
             background.group = background.group or ranks.apart()
-        warnings.filterwarnings("ignore", message=ONE_PROCESS)  # the thread outlives any context
-        future = dcp.async_save(
-            tensors, storage_writer=writer, process_group=background.group, no_dist=alone
-        )
-        background.pending = partial, future, is_first
+        future = dcp.async_save(tensors, process_group=background.group, **options)
+        background.pending = partial, future, ranks.number == 0
         return
     try:
-        with _quiet(), position.waiting("the checkpoint of all ranks"):
-            dcp.save(tensors, storage_writer=writer, process_group=ranks.everyone, no_dist=alone)
+        with position.waiting("the checkpoint of all ranks"):
+            dcp.save(tensors, process_group=ranks.everyone, **options)
     except dcp.CheckpointException as error:  # not an Exception; raised on every rank
-        raise ranks.watch.known_to_all(_unfinished(partial, error, is_first)) from None
+        raise ranks.watch.known_to_all(_unfinished(partial, error, ranks.number == 0)) from None
+
+
+def _torch_checkpoints() -> Any:
+    """Imports torch.distributed.checkpoint, which takes a second. Its warning that one process
+    reads or writes alone is not for the user, also in a thread that outlives the call."""
+    import torch.distributed.checkpoint as dcp
+
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+    return dcp
 
 
 def _unfinished(partial: Path, error: BaseException, is_first: bool) -> PipelineError:
     """Returns the error for a save that failed. The first process removes what was written."""
     if is_first:
         shutil.rmtree(partial, ignore_errors=True)
-    return PipelineError(f"{partial} was not finished: {_first_cause(error)}")
+    rank, cause = _first_cause(error)
+    text = f"{cause}".partition("\n")[0]
+    text = text if isinstance(cause, PipelineError) else f"{type(cause).__name__}: {text}"
+    return PipelineError(
+        f"{partial} was not finished: {text if rank is None else f'rank {rank}: {text}'}"
+    )
 
 
 # Loading
@@ -366,108 +340,62 @@ def _unfinished(partial: Path, error: BaseException, is_first: bool) -> Pipeline
 def _checked_index(path: Path, state: LocalState, optimizer: Optimizer | None) -> Any:
     """Returns the index of a checkpoint of this whole model and this kind of optimizer, whatever
     part is read here."""
-    from zbcompile.persistence.checkpoint_files import read_index, require_headers
+    from zbcompile.persistence.checkpoint_files import read_index
 
     index = read_index(path)
-    require_headers(index, state.ranks.number, len(state.ranks.members))
-    was, this = index.fields["optimizer"], None if optimizer is None else class_name(optimizer)
-    if this is not None and was != this:
+    saved_kind, kind = index.fields["optimizer"], class_name(optimizer)
+    if kind is not None and saved_kind != kind:
         raise PipelineError(
-            f"{path} was saved with {was or 'no optimizer'}, but this is {this}. Use the same"
-            " optimizer, or load without optimizer= to start with fresh optimizer state."
+            f"{path} was saved with {saved_kind or 'no optimizer'}, but this is {kind}. Use the"
+            " same optimizer, or load without optimizer= to start with fresh optimizer state."
         )
     saved = index.section("model") | dict.fromkeys(index.fields["left_out"])
     require_names(
         path, sorted(state.shapes.keys() - saved.keys()), sorted(saved.keys() - state.shapes.keys())
     )
     for name, shape in state.shapes.items():
-        stored = saved[name]
-        if shape is not None and stored is not None and stored.shape != shape:
+        if shape is not None and saved[name] is not None and saved[name].size != shape:
             raise PipelineError(
-                f"{name} has shape {list(stored.shape)} in {path} and {list(shape)} in the model."
+                f"{name} has shape {list(saved[name].size)} in {path} and {list(shape)} in the"
+                " model."
             )
     return index
 
 
 def _fill(index: Any, state: LocalState, optimizer: Optimizer | None) -> Checkpoint:
     """Fills the model and the optimizer. Returns the checkpoint with its other values."""
-    with _blamed(index.path):
-        process = {
-            name: value
-            for name, value in index.tensors.items()
+    read = functools.partial(_read, index)
+    with damage_in(index.path / INDEX, "Load another checkpoint"):
+        tensors = {
+            name: torch.empty(stored.size, dtype=stored.properties.dtype, device="cpu")
+            for name, stored in index.metadata.state_dict_metadata.items()
             if name.split(".")[0] in ("extra", "random")
         }
-        tensors = {
-            name: torch.empty(value.shape, dtype=value.dtype, device="cpu")
-            for name, value in process.items()
-        }
-        _read(index, tensors)
-        random, extra = (
-            from_data(index.fields["values"][name], tensors) for name in ("random", "extra")
-        )
-        stored = index.section("model")
+        read(tensors)
+        values = index.fields["values"]
+        random, extra = (from_data(values[name], tensors) for name in ("random", "extra"))
+        in_model = index.section("model")
         with torch.no_grad():
-            _read(
-                index,
-                {f"model.{name}": value for name, value in state.tensors.items() if name in stored},
-            )
+            read({f"model.{key}": value for key, value in state.tensors.items() if key in in_model})
         if optimizer is not None:
-            plain = index.fields["values"].items()
-            values = {
-                key: from_data(value, {}) for key, value in plain if key.startswith("optimizer.")
-            }
-            load_optimizer(
-                optimizer,
-                state,
-                index.section("optimizer"),
-                values,
-                functools.partial(_read, index),
-            )
+            load_optimizer(optimizer, state, index.section("optimizer"), values, read)
     return Checkpoint(index.fields["step"], extra, index.path, random)
 
 
 def _read(index: Any, tensors: Values) -> None:
     """Fills tensors out of a checkpoint in place, by their names in it."""
-    import torch.distributed.checkpoint as dcp
-
     from zbcompile.persistence.checkpoint_files import CheckpointReader
 
+    dcp = _torch_checkpoints()
     try:
-        with _quiet():
-            dcp.load(tensors, storage_reader=CheckpointReader(index), no_dist=True)
+        dcp.load(tensors, storage_reader=CheckpointReader(index), no_dist=True)
     except dcp.CheckpointException as error:
-        raise PipelineError(
-            f"{index.path} cannot be read: {_first_cause(error)}. Load another checkpoint."
-        ) from None
+        raise _first_cause(error)[1] from None
 
 
-@contextmanager
-def _blamed(path: Path) -> Iterator[None]:
-    """Raises PipelineError, with the checkpoint's name, for what fails inside."""
-    try:
-        yield
-    except (PipelineError, CompileError):
-        raise
-    except Exception as error:
-        problem = f"{type(error).__name__}: {error!s:.200}".partition("\n")[0]
-        raise PipelineError(
-            f"{path} cannot be loaded ({problem}). Load another checkpoint."
-        ) from error
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Suppresses torch's warning that one process reads or writes alone."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=ONE_PROCESS)
-        yield
-
-
-def _first_cause(error: BaseException) -> str:
-    """Returns what went wrong on the first rank that failed, if torch.distributed.checkpoint says
-    which."""
+def _first_cause(error: BaseException) -> tuple[int | None, BaseException]:
+    """Returns the first rank that failed, if torch.distributed.checkpoint says which, and its
+    error."""
     failures = getattr(error, "failures", None) or {None: (error, None)}
     rank, (cause, _) = next(iter(sorted(failures.items())))
-    text = f"{cause}".partition("\n")[0]
-    text = text if isinstance(cause, PipelineError) else f"{type(cause).__name__}: {text}"
-    return text if rank is None else f"rank {rank}: {text}"
+    return rank, cause

@@ -60,12 +60,13 @@ def hub_tensors(
     if not is_pretrained(model):
         return {key: HubTensor(key, shape, (("", key),)) for key, shape in shapes.items()}
     from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import dot_natural_key
 
     rules = get_model_conversion_mapping(model)
     with local_state_allowed():  # for the names
         names, tensors = model.state_dict(keep_vars=True), dict[str, HubTensor]()
     groups: dict[str, list[tuple[str, str]]] = {}
-    for key in sorted(shapes, key=_natural):
+    for key in sorted(shapes, key=dot_natural_key):
         name, pattern = _renamed(key, rules, model.base_model_prefix, names)
         if name in names and pattern is not None:
             groups.setdefault(name, []).append((pattern, key))
@@ -156,8 +157,3 @@ def _is_ignored(name: str, model: Any) -> bool:
     ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     unneeded = {*ignored, r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$"}
     return any(re.search(pattern, name) for pattern in unneeded)
-
-
-def _natural(key: str) -> list[Any]:
-    """Experts by their numbers, not by the digits of these."""
-    return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in key.split(".")]

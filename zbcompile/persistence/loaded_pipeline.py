@@ -2,7 +2,7 @@
 executed."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,8 @@ from zbcompile.model.model_info import has_values, module_of
 from zbcompile.options import BACKENDS, PipelineOptions
 from zbcompile.passes import gpu
 from zbcompile.persistence.checkpoint import load_state
-from zbcompile.program.directory import AGAIN, SavedProgram, read_manifest, read_program
+from zbcompile.program.directory import AGAIN, MANIFEST, SavedProgram, read_manifest, read_program
+from zbcompile.safe_files import damage_in
 
 SAME = (
     "Every rank must load the same directory, with the same torch and number of threads"
@@ -93,13 +94,12 @@ def load(
     }
     PipelineOptions(**options)  # a wrong value is refused before anything is read
     folder = Path(directory)
-    manifest = _manifest_of(folder)
     if ranks is None and is_alone(mesh):
-        ranks = manifest.require()["ranks"]
-    here = find_ranks(lambda: manifest.device, ranks, mesh, timeout)
+        ranks = read_manifest(folder)["ranks"]
+    here = find_ranks(lambda: device_for(folder), ranks, mesh, timeout)
     with here.watch.region(f"loading {folder}"):
         program = together(
-            here, f"loading {folder}", lambda: _read_for(folder, manifest, here, operators, init)
+            here, f"loading {folder}", lambda: _read_for(folder, here, operators, init)
         )
         same = {
             "torch": torch.__version__,
@@ -109,7 +109,9 @@ def load(
         same["debug_nan"] = debug_nan or DEBUG_NAN.read()
         agree(here, same, "loaded different programs", SAME)
     with here.watch.region(f"filling {folder}"):
-        pipe = Pipeline(module_of(program.model), _options(program, options), Engine(here), program)
+        with damage_in(folder / MANIFEST, AGAIN):
+            chosen = _options(program, options)
+            pipe = Pipeline(module_of(program.model), chosen, Engine(here), program)
         if state_dict is not None:
             together(here, "loading the state dict", lambda: pipe.load_state_dict(state_dict))
     if checkpoint is not None:
@@ -117,37 +119,13 @@ def load(
     return pipe
 
 
-@dataclass(frozen=True)
-class _Manifest:
-    """The manifest of a directory, read once; an error in it is raised later, when all ranks can
-    learn of it."""
-
-    data: dict[str, Any] | None
-    problem: Exception | None = None
-
-    @property
-    def device(self) -> torch.device:
-        """This process's device of the kind that the program was compiled for."""
-        return (
-            own_device() if self.data and self.data["device"] == gpu.KIND else torch.device("cpu")
-        )
-
-    def require(self) -> dict[str, Any]:
-        if self.data is None:
-            raise self.problem or AssertionError
-        return self.data
-
-
-def _manifest_of(folder: Path) -> _Manifest:
-    try:
-        return _Manifest(read_manifest(folder))
-    except (PipelineError, OSError) as error:
-        return _Manifest(None, error)
-
-
 def device_for(folder: Path) -> torch.device:
-    """This process's device of the kind that a program was compiled for."""
-    return _manifest_of(folder).device
+    """Returns this process's device of the kind that a program was compiled for; the CPU if its
+    manifest cannot be read, which all ranks report together afterwards."""
+    try:
+        return own_device() if read_manifest(folder)["device"] == gpu.KIND else torch.device("cpu")
+    except (PipelineError, OSError):
+        return torch.device("cpu")
 
 
 def _options(program: SavedProgram, options: Mapping[str, Any]) -> PipelineOptions:
@@ -164,17 +142,16 @@ def _options(program: SavedProgram, options: Mapping[str, Any]) -> PipelineOptio
 
 def _read_for(
     folder: Path,
-    manifest: _Manifest,
     ranks: Ranks,
     operators: Collection[str],
     init: Init | None,
 ) -> SavedProgram:
     """This process's part of the program, which must be one for its device and number of ranks."""
-    data = manifest.require()
+    data = read_manifest(folder)
     if data["ranks"] != ranks.count:
         raise PipelineError(
             f"{folder} was compiled for {data['ranks']} ranks, but there are {ranks.count}. Start"
-            f" {data['ranks']} processes (for each of --replicas N), or compile it again for"
+            f" {data['ranks']} processes, or compile it again for"
             f" {ranks.count}."
         )
     if data["device"] != ranks.device.type:

@@ -18,12 +18,15 @@ from zbcompile.optimizer.named_state import (
     torch_state_dict,
 )
 from zbcompile.optimizer.pipeline_optimizer import PipelineOptimizer
+from zbcompile.persistence.checkpoint_values import from_data
 from zbcompile.persistence.local_state import LocalState
 
 
-def class_name(optimizer: Any) -> str:
-    """Returns the name of the class that does the updates. Raises PipelineError for several at
-    once."""
+def class_name(optimizer: Any) -> str | None:
+    """Returns the name of the class that does the updates, None without an optimizer. Raises
+    PipelineError for several at once."""
+    if optimizer is None:
+        return None
     if not isinstance(optimizer, Optimizer):
         text = f"optimizer= received a {type(optimizer).__name__}; expected one torch optimizer."
         raise PipelineError(f"{text} Save each of several in a folder of its own.")
@@ -53,58 +56,45 @@ def load_optimizer(
 ) -> None:
     """Gives an optimizer the state of a checkpoint.
 
-    `stored` has the shape and dtype of every tensor of it, None for other values; `values` has
-    these. `read` fills tensors in place, by their names in the checkpoint.
+    `stored` has the metadata of every tensor of it, None for other values; `values` has these as
+    data. `read` fills tensors in place, by their names in the checkpoint.
     """
-    divided = isinstance(optimizer, PipelineOptimizer) and optimizer.parameters.zero
     if isinstance(optimizer, PipelineOptimizer):
+        device = "cpu" if optimizer.parameters.zero else None
         titles, members = state.titles, optimizer.parameters_to_load()
         names = set(optimizer.trained.local)
     else:
         titles, members = {name: name for name in state.shapes}, list(_members(optimizer, state))
-        names = {value.name for value in members}
-    names_by_title = {title: name for name, title in titles.items() if name in names}
-    keys = by_name(stored, "state", names_by_title)
+        names, device = {member.name for member in members}, None
+    by_title = {title: name for name, title in titles.items() if name in names}
+    by_member = {titles[member.name]: member for member in members}
     entries: Values = {}
-    for member in members:
-        title = titles[member.name]
-        for key, tensor in keys[title].items():
-            entry = f"state.{title}.{key}"
-            if tensor is None:
-                entries[entry] = values[f"optimizer.{entry}"]
-            else:
-                device = "cpu" if divided else None
-                entries[entry] = empty_entry(member, key, tensor.shape, tensor.dtype, device)
-    read(
-        {
-            f"optimizer.{key}": value
-            for key, value in entries.items()
-            if isinstance(value, torch.Tensor)
-        }
-    )
-    for title, options in by_name(stored, "param_groups", names_by_title).items():
-        for key, tensor in options.items():
-            entry = f"param_groups.{title}.{key}"
-            if tensor is not None:
-                read(
-                    {
-                        f"optimizer.{entry}": (
-                            option := torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-                        )
-                    }
-                )
-            entries[entry] = values[f"optimizer.{entry}"] if tensor is None else option
-    if isinstance(optimizer, PipelineOptimizer):
-        optimizer.load_state_dict(_renamed(entries, names_by_title))
-        return
-    states, options = (
-        by_name(entries, "state", names_by_title),
-        by_name(entries, "param_groups", names_by_title),
-    )
-    states_of_members = [states[member.name] for member in members]
-    optimizer.load_state_dict(
-        torch_state_dict(members, states_of_members, options, optimizer.param_groups)
-    )
+    for section in ("state", "param_groups"):
+        for title, keys in by_name(stored, section, by_title).items():
+            member = by_member.get(title)
+            for key, tensor in keys.items():
+                entry = f"{section}.{title}.{key}"
+                if tensor is None:
+                    entries[entry] = from_data(values[f"optimizer.{entry}"], {})
+                elif section == "param_groups":
+                    entries[entry] = torch.empty(
+                        tensor.size, dtype=tensor.properties.dtype, device="cpu"
+                    )
+                elif member is not None:
+                    entries[entry] = empty_entry(
+                        member, key, tensor.size, tensor.properties.dtype, device
+                    )
+    read({f"optimizer.{key}": v for key, v in entries.items() if isinstance(v, torch.Tensor)})
+    entries = _renamed(entries, by_title)
+    if not isinstance(optimizer, PipelineOptimizer):
+        states = by_name(entries, "state", names)
+        entries = torch_state_dict(
+            members,
+            [states[member.name] for member in members],
+            by_name(entries, "param_groups", names),
+            optimizer.param_groups,
+        )
+    optimizer.load_state_dict(entries)
 
 
 def _members(optimizer: Optimizer, state: LocalState) -> Iterator[NamedParameter]:

@@ -1,5 +1,6 @@
 """Files in the safetensors format: written from the memory of the tensors, with their digests."""
 
+import functools
 import hashlib
 import json
 import os
@@ -11,12 +12,15 @@ from typing import Any
 import torch
 from safetensors.torch import save
 
+from zbcompile.errors import PipelineError
+
 
 def write_safetensors(
     path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] = {}
 ) -> Any:
     """Writes contiguous tensors of the CPU, and calls fsync. Returns the size and the SHA-256 of
-    the file, and that of its header. Raises OSError.
+    the file, and that of its header. Raises OSError, and PipelineError for a dtype that
+    the format lacks.
 
     safetensors.torch.save refuses tensors that share memory, and copies all of them.
     """
@@ -27,6 +31,11 @@ def write_safetensors(
     for name, values in ordered:
         begin, end = end, end + values.nbytes
         kind = safetensors_dtype(values.dtype)
+        if kind is None:
+            raise PipelineError(
+                f"{name} is {values.dtype}, which safetensors cannot hold. Convert it, or leave it"
+                " out of the state dict (persistent=False)."
+            )
         header[name] = {"dtype": kind, "shape": list(values.shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -57,6 +66,7 @@ def bytes_of(values: torch.Tensor) -> memoryview:
     return values.reshape(-1).view(torch.uint8).numpy().data
 
 
+@functools.cache
 def safetensors_dtype(dtype: torch.dtype) -> str | None:
     """The format's name of a dtype; None if it has none, such as complex128."""
     try:

@@ -14,7 +14,6 @@ from torch import nn
 
 from zbcompile.api.pipeline import Pipeline
 from zbcompile.distributed.agreement import gathered, together
-from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
 from zbcompile.model.distributed_tensors import is_distributed
 from zbcompile.model.tensor_shard import chunk_of, local_of
@@ -41,15 +40,16 @@ def save_weights(path: str | Path, source: Pipeline | nn.Module) -> None:
 
     >>> zbcompile.save_weights("model.safetensors", pipe)                   # doctest: +SKIP
     """
-    state, target = _unsharded_state(source), Path(path)
-    what = f"writing {target}"
-    with state.ranks.watch.region(what):
-        model = module_of(source)
-        tensors = together(state.ranks, what, partial(as_stored, model, _tensors_to_write(state)))
-        if target.suffix == ".safetensors":
-            _write_single(target, state, tensors, what)
-        else:
+    state, target, model = _unsharded_state(source), Path(path), module_of(source)
+    ranks, what = state.ranks, f"writing {target}"
+    with ranks.watch.region(what):
+        tensors = together(ranks, what, partial(as_stored, model, _tensors_to_write(state)))
+        if target.suffix != ".safetensors":
             _write_parts(target, state, tensors, what, model)
+            return
+        parts = gathered(ranks, tensors)
+        everything = {name: tensor for part in parts for name, tensor in part.items()}
+        together(ranks, what, lambda: _write(target, everything) if ranks.is_first else None)
 
 
 def module_of(source: Pipeline | nn.Module) -> nn.Module:
@@ -69,32 +69,18 @@ def _unsharded_state(source: Pipeline | nn.Module) -> LocalState:
 
 def _tensors_to_write(state: LocalState) -> dict[str, torch.Tensor]:
     """The tensors that this process writes, on the CPU; sharded ones are put together."""
-    tensors = {}
+    tensors, ranks = dict[str, torch.Tensor](), state.ranks
     for name, tensor in sorted(state.tensors.items()):
-        full = tensor.detach()
+        full: Any = tensor.detach()
         if is_distributed(tensor):
-            with state.ranks.watch.position.waiting(name):
-                full = _put_together(tensor, state.ranks)
-        if state.ranks.leads and state.is_writer(name):
+            with ranks.watch.position.waiting(name):
+                if full.device_mesh.mesh_dim_names:
+                    full = full.full_tensor()
+                else:  # rows of the output layer lie on the ranks of the pipeline
+                    full = torch.cat(ranks.gather_here(local_of(full).cpu()))
+        if ranks.leads and state.is_writer(name):
             tensors[name] = full.cpu().contiguous()
     return tensors
-
-
-def _put_together(tensor: Any, ranks: Ranks) -> torch.Tensor:
-    """A sharded tensor from all its ranks: rows of the output layer lie on those of the
-    pipeline."""
-    if tensor.device_mesh.mesh_dim_names:
-        return tensor.detach().full_tensor()  # type: ignore[no-any-return]
-    return torch.cat(ranks.gather_here(local_of(tensor).detach().cpu()))
-
-
-def _write_single(
-    target: Path, state: LocalState, tensors: Mapping[str, torch.Tensor], what: str
-) -> None:
-    parts = gathered(state.ranks, dict(tensors))
-    everything = {name: tensor for part in parts for name, tensor in part.items()}
-    leads = state.ranks.is_first
-    together(state.ranks, what, lambda: _write(target, everything) if leads else None)
 
 
 def _write_parts(
@@ -123,12 +109,12 @@ def _write_parts(
         "metadata": {"total_size": sum(size for _, size, _ in entries.values())},
         "weight_map": {key: file for key, (file, *_) in sorted(entries.items())},
     }
-    together(ranks, what, lambda: _finish(target, index, model) if leads else None)
 
+    def finish() -> None:
+        write_config(target, model)
+        write_whole(target / INDEX, json.dumps(index, indent=2).encode())
 
-def _finish(target: Path, index: Mapping[str, Any], model: nn.Module) -> None:
-    write_config(target, model)
-    write_whole(target / INDEX, json.dumps(index, indent=2).encode())
+    together(ranks, what, lambda: finish() if leads else None)
 
 
 def _write(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -188,14 +174,17 @@ def _load(path: Path, state: LocalState, model: nn.Module) -> None:
                 local.copy_(sources[name].read(files, part))
 
 
-def contains_weights(path: Path) -> bool:
-    """Whether `path` is a file, or a directory that holds weights under the usual names."""
-    return path.is_file() or any((path / name).is_file() for name in (INDEX, SINGLE))
-
-
 def _files_of(path: Path) -> dict[str, Path]:
     if path.is_dir():
-        path = _in_folder(path)
+        present = [path / name for name in (INDEX, SINGLE) if (path / name).is_file()]
+        if not present:
+            names = sorted(file.name for file in path.iterdir())
+            raise PipelineError(
+                f"{path} holds no {SINGLE} and no {INDEX}, only"
+                f" {', '.join(names[:6]) or 'nothing'}. Copy all files of the weights; those in"
+                " another format must be saved as safetensors first."
+            )
+        path = present[0]
     try:
         return (
             _listed(path)
@@ -207,17 +196,6 @@ def _files_of(path: Path) -> dict[str, Path]:
         raise PipelineError(
             f"{path} is neither a safetensors file nor an index of such files: {why}."
         ) from None
-
-
-def _in_folder(folder: Path) -> Path:
-    for name in (INDEX, SINGLE):
-        if (folder / name).is_file():
-            return folder / name
-    there = sorted(path.name for path in folder.iterdir())
-    raise PipelineError(
-        f"{folder} holds no {SINGLE} and no {INDEX}, only {', '.join(there[:6]) or 'nothing'}. Copy"
-        " all files of the weights; those in another format must be saved as safetensors first."
-    )
 
 
 def _listed(index: Path) -> dict[str, Path]:

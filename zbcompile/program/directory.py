@@ -8,8 +8,7 @@ compared with its hash, and nothing in it is executed.
 import hashlib
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields as fields_of
 from functools import cached_property
 from pathlib import Path
@@ -24,7 +23,6 @@ from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
 from zbcompile.json_text import to_text
 from zbcompile.model.model_info import has_values
-from zbcompile.passes.errors import CompileError
 from zbcompile.program.program import Program
 from zbcompile.program.program_data import (
     operators_of,
@@ -33,12 +31,12 @@ from zbcompile.program.program_data import (
     rank_to_data,
     with_rank,
 )
-from zbcompile.safe_files import read_bytes, sync, write_whole
+from zbcompile.safe_files import damage_in, read_bytes, sync, write_whole
 from zbcompile.schedules import from_json
 from zbcompile.schedules.ir.files import to_json
 from zbcompile.untrusted_text import parse_json
 
-FORMAT, VERSION = "zbcompile program", 7
+FORMAT, VERSION = "zbcompile program", 8
 MANIFEST, SCHEDULE = "manifest.json", "schedule.json"
 AGAIN = "Compile and save the program again"
 _NAME = r"(manifest|schedule|rank-\d{4,})\.(json|safetensors)"
@@ -87,16 +85,24 @@ def save_program(program: Program, directory: Path, ranks: Ranks) -> None:
         return hashes
 
     def finish() -> None:
+        hashes: Hashes = {}
+        for name, digest in (item for part in parts for item in part.items()):
+            if hashes.setdefault(name, digest) != digest:
+                raise PipelineError(
+                    f"{name} differs between ranks of one place in the pipeline: along a dimension"
+                    " of the mesh they have graphs, constants or unsaved buffers of their own"
+                    " (parts of different sizes, numbers made of the rank). A saved program has one"
+                    " for all of them. Shard evenly, and keep what depends on the rank in a buffer"
+                    " that the state dict holds."
+                )
         if ranks.is_first:
-            hashes.update(_write(directory, SCHEDULE, to_json(program.lowered).encode()))
+            hashes |= _write(directory, SCHEDULE, to_json(program.lowered).encode())
             sizes = {label: ranks.mesh.size(label) for label in program.groups}
-            text = to_text(_manifest(program, hashes, sizes), 2)
-            _write(directory, MANIFEST, text.encode())
+            _write(directory, MANIFEST, to_text(_manifest(program, hashes, sizes), 2).encode())
 
     what = f"saving {directory}"
     together(ranks, what, prepare)
     parts = gathered(ranks, together(ranks, what, write))
-    hashes = together(ranks, what, lambda: _join(parts))
     together(ranks, what, finish)
 
 
@@ -136,7 +142,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             f"{folder} has no {MANIFEST}: it is not a program, or saving it was interrupted."
             f" {AGAIN}: pipe.program.save(directory)."
         )
-    with _errors_of(path):
+    with damage_in(path, AGAIN):
         fields: dict[str, Any] = parse_json(read_bytes(path).decode(), ValueError)
         if (fields["format"], fields["version"]) != (FORMAT, VERSION):
             raise PipelineError(
@@ -168,14 +174,14 @@ def read_program(
 
     Raises PipelineError for a damaged file, CompileError for an operator that is not allowed.
     """
-    with _errors_of(folder / SCHEDULE):
+    with damage_in(folder / SCHEDULE, AGAIN):
         lowered = from_json(_read(folder, SCHEDULE, fields).decode()).schedule
-    with _errors_of(folder / MANIFEST):
+    with damage_in(folder / MANIFEST, AGAIN):
         program = program_from_data(fields["program"], lowered, device, operators)
         groups = dict.fromkeys(fields["dimensions"], "")
     for rank in ranks:
         name = f"rank-{rank:04d}.json"
-        with _errors_of(folder / name):
+        with damage_in(folder / name, AGAIN):
             data = parse_json(_read(folder, name, fields).decode(), ValueError)
             tensors = load(_read(folder, f"rank-{rank:04d}.safetensors", fields))
             program = with_rank(program, data, tensors, device, operators)
@@ -210,22 +216,6 @@ def digest_of(fields: Mapping[str, Any]) -> str:
 def _torch_release() -> str:
     """Returns the version of torch without its build: 2.13.0 for 2.13.0+cpu."""
     return torch.__version__.partition("+")[0]
-
-
-def _join(parts: Sequence[Hashes]) -> Hashes:
-    """Returns the hash of every file. Raises PipelineError if ranks have different content for a
-    file: ranks along other dimensions than "pp" share the files."""
-    hashes: Hashes = {}
-    for name, digest in (item for part in parts for item in part.items()):
-        if hashes.setdefault(name, digest) != digest:
-            raise PipelineError(
-                f"{name} differs between ranks of one place in the pipeline: along a dimension of"
-                " the mesh they have graphs, constants or unsaved buffers of their own (parts of"
-                " different sizes, numbers made of the rank). A saved program has one for all of"
-                " them. Shard evenly, and keep what depends on the rank in a buffer that the state"
-                " dict holds."
-            )
-    return hashes
 
 
 def _refuse(program: Program) -> None:
@@ -266,19 +256,3 @@ def _read(folder: Path, name: str, fields: Mapping[str, Any]) -> bytes:
             " again."
         )
     return content
-
-
-@contextmanager
-def _errors_of(path: Path) -> Iterator[None]:
-    """Turns every error inside into one line that names the file."""
-    try:
-        yield
-    except (PipelineError, CompileError) as error:
-        kind = CompileError if isinstance(error, CompileError) else PipelineError
-        text = str(error)
-        raise kind(text if str(path.parent) in text else f"{path}: {text}") from error
-    except Exception as error:
-        problem = f"{type(error).__name__}: {error}".partition("\n")[0]
-        raise PipelineError(
-            f"{path} is damaged or incomplete ({problem:.200}). {AGAIN}."
-        ) from error

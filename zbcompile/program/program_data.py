@@ -9,6 +9,7 @@ from dataclasses import fields, replace
 from typing import Any, get_type_hints
 
 import torch
+from torch.fx import GraphModule
 
 from zbcompile.json_text import Converters, from_plain, to_plain
 from zbcompile.model.model_info import has_values, on_meta
@@ -16,8 +17,8 @@ from zbcompile.passes.capture.structures import OutputStructure
 from zbcompile.passes.errors import CompileError
 from zbcompile.passes.graph.fx import output_values
 from zbcompile.passes.graph.roles import Slot, TensorSpec
-from zbcompile.passes.operators import is_foreign
-from zbcompile.passes.serialize import graph_from_data, graph_to_data, operators_in
+from zbcompile.passes.operators import is_foreign, name_of_operator
+from zbcompile.passes.serialize import graph_from_data, graph_to_data
 from zbcompile.passes.stage.pass_graph import PassGraph
 from zbcompile.passes.torch_names import dtype_named
 from zbcompile.program.output import structure_from_data, structure_to_data
@@ -130,8 +131,10 @@ def operators_of(program: Program) -> list[str]:
     """Returns the operators of other libraries that the graphs call, as `library::operator`."""
     groups = [stage.pieces for stage in program.stages]
     groups += program.vocabulary.pieces if program.vocabulary else ()
-    pieces = [piece for group in groups for piece in group.values()]
-    names = set[str]().union(*(operators_in(graph_to_data(piece.module)) for piece in pieces))
+    modules = [m for group in groups for piece in group.values() for m in piece.module.modules()]
+    graphs = [module.graph for module in modules if isinstance(module, GraphModule)]
+    calls = [node for graph in graphs for node in graph.nodes if node.op == "call_function"]
+    names = {name_of_operator(node.target) for node in calls}
     return sorted({"::".join(name.split(".")[:2]) for name in names if is_foreign(name)})
 
 

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 from zbcompile.amounts import format_share, format_time
 from zbcompile.errors import PipelineError
-from zbcompile.json_text import to_text
+from zbcompile.json_text import Converters, from_plain, to_plain, to_text
+from zbcompile.safe_files import damage_in
 from zbcompile.schedules import (
     Action,
     Costs,
@@ -115,8 +116,7 @@ def _time_of(step: Step, rank: int, by_name: Mapping[str, RecordedSpan]) -> tupl
     return by_name[str(actions[0])].start, by_name[str(actions[-1])].end
 
 
-FORMAT, VERSION = "zbcompile step", 1
-LATEST = 1e12  # seconds; a larger time is damage, and sums of them have lost their digits
+FORMAT, VERSION = "zbcompile step", 2
 
 
 @dataclass(frozen=True)
@@ -131,9 +131,9 @@ class StepRecord:
     program that it was compiled to. `print(pipe.last_step)` shows where the time of each rank went.
     """
 
-    spans: dict[int, list[RecordedSpan]]
-    held_bytes: dict[int, list[int]]
-    bytes_sent: dict[int, int]
+    spans: Spans
+    held_bytes: Mapping[int, Sequence[int]]
+    bytes_sent: Mapping[int, int]
     step_time: float
     started: float
     in_process: bool
@@ -148,11 +148,6 @@ class StepRecord:
     def costs(self) -> Costs:
         """The mean seconds of every pass, and the delay of a message (`recorded_costs`)."""
         return recorded_costs(self.schedule, self.spans)
-
-    @property
-    def costs_of_passes(self) -> Costs:
-        """The same with messages that take no time."""
-        return replace(self.costs, comm=0)
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -234,23 +229,13 @@ class StepRecord:
 
 
 def record_to_text(record: StepRecord) -> str:
-    """The record as JSON; times in seconds, with the nine digits that a clock has."""
-    data = {
-        "format": FORMAT,
-        "version": VERSION,
-        "program": dict(record.program),
-        "schedule": json.loads(to_json(record.schedule)),
-        "step_time": round(record.step_time, 9),
-        "started": record.started,
-        "in_process": record.in_process,
-        "bytes_sent": list(record.bytes_sent.values()),
-        "held_bytes": list(record.held_bytes.values()),
-        "spans": [
-            [[s.action, round(s.start, 9), round(s.end, 9)] for s in spans]
-            for spans in record.spans.values()
-        ],
-    }
-    return to_text(data, 2)
+    """Returns the record as JSON; times in seconds, with the nine digits that a clock has."""
+    data = to_plain(record, {float: lambda seconds: round(seconds, 9), Schedule: _schedule_to_data})
+    return to_text({"format": FORMAT, "version": VERSION, **data}, 3)
+
+
+def _schedule_to_data(schedule: Schedule) -> Any:
+    return json.loads(to_json(schedule))
 
 
 def is_record(data: Any) -> bool:
@@ -276,53 +261,13 @@ def record_from(data: Any, path: str | Path) -> StepRecord:
         raise PipelineError(
             f"{path} has format version {version}; this release reads version {VERSION}."
         )
-    try:
-        record = _record(data)
+    readers: Converters = {
+        Any: lambda value: value,
+        Schedule: lambda schedule: from_dict(schedule).schedule.compute_only(),
+    }
+    with damage_in(Path(path), "Record the step again"):
+        record: StepRecord = from_plain(StepRecord, data, readers)
+        if not record.spans.keys() == record.held_bytes.keys() == record.bytes_sent.keys():
+            raise ValueError("held_bytes, bytes_sent and spans are of different ranks")
         _ = record.timeline  # every pass of the schedule is there
-    except Exception as error:  # of a file that anyone may have written
-        problem = f"{error!s:.200}".partition("\n")[0]
-        raise PipelineError(
-            f"{path} is damaged or incomplete ({problem}). Record the step again."
-        ) from None
     return record
-
-
-def _record(data: dict[str, Any]) -> StepRecord:
-    counts = {name: dict(enumerate(data[name])) for name in ("bytes_sent", "held_bytes")}
-    spans = {rank: [_span(*span) for span in spans] for rank, spans in enumerate(data["spans"])}
-    samples = [values for values in counts["held_bytes"].values() if values]
-    if not len(samples) == len(counts["bytes_sent"]) == len(spans):
-        raise ValueError("held_bytes, bytes_sent and spans are of different ranks")
-    for count in (
-        *counts["bytes_sent"].values(),
-        *(count for values in samples for count in values),
-    ):
-        _require(type(count) is int, count, "a number of bytes")
-    _require(type(data["in_process"]) is bool, data["in_process"], "true or false")
-    _require(type(data["program"]) is dict, data["program"], "a manifest")
-    return StepRecord(
-        spans=spans,
-        held_bytes=counts["held_bytes"],
-        bytes_sent=counts["bytes_sent"],
-        step_time=_seconds(data["step_time"]),
-        started=_seconds(data["started"]),
-        in_process=data["in_process"],
-        schedule=from_dict(data["schedule"]).schedule.compute_only(),
-        program=data["program"],
-    )
-
-
-def _span(action: Any, start: Any, end: Any) -> RecordedSpan:
-    _require(type(action) is str, action, "an action")
-    _require(_seconds(start) <= _seconds(end), start, f"a start before {end}")
-    return RecordedSpan(action, start, end)
-
-
-def _seconds(value: Any) -> float:
-    _require(type(value) in (int, float) and abs(value) <= LATEST, value, "seconds")
-    return float(value)
-
-
-def _require(true: bool, value: Any, expected: str) -> None:
-    if not true:
-        raise ValueError(f"{value!r:.80} is not {expected}")

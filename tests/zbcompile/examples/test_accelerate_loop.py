@@ -48,13 +48,6 @@ def plain() -> list[float]:
     return losses
 
 
-@pytest.mark.slow
-def test_the_losses_of_the_plain_loop() -> None:
-    expected, found = plain(), train(ranks=2, updates=UPDATES, accumulate=ACCUMULATE)
-    assert len(found) == UPDATES * ACCUMULATE
-    assert found == pytest.approx(expected, abs=2e-6)
-
-
 def on_a_rank() -> list[float]:
     """Accelerate finds the processes as torchrun's."""
     rank, world = str(dist.get_rank()), str(dist.get_world_size())

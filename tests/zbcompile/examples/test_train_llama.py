@@ -8,8 +8,6 @@ import re
 import pytest
 
 import train_llama
-from benchmarks.composition_sweep import BOUND, difference, in_one_process
-from tests.support.meshes import mesh_of
 from tests.support.pool import Pool
 
 SIZES = {"layers": 1, "width": 16, "sequence-length": 8, "batch": 4, "microbatches": 2, "steps": 8}
@@ -48,15 +46,3 @@ def test_processes_that_do_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
         "--dp 3 --pp 2 --tp 2 is for 12 processes, and there are 1: torchrun"
         in capsys.readouterr().err
     )
-
-
-def swept(*schedules: str) -> list[float]:
-    mesh, (expected, one) = mesh_of(dp=2, pp=2), in_one_process()
-    return [float(difference(schedule, mesh, expected, one).max()) for schedule in schedules]
-
-
-@pytest.mark.beyond_sample
-@pytest.mark.slow
-def test_a_schedule_beside_replicas(pool: Pool) -> None:
-    for found in pool.run(swept, "interleaved-1f1b-overlap", ranks=4, timeout=240):
-        assert max(found) <= BOUND

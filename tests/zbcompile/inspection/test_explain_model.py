@@ -1,7 +1,6 @@
 """`zbcompile.explain`: what would be compiled, and everything unsupported,
 without raising."""
 
-import logging
 import re
 from collections.abc import Callable
 from typing import Any
@@ -66,17 +65,6 @@ def test_an_explanation_leaves_the_model_as_it_was() -> None:
     assert model.layers[0]._forward_hooks
 
 
-@pytest.mark.parametrize("level", [logging.NOTSET, logging.INFO, logging.CRITICAL + 1])
-def test_an_explanation_leaves_logging_as_it_was(level: int) -> None:
-    before = logging.root.manager.disable
-    try:
-        logging.disable(level)
-        explained(nn.Linear(WIDTH, WIDTH))
-        assert logging.root.manager.disable == level
-    finally:
-        logging.disable(before)
-
-
 def test_an_explanation_changes_nothing() -> None:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Dropout(0.5))
     before, state = torch.get_rng_state(), {k: v.clone() for k, v in model.state_dict().items()}
@@ -111,15 +99,6 @@ class Everything(MLP):
         y = super().forward(x)
         (gradient,) = torch.autograd.grad(y.sum(), self.layers[0].weight, create_graph=True)  # type: ignore[arg-type]
         return y + gradient.square().sum()
-
-
-@pytest.mark.parametrize("make", [Everything, lambda: torch.compile(MLP())])
-def test_hooks_second_derivatives_and_compiled_modules_are_no_problem(
-    make: Callable[[], nn.Module],
-) -> None:
-    found = explained(make())
-    assert found.supported, str(found)
-    assert found.cuts
 
 
 def test_what_a_step_leaves_out_is_a_note() -> None:

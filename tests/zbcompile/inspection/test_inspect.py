@@ -4,7 +4,6 @@ it cannot do."""
 import ast
 import json
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +15,6 @@ import torch
 import zbcompile
 import zbcompile.compile
 from tests.support.error_lines import without_progress
-from zbcompile.cli.target import load_example
 from zbcompile.inspect import main
 from zbcompile.passes.compile_step import PASSES
 from zbcompile.tables import WIDTH
@@ -186,15 +184,6 @@ def test_a_program_directory(
     assert "overhead" in (tmp_path / "both.svg").read_text()
 
 
-@pytest.mark.slow
-def test_compared_schedules_are_drawn(
-    tmp_path: Path, tiny: Path, inspect: Callable[..., str]
-) -> None:
-    picture = tmp_path / "compared.svg"
-    assert str(picture) in inspect(f"{tiny}:two", "--compare", "1f1b,auto", "--timeline", picture)
-    assert picture.read_text().count("<svg") == 3
-
-
 def test_the_passes_in_order(tiny: Path, inspect: Callable[..., str]) -> None:
     """Every pass is listed, also one that had nothing to do."""
     rows = json.loads(inspect(f"{tiny}:two", "--passes", "--json"))["passes"]
@@ -243,16 +232,6 @@ def test_all_graphs_are_written(tmp_path: Path, tiny: Path, inspect: Callable[..
             f"graph 2.{name}"
         ]
         assert all(op["line"] or op["made_by"] for op in operations)
-
-
-@pytest.mark.slow
-def test_parts_do_not_exclude_each_other(tiny: Path, inspect: Callable[..., str]) -> None:
-    """Whatever is asked for is shown, one after the other."""
-    plan = (f"{tiny}:two", "--schedule", "1f1b")
-    asked = (("--graph", "0.W"), ("--critical-path",), ("--compare", "1f1b,zb-h1"))
-    shown = inspect(*plan, *(word for each in asked for word in each), "--passes")
-    for each in asked:
-        assert inspect(*plan, *each).rstrip("\n") in shown
 
 
 @pytest.mark.slow
@@ -332,26 +311,6 @@ def test_a_timeline_is_written(tiny: Path, ending: str, inspect: Callable[..., s
     assert "F0.0" in file.read_text() or '"F"' in file.read_text()
 
 
-@pytest.mark.slow
-def test_a_schedule_from_a_file(tiny: Path, inspect: Callable[..., str]) -> None:
-    file = tiny.with_name("mine.csv")
-    zbcompile.schedules.save(zbcompile.schedules.build("zb-h1", ranks=3, microbatches=6), file)
-    data = json.loads(inspect(f"{tiny}:two", "--schedule", file, "--json"))
-    assert (data["model"]["ranks"], data["model"]["microbatches"], len(data["stages"])) == (3, 6, 3)
-
-
-@pytest.mark.parametrize("name", ["two", "three", "example"])
-def test_what_a_target_may_return(name: str, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    example = load_example(f"{tiny}:{name}")
-    assert isinstance(example, zbcompile.Example)
-    monkeypatch.syspath_prepend(tiny.parent)
-    again: Any = load_example(f"tiny:{name}")
-    assert (again.kwargs, [a.shape for a in again.args]) == (
-        example.kwargs,
-        [a.shape for a in example.args],
-    )
-
-
 @pytest.mark.parametrize(
     ("target", "says"),
     [
@@ -411,25 +370,6 @@ def test_what_the_target_prints_is_no_part_of_the_report(
 def test_debug_shows_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["no.such.module:f", "--debug"]) == 2
     assert "Traceback" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_the_command_itself_piped(tiny: Path) -> None:
-    command = [sys.executable, "-m", "zbcompile", "inspect", f"{tiny}:two", "--schedule", "1f1b"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    assert all(re.match(r" +\d+\.\d s  ", line) for line in done.stderr.splitlines()), done.stderr
-    assert "\x1b" not in done.stdout
-    assert done.stdout.startswith("model         Net\nparameters    432\n")
-
-
-def test_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        main(["--help"])
-    assert stopped.value.code == 0
-    assert (
-        "python -m zbcompile.inspect examples/targets.py:gpt --graph 1.B" in capsys.readouterr().out
-    )
 
 
 EXCHANGING = """

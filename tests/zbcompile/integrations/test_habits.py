@@ -3,31 +3,22 @@ same in eager mode: adapters that take turns, evaluations before the first step,
 model that is whole again.
 """
 
-import copy
-import os
-import subprocess
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 import zbcompile
 from tests.support.pool import Pool
 from tests.support.training import assert_same_tensors
-from tests.zbcompile.examples.test_lightning_loop import eager
 
 pytest.importorskip("transformers")
 pytest.importorskip("lightning")
 
-import lightning
 from transformers import GPT2Config, GPT2LMHeadModel
-
-from lightning_loop import CLIP, LEARNING_RATE, MICROBATCHES, WIDTH, Pipelined, loader, model
 
 pytestmark = pytest.mark.slow
 
@@ -141,60 +132,6 @@ def saved_as_transformers_does(folder: str) -> None:
     assert torch.equal(one, two)
 
 
-class Validated(Pipelined):
-    """Keeps what its validation computes, and saves a checkpoint after every epoch."""
-
-    def __init__(self, pipe: zbcompile.Pipeline, folder: str) -> None:
-        super().__init__(pipe)
-        self.folder = folder
-        self.outputs: list[Tensor] = []
-
-    def validation_step(self, batch: Any, index: int) -> None:
-        self.outputs.append(self.held[0].eval(batch[0]))
-
-    def on_train_epoch_end(self) -> None:
-        optimizer: Any = self.optimizers()
-        zbcompile.save_checkpoint(self.folder, self.held[0], optimizer.optimizer)
-
-
-def fitted_by_lightning(folder: str) -> tuple[list[float], list[Tensor], dict[str, Tensor]]:
-    """The losses, what was validated, and the parameters as they were saved."""
-    options: dict[str, Any] = {
-        "microbatches": MICROBATCHES,
-        "loss": torch.nn.functional.cross_entropy,
-        "exact": True,
-    }
-    pipe = zbcompile.pipeline(model(), schedule="zb-h1", **options)
-    module = Validated(pipe, folder)
-    quiet = {
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "logger": False,
-        "devices": 1,
-    }
-    trainer = lightning.Trainer(max_epochs=1, accelerator="cpu", num_sanity_val_steps=1, **quiet)  # type: ignore[arg-type]
-    trainer.fit(module, loader(0), loader(1))
-    later = zbcompile.pipeline(model(), schedule="1f1b", **options)
-    optimizer = later.optimizer(torch.optim.AdamW, lr=LEARNING_RATE, clip=CLIP)
-    later.compile(torch.zeros(8, WIDTH), target=torch.zeros(8, dtype=torch.long))
-    zbcompile.load_checkpoint(folder, later, optimizer)
-    return module.losses, module.outputs, later.state_dict(full=True)
-
-
-def assert_as_eager(fitted: Sequence[tuple[list[float], list[Tensor], dict[str, Tensor]]]) -> None:
-    net = model()
-    first = copy.deepcopy(net)
-    losses = eager(net)
-    for found, outputs, state in fitted:
-        assert found == losses
-        inputs = [batch[0] for batch in loader(1)]
-        for output, by, rows in zip(
-            outputs, (first, *[net] * 6), (inputs[0], *inputs), strict=True
-        ):
-            torch.testing.assert_close(output, by(rows).detach())
-        assert_same_tensors(state, net.state_dict(), "saved")
-
-
 def test_adapters_take_turns(pool: Pool) -> None:
     pytest.importorskip("peft")
     pool.run(adapters_take_turns, timeout=240)
@@ -202,43 +139,3 @@ def test_adapters_take_turns(pool: Pool) -> None:
 
 def test_saving_and_generation(pool: Pool, tmp_path: Path) -> None:
     pool.run(saved_as_transformers_does, str(tmp_path), timeout=240)
-
-
-def test_lightning_validates_and_saves(pool: Pool, tmp_path: Path) -> None:
-    assert_as_eager(pool.run(fitted_by_lightning, str(tmp_path), timeout=240))
-
-
-SCRIPT = """
-import sys
-import torch
-from tests.zbcompile.integrations import test_habits
-
-test_habits.adapters_take_turns()
-test_habits.saved_as_transformers_does(f"{sys.argv[1]}/saved")
-found = test_habits.fitted_by_lightning(f"{sys.argv[1]}/fitted")
-torch.save(found, f"{sys.argv[1]}/{torch.distributed.get_rank()}.pt")
-torch.distributed.destroy_process_group()
-"""
-
-
-@pytest.mark.beyond_sample
-@pytest.mark.several_processes
-def test_all_of_it_in_a_script_that_torchrun_starts(tmp_path: Path) -> None:
-    """Processes that share nothing, and no process group before the first pipeline."""
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=2",
-        str(script),
-    ]
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "examples")])
-    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, str(tmp_path)], env=environment, capture_output=True, text=True, timeout=600
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert_as_eager([torch.load(tmp_path / f"{rank}.pt") for rank in range(2)])

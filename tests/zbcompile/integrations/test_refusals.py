@@ -72,14 +72,8 @@ def test_what_the_trainer_decides_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        *(
-            ({"pipeline": given}, "pipeline=.*; expected the options of")
-            for given in ("zb-v", [1], {1: 2}, "")
-        ),
         ({"pipeline": {"model": 1}}, r"pipeline=\{'model': \.\.\.\}: pass model= to the trainer"),
-        ({"pipeline": {"nope": 1}}, "pipeline={...}: .*nope"),
-        ({"weights": 3}, "weights=3; expected a folder of safetensors"),
-        *(({"model": given}, "model=.*; expected an nn.Module") for given in ("gpt2", None)),
+        *(({"model": model}, "model=.*: pass an nn.Module") for model in ("gpt2", None)),
     ],
 )
 def test_wrong_arguments_are_one_kind_of_error(

@@ -60,13 +60,6 @@ def test_the_bits_are_those_of_the_step(tmp_path: Path) -> None:
         ]
 
 
-def test_a_load_waits_for_the_save(tmp_path: Path) -> None:
-    pipe = small_pipe()
-    zbcompile.save_checkpoint(tmp_path, pipe, step=5, wait=False)
-    assert zbcompile.load_checkpoint(tmp_path, pipe).step == 5
-    pipe.close()
-
-
 @pytest.mark.parametrize("surfaces", ["the next save", "a load", "close"])
 def test_an_error_of_the_thread_surfaces(surfaces: str, tmp_path: Path) -> None:
     pipe = small_pipe()

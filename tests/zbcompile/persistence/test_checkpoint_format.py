@@ -11,16 +11,14 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given, strategies as st
-from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
 import zbcompile
 from tests.support.generated import examples
 from zbcompile.persistence.checkpoint_directory import INDEX
-from zbcompile.persistence.checkpoint_files import _with_digest
+from zbcompile.persistence.checkpoint_files import with_digest
 from zbcompile.persistence.checkpoint_values import from_data, to_data
-from zbcompile.persistence.safetensors_files import bytes_of, write_safetensors
 
 numbers = st.one_of(
     st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(), st.binary()
@@ -79,34 +77,6 @@ def test_a_list_that_contains_itself_is_refused(tmp_path: Path) -> None:
     endless.append(endless)
     with pytest.raises(zbcompile.PipelineError, match="contains itself"):
         zbcompile.save_checkpoint(tmp_path, nn.Linear(1, 1), extra=endless)
-
-
-@given(st.data())
-@examples(25)
-def test_parts_are_safetensors(
-    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
-) -> None:
-    kinds = (
-        torch.float32,
-        torch.bfloat16,
-        torch.bool,
-        torch.int64,
-        torch.uint8,
-        torch.complex64,
-        torch.float8_e5m2,
-    )
-    shapes = data.draw(st.lists(st.lists(st.integers(0, 3), max_size=3), max_size=4))
-    tensors = {
-        f"t{i}": torch.randn(each).to(data.draw(st.sampled_from(kinds)))
-        for i, each in enumerate(shapes)
-    }
-    path = tmp_path_factory.mktemp("part") / "part.safetensors"
-    write_safetensors(path, tensors)
-    found = load_file(path)
-    assert found.keys() == tensors.keys()
-    for name, values in tensors.items():
-        assert (found[name].dtype, found[name].shape) == (values.dtype, values.shape)
-        assert bytes_of(found[name]) == bytes_of(values)
 
 
 class Rotary(nn.Module):
@@ -241,7 +211,9 @@ def test_damage_is_found(tmp_path: Path) -> None:
         if "SHA" not in says:
             with pytest.raises(zbcompile.PipelineError, match=says):
                 zbcompile.load_checkpoint(tmp_path, model)
-        with pytest.raises(zbcompile.PipelineError, match=r"SHA-256 differs|has another size"):
+        with pytest.raises(
+            zbcompile.PipelineError, match=r"SHA-256 differs|has another size|header differs"
+        ):
             zbcompile.verify_checkpoint(tmp_path)
     zbcompile.verify_checkpoint(tmp_path / "step-00000001")
     assert zbcompile.load_checkpoint(tmp_path / "step-00000001", model).step == 1
@@ -254,7 +226,7 @@ def test_a_step_that_is_no_count_is_refused(step: Any, tmp_path: Path) -> None:
     path = zbcompile.save_checkpoint(tmp_path, nn.Linear(4, 4), step=1)
     data = json.loads((path / INDEX).read_text())
     del data["digest"]
-    (path / INDEX).write_text(_with_digest({**data, "step": step}))
+    (path / INDEX).write_text(with_digest({**data, "step": step}))
     with pytest.raises(zbcompile.PipelineError, match="is damaged") as refused:
         zbcompile.load_checkpoint(path, nn.Linear(4, 4))
     assert "\n" not in str(refused.value)

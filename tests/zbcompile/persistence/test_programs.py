@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import zbcompile
 import zbcompile.inspect
 from tests.support import vocabulary_training
+from tests.support.hostile_programs import edited_programs
 from tests.support.pool import Pool
 from tests.support.training import (
     Case,
@@ -300,6 +301,14 @@ def test_what_was_not_saved_like_this_is_refused(
         zbcompile.load(tmp_path / "program")
 
 
+def test_random_edits_are_refused_or_have_no_effect(tmp_path: Path) -> None:
+    """A sample of `python -m tests.support.hostile_programs --edits 300`. An edit may also make
+    another valid program, such as one with another constant."""
+    counts, _ = edited_programs(tmp_path, 30)
+    assert counts["refused"] >= 20
+    assert counts.keys() <= {"refused", "same numbers", "another program"}
+
+
 @pytest.fixture
 def library() -> Iterator[None]:
     """An operator of another library, `zbtests::doubled`."""
@@ -494,11 +503,6 @@ def test_a_sharded_output_layer(tmp_path: Path, capsys: pytest.CaptureFixture[st
     learn_both(str(tmp_path), VocabularyCase("gpt-options", interlaced(2, 4), 2, 2))
     assert zbcompile.inspect.main([str(tmp_path)]) == 0
     assert "words" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_a_sharded_output_layer_in_processes(pool: Pool, tmp_path: Path) -> None:
-    pool.run(learn_both, str(tmp_path), VocabularyCase("gpt-tied", "zb-v", 1, 2))
 
 
 def load_with_threads(directory: str) -> None:

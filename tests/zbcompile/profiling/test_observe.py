@@ -112,19 +112,6 @@ def assert_bound(ends: list[dict[str, Any]], actions: list[dict[str, Any]]) -> N
         assert around
 
 
-def test_trace_in_one_process(tmp_path: Path) -> None:
-    pipe = pipeline_of(CASE)
-    batch = PROBLEMS[CASE.problem].batches(1, 8)[0]
-    pipe.record = True
-    pipe.step(*batch.args, target=batch.target)
-    assert pipe.last_step is not None
-    pipe.last_step.chrome_trace(tmp_path / "step.json")
-    names = {
-        event["name"] for event in json.loads((tmp_path / "step.json").read_text())["traceEvents"]
-    }
-    assert {"F0.0", "B1.3", "W0.3"} <= names
-
-
 class Masked(nn.Module):
     """A mask of -inf, which is meant, and a division that goes wrong for a row of zeros."""
 

@@ -3,7 +3,6 @@ rank."""
 
 import pytest
 
-import zbcompile
 from tests.support.oracle import PROBLEMS, WIDTH
 from tests.support.pool import Pool
 from tests.support.training import Case, pipeline_of
@@ -39,15 +38,6 @@ def assert_complete(record: StepRecord | None, plain: Schedule) -> None:
 CASE = Case("mlp", "zb-v", 2, 4)
 
 
-def test_in_one_process() -> None:
-    before, record, lowered = recorded(CASE)
-    assert before is None
-    assert_complete(record, lowered)
-    assert record is not None
-    assert record.in_process
-    assert max(span.end for spans in record.spans.values() for span in spans) <= record.step_time
-
-
 def test_on_every_rank(pool: Pool) -> None:
     found = pool.run(recorded, CASE)
     for before, record, lowered in found:
@@ -68,16 +58,6 @@ def test_peak_memory_is_the_same_in_processes(schedule: str, pool: Pool) -> None
         assert other.peak_activation_bytes == record.peak_activation_bytes
 
 
-def test_more_in_flight_needs_more_memory() -> None:
-    """GPipe keeps all microbatches of stage 0, 1F1B two of them on two ranks."""
-    peaks = {}
-    for schedule in ("gpipe", "1f1b"):
-        record = recorded(Case("mlp", schedule, 2, 8))[1]
-        assert record is not None
-        peaks[schedule] = record.peak_activation_bytes[0]
-    assert peaks["gpipe"] >= 3.5 * peaks["1f1b"]
-
-
 def test_what_pairs_send_is_counted() -> None:
     """A pair's forward is sent in the middle of the pair."""
     record, lowered = recorded(Case("mlp", "dualpipe-v", 2, 8))[1:]
@@ -89,11 +69,3 @@ def test_what_pairs_send_is_counted() -> None:
         actions = set(map(str, flatten(program)))
         assert {span.action for span in record.spans[rank]} == actions
         assert set(sends) <= {span.action for span in record.spans[rank]}
-
-
-def test_step_index_counts_steps() -> None:
-    pipe: zbcompile.Pipeline = pipeline_of(Case("mlp", "1f1b", 2, 2))
-    batch = PROBLEMS["mlp"].batches(1, 4)[0]
-    for expected in (0, 1, 2):
-        assert pipe.step_index == expected
-        pipe.step(*batch.args, target=batch.target)

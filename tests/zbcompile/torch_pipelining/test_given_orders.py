@@ -2,11 +2,9 @@
 with eager's bits."""
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.distributed.pipelining import schedules as torch_schedules
 
 import zbcompile
 from tests.support.oracle import PROBLEMS
@@ -118,12 +116,6 @@ def last_of(output: torch.Tensor, target: None) -> torch.Tensor:
     return output.sum()
 
 
-def test_a_short_group_runs() -> None:
-    """Two ranks with two chunks each, five microbatches in groups of three."""
-    _, ours = step_of(build("interleaved-1f1b", 2, 5, chunks=2, group=3))
-    assert_bitwise(ours, eager("mlp", 5, 1))
-
-
 def test_messages_of_a_file_are_placed_anew() -> None:
     """An order with messages trains as the order alone does."""
     given = from_csv(FILES["messages"])
@@ -168,18 +160,6 @@ def test_any_map_of_stages_to_ranks(owners: tuple[int, ...], tmp_path: Path) -> 
         enumerate(owners)
     )
     assert_bitwise(ours, eager("mlp", 3, 1))
-
-
-def test_torchs_messages_are_safe_here(tmp_path: Path) -> None:
-    """What torch's runtime makes of its own order passes our check of messages, blocking sends
-    included."""
-    count = {"num_stages": 4, "group_size": 2, "group_rank": 0}
-    stages = [SimpleNamespace(**count, submod=None, stage_index=i, is_last=False) for i in (0, 2)]
-    theirs = torch_schedules.ScheduleInterleavedZeroBubble(stages, 4)  # type: ignore[arg-type]
-    theirs._dump_csv(str(tmp_path / "comms.csv"), format="compute_comms")
-    program = load(tmp_path / "comms.csv")
-    assert isinstance(program, Schedule)
-    check(program)
 
 
 def test_waits_of_sends_are_written_on_demand() -> None:

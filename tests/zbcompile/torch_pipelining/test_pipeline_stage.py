@@ -1,7 +1,7 @@
 """The generated stages under torch's own schedules: torch orders the actions, our graphs compute,
 eager's bits."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -17,7 +17,6 @@ from tests.support.pool import Pool
 from tests.support.training import (
     Case,
     Trained,
-    assert_close,
     assert_same_tensors,
     eager,
     gradients_of,
@@ -98,12 +97,6 @@ def test_gradients_are_eagers(given: TorchCase, pool: Pool) -> None:
             ours.gradients[step], theirs.gradients[step], f"gradient in step {step} of"
         )
     assert_same_tensors(ours.state, theirs.state, "state dict:")
-
-
-@pytest.mark.slow
-def test_torchs_looped_bfs_accumulates_from_the_last_microbatch(pool: Pool) -> None:
-    given = TorchCase("ScheduleLoopedBFS", "looped-bfs")
-    assert_close(join(pool.run(driven_by_torch, given)), replace(reference(given.case), losses=[]))
 
 
 def driven_from_a_file(path: str) -> tuple[Trained, Any]:
@@ -269,14 +262,6 @@ def test_parameters_on_several_stages_are_refused(pool: Pool) -> None:
     for outcome in pool.outcomes(stages_of_tied):
         assert outcome.error == "PipelineError", outcome.trace
         assert "token.weight trains on several stages" in outcome.text
-
-
-def test_one_process_has_no_stages() -> None:
-    pipe = pipeline_of(Case("mlp", "1f1b", 2, 2)).compile(
-        torch.zeros(4, WIDTH), target=torch.zeros(4, WIDTH)
-    )
-    with pytest.raises(zbcompile.PipelineError, match="torchrun"):
-        pipe.stages()
 
 
 def test_another_loss_function_says_what_to_pass() -> None:

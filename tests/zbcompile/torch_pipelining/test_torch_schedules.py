@@ -24,7 +24,6 @@ from zbcompile.schedules import (
     simulate,
     to_csv,
 )
-from zbcompile.schedules.generators.registry import find
 
 RANKS = (1, 2, 3, 4, 8)
 MICROBATCHES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24)
@@ -94,17 +93,6 @@ def _assert_no_longer(ours: Schedule, theirs: Schedule) -> None:
     assert max(our.peak_memory) <= max(their.peak_memory)
 
 
-@pytest.mark.mostly_slow(every=3, suite=1)
-@pytest.mark.parametrize(("name", "chunks"), MULTI)
-def test_torch_admits_what_we_admit(name: str, chunks: int) -> None:
-    rule = find(name).rule
-    for ranks in RANKS:
-        for microbatches in MICROBATCHES:
-            assert rule.holds(ranks, microbatches) == (
-                _multi(name, ranks, microbatches, chunks) is not None
-            )
-
-
 @pytest.mark.parametrize(("name", "chunks"), MULTI)
 def test_same_rule_same_order(name: str, chunks: int) -> None:
     """From m = 2p on, where ours follow the published rules, they are torch's orders action by
@@ -140,43 +128,6 @@ def test_plans_of_torchs_own_tests(name: str) -> None:
             match=r"weight gradients of stage \d+ run microbatch .* expected ascending",
         ):
             check(theirs)
-
-
-def test_few_microbatches_of_zb_v_are_shorter_than_torch() -> None:
-    """m < 2p-1, where torch deletes actions from a longer order: at m = p = 8 55 chunk passes
-    instead of 62."""
-    theirs = _multi("ScheduleZBVZeroBubble", 8, 8, 2)
-    assert theirs is not None
-    costs = Costs.uniform(16)
-    assert simulate(theirs, costs).makespan == 62
-    assert simulate(build("zb-v", 8, 8), costs).makespan == 55
-
-
-@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
-def test_schedule_1f1b_is_wrong_on_its_last_rank(ranks: int) -> None:
-    """Schedule1F1B executes 1F1B, but the order it shows numbers the forwards of the last rank from
-    1 (torch 2.13).
-
-    Its other ranks are ours, and with the last one put right so is the whole schedule.
-    """
-    microbatches = 2 * ranks
-    # pyright: ignore[reportArgumentType]
-    theirs = _order_of(torch_schedules.Schedule1F1B(_stages(ranks, 1)[0], microbatches), ranks)
-    ours = build("1f1b", ranks, microbatches)
-    assert theirs.orders[:-1] == ours.orders[:-1]
-    with pytest.raises(ScheduleError, match=r"never runs|before"):
-        check(theirs)
-    repaired = Schedule(
-        "repaired", theirs.placement, microbatches, (*theirs.orders[:-1], ours.orders[-1])
-    )
-    check(repaired)
-    _assert_no_longer(ours, repaired)
-
-
-def test_schedule_gpipe_is_ours() -> None:
-    # pyright: ignore[reportArgumentType]
-    theirs = _order_of(torch_schedules.ScheduleGPipe(_stages(4, 1)[0], 8), 4)
-    assert theirs.orders == build("gpipe", 4, 8).orders
 
 
 LOADABLE = [name for name in names() if name != "dualpipe"]  # torch knows no second copy of a stage
