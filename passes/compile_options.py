@@ -59,10 +59,6 @@ class Choices:
     vocab: Barriers = "off"
     pairs: str = "auto"
 
-    def recompute_of(self, stage: int) -> Policy:
-        """Returns the recompute policy of one stage."""
-        return self.recompute[stage] if isinstance(self.recompute, tuple) else self.recompute
-
     def require_stages(self, stages: int) -> None:
         """Raise CompileError if a list does not have one entry per stage."""
         if isinstance(self.recompute, tuple) and len(self.recompute) != stages:

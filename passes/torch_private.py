@@ -314,11 +314,6 @@ def set_stack_trace(node: Node, text: str) -> None:
     node.meta["stack_trace"] = text
 
 
-def is_composite(operator: OpOverload) -> bool:
-    """Returns True if an operator is composed of other operators."""
-    return operator._can_decompose()
-
-
 class _DirectCodeGen(_BoxedCodeGen):
     """Calls the C function behind an operator (`_op`) by a global name.
 

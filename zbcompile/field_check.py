@@ -68,4 +68,3 @@ def is_amount(value: Any) -> bool:
 
 TEXT = Field(lambda value: isinstance(value, str), "a string")
 AMOUNT = Field(is_amount, "a finite number, 0 or more")
-NUMBER = Field(lambda value: type(value) is int, "a whole number")

@@ -46,11 +46,3 @@ def parse_json(text: str, family: Family, where: str = "") -> Any:
 
 def _refuse(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a number")
-
-
-def on_a_line(text: Any) -> str:
-    """Returns a text for messages without line breaks and control characters. Raises ValueError for
-    anything else."""
-    if not isinstance(text, str):
-        raise ValueError(f"{text!r:.80} stands where a text is expected")
-    return "".join(character if character.isprintable() else " " for character in text)

@@ -72,11 +72,6 @@ def group_of(node: Node) -> Any:
     return node.args[position] if position < len(node.args) else node.kwargs.get(GROUP)
 
 
-def groups_in(graph: Graph) -> set[str]:
-    """Returns the names of the groups in a graph."""
-    return {str(group_of(node)) for node in filter(is_collective, graph.nodes)}
-
-
 def set_group(node: Node, group: str) -> None:
     """Changes the process group of a collective."""
     position = _position(node)

@@ -92,12 +92,6 @@ def origin_of(node: Node) -> Origin | None:
     return Origin(module if path else "the loss", file, int(number))
 
 
-def source_line(node: Node) -> str:
-    """Returns the line of the user's model, or the compiler pass, that produced `node`."""
-    origin = origin_of(node)
-    return origin.text if origin else f"made by {node.meta.get('pass', 'zbcompile')}"
-
-
 def is_users_name(module: object) -> bool:
     """Returns True if the name of a module is none of Python's, torch's, numpy's or ours."""
     return isinstance(module, str) and module.partition(".")[0] not in _NOT_USERS

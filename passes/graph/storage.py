@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Sequence, Set
 from typing import Any
 
-import torch
 from torch.fx import Node
 
 from zbcompile.passes.graph.fx import tensors_of
@@ -54,8 +53,3 @@ def alive_bytes(
         alive -= dead
         total -= sum(sizes[key] for key in dead)
     return totals
-
-
-def storages_read(node: Node) -> dict[int, torch.Tensor]:
-    """Returns one tensor for each storage that a node reads."""
-    return {storage_key(t): t for source in node.all_input_nodes for t in tensors_of(source)}

@@ -99,11 +99,6 @@ class StageProgram:
         return tuple(slot.name for slot in self.pieces["F"].outputs if slot.role == "buffer_update")
 
     @property
-    def receive_bytes(self) -> int:
-        """Bytes of activations that arrive per microbatch."""
-        return sum(spec.bytes for spec in self.receives.values())
-
-    @property
     def send_bytes(self) -> int:
         """Bytes of activations that leave per microbatch."""
         return sum(spec.bytes for spec in self.sends.values())

@@ -47,12 +47,6 @@ def idle_share(timeline: Timeline) -> float:
     return max(0.0, float(1 - sum(timeline.busy) / total)) if total else 0.0
 
 
-def pass_bubble(timeline: Timeline) -> float:
-    """Returns the share of the time from the first pass to the last that the busiest rank
-    is idle."""
-    return 1 - max(timeline.busy) / timeline.finish if timeline.finish else 0.0
-
-
 def step_table(timelines: Sequence[Timeline]) -> Table:
     """Returns the figures of a step under each of several schedules. `bubble` is that of the
     busiest rank."""
