@@ -12,7 +12,7 @@ if __name__ != "zbcompile.schedules":
 
 from typing import TYPE_CHECKING, Any
 
-from zbcompile.schedules.checking.schedule_rules import Report as Report, check as check
+from zbcompile.schedules.checking.schedule_rules import check as check
 from zbcompile.schedules.errors import ScheduleError as ScheduleError
 from zbcompile.schedules.execution.memory import peak_memory as peak_memory
 from zbcompile.schedules.generators.interlaced import interlaced as interlaced

@@ -11,6 +11,7 @@ from zbcompile.amounts import plain
 from zbcompile.progress import Progress, Say, silent
 from zbcompile.schedules.checking.schedule_rules import check
 from zbcompile.schedules.errors import ScheduleError
+from zbcompile.schedules.execution.memory import peak_memory
 from zbcompile.schedules.generators.interlaced import interlaced
 from zbcompile.schedules.generators.registry import FAMILIES, find, names
 from zbcompile.schedules.generators.vocabulary_insertion import textbook_costs, with_vocabulary
@@ -21,7 +22,7 @@ from zbcompile.schedules.lowering.lower import lower
 from zbcompile.schedules.searching.by_name import build
 from zbcompile.schedules.simulation.timeline import simulate
 from zbcompile.schedules.visualization.step_tables import rank_table, step_table
-from zbcompile.schedules.visualization.text import format_timeline, summary
+from zbcompile.schedules.visualization.text import summary
 from zbcompile.schedules.visualization.write import ENDINGS, write_comparison, write_picture
 from zbcompile.tables import Figure, grid
 from zbcompile.untrusted_text import read_json
@@ -60,96 +61,33 @@ def main(arguments: Sequence[str] | None = None, say: Say = silent) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "python -m zbcompile.schedules",
-        description=(
-            "Pipeline schedules: list them, show one, check files, compare several, draw pictures."
-        ),
+        description="Pipeline schedules: list, show, check and compare them, draw pictures.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    listing = commands.add_parser("list", help="list all schedules and what each requires")
-    show = commands.add_parser(
-        "show", help="one schedule: its orders, its figures, where its time goes"
-    )
-    add = show.add_argument
-    add("schedule", help="a name in any spelling, or a file (.csv, .json)")
-    add("--lowered", action="store_true", help="include SEND and RECV")
-    add(
-        "--weight-order", action="store_true", help="the order in which weight gradients accumulate"
-    )
-    add("--time", action="store_true", help="draw to a time scale instead of step by step")
-    add(
-        "--picture", action="append", default=[], metavar="FILE", help=f"write {', '.join(ENDINGS)}"
-    )
-    add("--save", metavar="FILE", help="write the schedule itself: .csv or .json")
-    checking = commands.add_parser(
-        "check", help="prove that orders in files are complete, legal and free of deadlock"
-    )
-    add = checking.add_argument
-    add("files", nargs="+", type=Path, metavar="FILE", help="a schedule, or one with its messages")
-    add(
-        "--memory-limit",
-        type=float,
-        metavar="X",
-        help="for activations, in their unit in the costs",
-    )
-    compare = commands.add_parser("compare", help="a table of several schedules on the same model")
-    add = compare.add_argument
-    add("schedules", nargs="*", metavar="schedule", help="names or files (default: all names)")
-    add("--picture", metavar="FILE", help="draw all on one time axis: .txt, .svg or .html")
-    add("--sort", choices=("given", "makespan", "cost", "memory"), default="given")
-    for command in (show, compare):
-        add = command.add_argument
-        add("--ranks", type=_count, default=4, metavar="N", help="default 4")
-        add("--microbatches", type=_count, default=8, metavar="N", help="default 8")
-        add(
-            "--memory-limit",
-            type=float,
-            metavar="X",
-            help="for zb-1p and zb-2p, in units of activation",
-        )
-        add(
-            "--chunks",
-            type=_count,
-            metavar="N",
-            help="stages per rank, for the interleaved schedules",
-        )
-        add(
-            "--barriers",
-            type=int,
-            choices=(1, 2),
-            help="insert vocabulary passes S and T with this many barriers",
-        )
-    for command in (show, checking, compare):
-        add = command.add_argument
-        add(
-            "--costs",
-            type=Path,
-            metavar="FILE",
-            help="per stage, as JSON (`--help` without a command)",
-        )
-        add(
-            "--times",
-            type=_times,
-            default=[1, 1, 1],
-            metavar="F,B,W",
-            help="times of a rank's share of the model",
-        )
-        add(
-            "--comm",
-            type=float,
-            default=0,
-            metavar="X",
-            help="time of a hop between ranks; default 0",
-        )
-        add(
-            "--residue",
-            type=float,
-            metavar="X",
-            help="memory kept from B to W, if F to B keeps 1; default 1",
-        )
-    for command, run in ((listing, _list), (show, _show), (checking, _check), (compare, _compare)):
+    _, show, checking, compare = parsers = [
+        commands.add_parser(run.__name__[1:], help=text) for run, text in COMMANDS.items()
+    ]
+    for command, run in zip(parsers, COMMANDS, strict=True):
         command.set_defaults(command=run)
+    show.add_argument("schedule", help="a name in any spelling, or a file (.csv, .json)")
+    show.add_argument("--lowered", action="store_true", help="include SEND and RECV")
+    pictures = f"write {', '.join(ENDINGS)}"
+    show.add_argument("--picture", action="append", default=[], metavar="FILE", help=pictures)
+    show.add_argument("--save", metavar="FILE", help="write the schedule itself: .csv or .json")
+    checking.add_argument("files", nargs="+", type=Path, metavar="FILE", help="a schedule")
+    compare.add_argument("schedules", nargs="*", help="names or files (default: all names)")
+    compare.add_argument(
+        "--picture", metavar="FILE", help="all on one time axis: .txt, .svg, .html"
+    )
+    for command, options in (
+        (show, OF_NAMES),
+        (compare, OF_NAMES),
+        *((c, OF_COSTS) for c in parsers[1:]),
+    ):
+        for name, convert, default, text in options:
+            command.add_argument(f"--{name}", type=convert, default=default, help=text)
     return parser
 
 
@@ -173,18 +111,15 @@ def _schedule_and_costs(text: str, options: argparse.Namespace) -> tuple[Schedul
     if Path(text).suffix in ENDS_OF_SCHEDULES:
         schedule = load(text).compute_only()
         return schedule, _costs_of_model(options, schedule)
-    chunks = None
+    counts = options.ranks, options.microbatches
     # no name of `build`: it needs vocabulary layers to interlace
     if is_interlaced := text == "interlaced":
-        schedule = interlaced(options.ranks, options.microbatches)
+        schedule = interlaced(*counts)
+        costs = _costs_of_model(options, schedule)
     else:
         chunks = options.chunks if find(text).free_chunks else None
-        schedule = build(text, options.ranks, options.microbatches, chunks=chunks)
-    costs = _costs_of_model(options, schedule)
-    if not is_interlaced:
-        schedule = build(
-            text, options.ranks, options.microbatches, costs, options.memory_limit, chunks
-        )
+        costs = _costs_of_model(options, build(text, *counts, chunks=chunks))
+        schedule = build(text, *counts, costs, options.memory_limit, chunks)
     if (is_interlaced or options.barriers) and not any(costs.vocab_s):
         textbook = textbook_costs(costs.stages)
         costs = replace(costs, vocab_s=textbook.vocab_s, vocab_t=textbook.vocab_t)
@@ -223,33 +158,15 @@ def _show(options: argparse.Namespace) -> None:
     schedule, costs = _schedule_and_costs(options.schedule, options)
     check(schedule)  # says what is wrong with an order more exactly than `lower`
     lowered = lower(schedule)
-    report = check(lowered)
+    check(lowered)
     timeline = simulate(schedule, costs)
     printed = lowered if options.lowered else schedule
     width = None if not sys.stdout.isatty() else os.get_terminal_size().columns
-    if options.time:
-        print(format_timeline(timeline, width))
-    else:
-        print(format_schedule(printed, width=width))
-        print(summary(timeline))
-    print("\n" + grid(rank_table(timeline, receive_buffers=report.receive_buffers or ()).rows))
-    if options.weight_order:
-        orders = (
-            (stage, " ".join(map(str, schedule.weight_order(stage))))
-            for stage in range(schedule.stages)
-        )
-        print(
-            "\n"
-            + grid(
-                [
-                    [Figure("stage", stage), Figure("weight gradients accumulate", o)]
-                    for stage, o in orders
-                ]
-            )
-        )
-    limits = () if options.memory_limit is None else (options.memory_limit,) * schedule.ranks
+    print(format_schedule(printed, width=width))
+    print(summary(timeline))
+    print("\n" + grid(rank_table(timeline).rows))
     for path in options.picture:
-        print(f"wrote {write_picture(replace(timeline, memory_limits=limits), path)}")
+        print(f"wrote {write_picture(timeline, path)}")
     if options.save:
         save(printed, options.save)
         print(f"wrote {options.save}")
@@ -263,18 +180,13 @@ def _check(options: argparse.Namespace) -> None:
             costs = _costs_of_model(options, schedule)
             # says what is wrong with an order more exactly than `lower`
             check(schedule, costs, options.memory_limit)
-            report = check(
-                program if program.is_lowered else lower(schedule), costs, options.memory_limit
-            )
+            check(program if program.is_lowered else lower(schedule))
         except ScheduleError as error:
             raise ScheduleError(f"{file}: {error}") from None
-        memory, buffers = max(report.peak_memory), max(report.receive_buffers or (0,))
-        size = (
-            f"{schedule.ranks} ranks, {schedule.microbatches} microbatches, {schedule.placement}"
-            " placement"
-        )
-        needs = f"peak memory {plain(memory, 5)}, at most {buffers} receives at once"
-        print(f"{file}: complete, legal and free of deadlock: {size}, {needs}")
+        peak = plain(max(peak_memory(schedule, costs)), 5)
+        counts = f"{schedule.ranks} ranks, {schedule.microbatches} microbatches"
+        size = f"{counts}, {schedule.placement} placement, peak memory {peak}"
+        print(f"{file}: complete, legal and free of deadlock: {size}")
 
 
 def _compare(options: argparse.Namespace) -> None:
@@ -288,18 +200,33 @@ def _compare(options: argparse.Namespace) -> None:
             if options.schedules:
                 raise
             refused.append(str(error))
-    key = {
-        "makespan": lambda t: t.makespan,
-        "cost": lambda t: t.cost,
-        "memory": lambda t: max(t.peak_memory),
-    }
-    printed = timelines if options.sort == "given" else sorted(timelines, key=key[options.sort])
-    print(grid(step_table(printed).rows))
+    print(grid(step_table(timelines).rows))
     for reason in refused:
         print(f"left out: {reason}")
     if options.picture:
         print(f"wrote {write_comparison(timelines, options.picture)}")
 
+
+COMMANDS = {
+    _list: "list all schedules and what each requires",
+    _show: "one schedule: its orders, its figures, where its time goes",
+    _check: "prove that orders in files are complete, legal and free of deadlock",
+    _compare: "a table of several schedules on the same model",
+}
+# options of schedules that are given by name, and those of every command
+OF_NAMES = (
+    ("ranks", _count, 4, "default 4"),
+    ("microbatches", _count, 8, "default 8"),
+    ("chunks", _count, None, "stages per rank, for the interleaved schedules"),
+    ("barriers", int, None, "insert vocabulary passes S and T with 1 or 2 barriers"),
+)
+OF_COSTS = (
+    ("costs", Path, None, "file of costs per stage, as JSON (see --help without a command)"),
+    ("times", _times, [1, 1, 1], "F,B,W: times of a rank's share of the model"),
+    ("comm", float, 0, "time of a hop between ranks; default 0"),
+    ("residue", float, None, "memory kept from B to W, if F to B keeps 1; default 1"),
+    ("memory-limit", float, None, "memory of a rank, in units of activation"),
+)
 
 if __name__ == "__main__":
     with Progress("zbcompile schedules") as report:

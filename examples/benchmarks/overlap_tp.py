@@ -46,7 +46,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from zbcompile.passes.cost.hardware import Connection, Hardware
 from zbcompile.schedules import Costs, Schedule, build, simulate
-from zbcompile.schedules.ir.actions import BW, Action, flatten
+from zbcompile.schedules.ir.actions import BW, Action, Step, flatten
 from zbcompile.schedules.searching.pairs import with_pairs
 
 # of a microbatch; of the model; of promise.py's times for one sublayer
@@ -194,6 +194,15 @@ def row(
     return [name, share, separate_[0], paired[0], free[0], *separate_[1:], *paired[1:]]
 
 
+def waits(costs: Costs, step: Step) -> float:
+    """Returns how long a rank waits during `step` for collectives that nothing hides."""
+    actions = flatten((step,))
+    computing = sum(costs.time(op, stage) - costs.exchange(op, stage) for op, stage, _ in actions)
+    if isinstance(step, Action):
+        return costs.time(step.op, step.stage) - computing
+    return costs.pair_time(*step.first[:2], *step.second[:2]) - computing
+
+
 def simulated(
     name: str, ranks: int, microbatches: int, share: float, first: float = 0.0
 ) -> list[Any]:
@@ -215,7 +224,7 @@ def simulated(
         steps = [step for rank in order.orders for step in rank]
         lone = [
             sum(
-                costs.waits(s)
+                waits(costs, s)
                 for s in steps
                 if flatten((s,))[0].op == "F" and isinstance(s, Action)
             )
@@ -223,7 +232,7 @@ def simulated(
         begun = first * per_stage[0] * sum(isinstance(s, Action) and s.op == BW for s in steps)
         hidden = [
             100 * (1 - part / total)
-            for part in (*lone, sum(map(costs.waits, steps)) - lone[0] + begun)
+            for part in (*lone, sum(waits(costs, s) for s in steps) - lone[0] + begun)
         ]
         measured.append((simulate(order, costs).makespan, hidden))
     (separate, before), (paired, after) = measured

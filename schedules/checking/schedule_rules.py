@@ -6,7 +6,7 @@ run of the order graph proves the rest. Errors show the grid around the culprit.
 
 from collections import defaultdict
 from itertools import accumulate
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from zbcompile.schedules.errors import ScheduleError
 from zbcompile.schedules.execution.deadlock import run_to_end, schedule_error_at
@@ -18,9 +18,7 @@ from zbcompile.schedules.ir.actions import (
     COLLECTIVES,
     COMPUTE,
     MESSAGES,
-    ONCE,
     PAIRED,
-    RECEIVES,
     SENDS,
     Action,
     B,
@@ -37,8 +35,6 @@ from zbcompile.schedules.ir.kinds import (
     COMPUTE_OPS,
     MESSAGE_OPS,
     OPS,
-    OPTIMIZER_OPS,
-    result_of,
     work_of,
 )
 from zbcompile.schedules.ir.schedule import Schedule, require_schedule
@@ -49,24 +45,13 @@ OWN_WEIGHT_ORDER = frozenset(("zb-h1-lazy",))
 WeightOrder = Literal["microbatch", "any"]
 
 
-class Report(NamedTuple):
-    """The figures of a correct schedule, per rank.
-
-    `peak_memory` is in the unit of `costs.activation`; `receive_buffers` is the largest number of
-    receives that are posted and not yet consumed, `None` for a schedule without messages.
-    """
-
-    peak_memory: tuple[float, ...]
-    receive_buffers: tuple[int, ...] | None
-
-
 @gc_disabled()
 def check(
     schedule: Schedule,
     costs: Costs | None = None,
     memory_limit: float | None = None,
     weight_order: WeightOrder | None = None,
-) -> Report:
+) -> None:
     """Raises `ScheduleError` with the culprit shown unless `schedule` is right.
 
     Every microbatch runs F and B+W (or BW; F alone if it is forward-only) once on every stage, on
@@ -75,11 +60,10 @@ def check(
     schedule of this name declares otherwise); peak memory within `memory_limit` (unit of
     `costs.activation`, default 1 per stage). If it has messages, these are exactly those needed,
     none overtakes another on a channel, and it cannot deadlock even if every send blocks until its
-    receive is posted.
+    receive is posted. Actions of the optimizer are the engine's: a schedule to check has none.
 
     >>> from zbcompile.schedules import build
-    >>> check(build("1f1b", ranks=2, microbatches=4)).peak_memory
-    (2, 1)
+    >>> check(build("1f1b", ranks=2, microbatches=4), memory_limit=2)
     """
     require_schedule(schedule)
     costs = costs or Costs.uniform(schedule.stages)
@@ -93,31 +77,27 @@ def check(
     compute, ranks = schedule.compute_only(), range(schedule.ranks)
     for rank in ranks:
         _check_counts(schedule, rank)
-        _check_optimizer(schedule, rank)
     if schedule.is_lowered:
         _check_communication(schedule)
     run_to_end(schedule, Costs.uniform(schedule.stages))
     for rank in ranks:
         _check_accumulation(compute, rank, weight_order)
-    peaks = peak_memory(compute, costs)
-    for rank, peak in enumerate(peaks if memory_limit is not None else ()):
-        if peak > memory_limit * (1 + 1e-9):  # type: ignore[operator]  # sums of floats differ in their last bits
-            owner = [
-                index for index, step in enumerate(compute.orders[rank]) for _ in flatten((step,))
-            ]
-            memory = zip(owner, accumulate(deltas(compute.orders[rank], costs)), strict=True)
-            index = next(index for index, amount in memory if amount > memory_limit)  # type: ignore[operator]
-            what = f"rank {rank} needs {peak} of memory; the limit is {memory_limit}, exceeded here"
-            raise schedule_error_at(f"{schedule.name}: {what}", compute.orders, rank, index)
-    return Report(
-        peaks, tuple(_receive_buffers(schedule, r) for r in ranks) if schedule.is_lowered else None
-    )
+    if memory_limit is None:
+        return
+    limit = memory_limit * (1 + 1e-9)  # sums of floats differ in their last bits
+    for rank, peak in enumerate(peak_memory(compute, costs)):
+        if peak > limit:
+            steps = [index for index, s in enumerate(compute.orders[rank]) for _ in flatten((s,))]
+            memory = accumulate(deltas(compute.orders[rank], costs))
+            index = next(i for i, amount in zip(steps, memory, strict=True) if amount > limit)
+            what = f"needs {peak} of memory; the limit is {memory_limit}, exceeded here"
+            raise _error_at(compute, rank, index, what)
 
 
 def _check_counts(schedule: Schedule, rank: int) -> None:
-    """Requires every pass, message, collective and optimizer action of the rank once."""
+    """Requires every pass, message and collective of the rank once."""
     order, missing = schedule.orders[rank], dict[Any, None]()
-    is_forward_only, once = schedule.name == FORWARD_ONLY, schedule.ops.intersection(ONCE)
+    is_forward_only = schedule.name == FORWARD_ONLY
     for stage in schedule.placement.stages_of(rank):
         ops = [F] if is_forward_only else [F, B, W]
         if stage in schedule.shards:
@@ -126,7 +106,6 @@ def _check_counts(schedule: Schedule, rank: int) -> None:
         missing |= dict.fromkeys(
             (op, stage, m) for op in ops for m in schedule.microbatches_of(stage, rank)
         )
-        missing |= dict.fromkeys((op, stage, 0) for op in once)
     for (op, stage), (source, destination, _) in (
         routes_of(schedule, rank).items() if schedule.is_lowered else ()
     ):
@@ -175,30 +154,6 @@ def _why_wrong(schedule: Schedule, rank: int, action: object) -> str:
     )
 
 
-def _check_optimizer(schedule: Schedule, rank: int) -> None:
-    """Requires the optimizer's actions after what they need and before what needs them."""
-    order = schedule.orders[rank]
-    steps = enumerate(order if schedule.ops & ONCE else ())
-    actions = [(index, action) for index, step in steps for action in flatten((step,))]
-    for index, action in actions:
-        if spec := OPTIMIZER_OPS.get(action.op):
-            after, before = (
-                [
-                    i
-                    for i, a in actions
-                    if a.stage == action.stage and not {*ops}.isdisjoint(work_of(a.op))
-                ]
-                for ops in (spec.after, spec.before)
-            )
-            if not max(after, default=-1) < index < min(before, default=len(order)):
-                rule = (
-                    f"after all {', '.join(spec.after)}"
-                    if spec.after
-                    else f"before all {', '.join(spec.before)}"
-                )
-                raise _error_at(schedule, rank, index, f"{action}: expected {rule} of its stage")
-
-
 def _check_accumulation(schedule: Schedule, rank: int, weight_order: WeightOrder | None) -> None:
     """Requires losses and weight gradients in the order of microbatches, which decides the bits."""
     is_ordered = weight_order != "any" and (weight_order or schedule.name not in OWN_WEIGHT_ORDER)
@@ -206,16 +161,11 @@ def _check_accumulation(schedule: Schedule, rank: int, weight_order: WeightOrder
     for index, step in enumerate(schedule.orders[rank]):
         for op, stage, microbatch in step if step.__class__ is Pair else (step,):  # type: ignore[misc]
             if (is_ordered and op in (W, BW)) or (op == F and stage == schedule.stages - 1):
-                what = "forwards of the last stage" if op == F else "weight gradients of stage"
+                what = "forwards" if op == F else "weight gradients"
                 later = latest.get((what, stage), microbatch)
                 if later > microbatch:
-                    reason = (
-                        f"{what} {stage} run microbatch {later} before {microbatch}; expected"
-                        " ascending order"
-                    )
-                    raise schedule_error_at(
-                        f"{schedule.name}: rank {rank}: {reason}", schedule.orders, rank, index
-                    )
+                    runs = f"{what} of stage {stage} run microbatch {later} before {microbatch}"
+                    raise _error_at(schedule, rank, index, f"{runs}; expected ascending order")
                 latest[what, stage] = microbatch
 
 
@@ -250,16 +200,3 @@ def _check_communication(schedule: Schedule) -> None:
                 raise ScheduleError(
                     f"{schedule.name}: channel {channel[0]} -> {channel[1]}: {what}"
                 )
-
-
-def _receive_buffers(schedule: Schedule, rank: int) -> int:
-    """Returns the most receives that are posted and whose consumer has not run yet."""
-    change: dict[tuple[str, int], int] = {}
-    for (op, stage), (source, destination, _) in routes_of(schedule, rank).items():
-        if op in RECEIVES and source != destination:
-            change[op, stage] = 1
-            change |= {
-                (user, stage): -1 for user in COMPUTE_OPS if result_of(user) == MESSAGE_OPS[op]
-            }
-    actions = flatten(schedule.orders[rank])
-    return max(accumulate(change.get((op, stage), 0) for op, stage, _ in actions), default=0)

@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+from tabulate import tabulate
+
 from zbcompile.schedules.errors import ScheduleError
 from zbcompile.schedules.execution.order_graph import (
     MISSING,
@@ -10,23 +12,30 @@ from zbcompile.schedules.execution.order_graph import (
     require_stages,
     run,
 )
-from zbcompile.schedules.ir.actions import COLLECTIVES, RECEIVES, SENDS, B, Step
+from zbcompile.schedules.ir.actions import COMMUNICATION, SENDS, B, Step
 from zbcompile.schedules.ir.costs import Costs
 from zbcompile.schedules.ir.schedule import Schedule
 
 
-def run_to_end(schedule: Schedule, costs: Costs) -> tuple[OrderGraph, NodeTimes]:
+def run_to_end(
+    schedule: Schedule, costs: Costs, positive: bool = False
+) -> tuple[OrderGraph, NodeTimes]:
     """Returns the graph of the orders and the times of its nodes.
 
-    Raises `ScheduleError` with the cycle of waits, or the action that is missing, if a rank does
-    not finish.
+    With `positive`, steps that take no time take a very short one. Raises `ScheduleError` with the
+    cycle of waits, or the action that is missing, if a rank does not finish.
     """
     graph = OrderGraph(schedule)
     require_stages(schedule, costs)
-    times = run(graph, graph.times(costs), graph.delays(costs))
-    if times.stuck:
-        raise deadlock_error(graph, times)
-    return graph, times
+    times = graph.times(costs)
+    if positive:
+        shortest = min((time for time in times if time > 0), default=1) / 1024
+        last = graph.first[-1]  # barriers take no time
+        times = [time or shortest for time in times[:last]] + times[last:]
+    run_times = run(graph, times, graph.delays(costs))
+    if run_times.stuck:
+        raise deadlock_error(graph, run_times)
+    return graph, run_times
 
 
 def deadlock_error(graph: OrderGraph, times: NodeTimes) -> ScheduleError:
@@ -37,27 +46,16 @@ def deadlock_error(graph: OrderGraph, times: NodeTimes) -> ScheduleError:
         visited.append(rank)
         node = times.stuck[rank]
         needed = next(
-            a
-            for a, producer in graph.needed_by(node)
+            action
+            for action, producer in graph.needed_by(node)
             if producer == MISSING or times.end[producer] is None
         )
         rank = schedule.rank_of(needed.stage, needed.microbatch)
-        verb = (
-            "post"
-            if needed.op in RECEIVES | COLLECTIVES
-            else "reach"
-            if needed.op in SENDS
-            else "run"
-        )
-        action = (
-            f"B or BW of stage {needed.stage}, microbatch {needed.microbatch}"
-            if needed.op == B
-            else needed
-        )
-        lines.append(
-            f"  rank {visited[-1]} stops at {graph.steps[node]} and waits for rank {rank} to {verb}"
-            f" {action}"
-        )
+        verb = "reach" if needed.op in SENDS else "post" if needed.op in COMMUNICATION else "run"
+        stage = f"stage {needed.stage}, microbatch {needed.microbatch}"
+        text = f"B or BW of {stage}" if needed.op == B else needed
+        stop = f"  rank {visited[-1]} stops at {graph.steps[node]}"
+        lines.append(f"{stop} and waits for rank {rank} to {verb} {text}")
     if rank == visited[-1]:
         what = f"rank {rank} runs {graph.steps[node]} before {needed}, on which it depends"
     elif rank in visited:
@@ -85,18 +83,11 @@ def schedule_error_at(
             0     1
     rank 0  F0.0  [F0.1]
     """
-    first, last = max(0, index - COLUMNS), index + COLUMNS + 1
-    ranks = range(max(0, rank - ROWS), min(len(orders), rank + ROWS + 1))
-    table = [["", *map(str, range(first, min(last, max(len(orders[r]) for r in ranks))))]]
-    for r in ranks:
-        cells = [
-            f"[{s}]" if (r, i) == (rank, index) else str(s)
-            for i, s in enumerate(orders[r][first:last], first)
-        ]
-        table.append([f"rank {r}", *cells])
-    widths = [max(len(row[c]) for row in table if c < len(row)) for c in range(len(table[0]))]
-    lines = (
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False))
-        for row in table
-    )
-    return ScheduleError("\n".join([message, *map(str.rstrip, lines)]))
+    columns = slice(max(0, index - COLUMNS), index + COLUMNS + 1)
+    rows = []
+    for r, order in [*enumerate(orders)][max(0, rank - ROWS) : rank + ROWS + 1]:
+        cells = [f"[{s}]" if (r, i) == (rank, index) else str(s) for i, s in enumerate(order)]
+        rows.append([f"rank {r}", *cells[columns]])
+    numbers = range(columns.start, columns.start + max(map(len, rows)) - 1)
+    grid = tabulate(rows, ["", *numbers], "plain", disable_numparse=True)
+    return ScheduleError("\n".join([message, *map(str.rstrip, grid.splitlines())]))

@@ -15,8 +15,8 @@ def interlaced(ranks: int, microbatches: int) -> Schedule:
     ranks wait for the collectives (arXiv 2411.05288, section 6.1). If collectives are free, the
     step takes as long as that of 1F1B.
 
-    >>> from zbcompile.schedules import check
-    >>> check(interlaced(ranks=4, microbatches=8)).peak_memory
+    >>> from zbcompile.schedules import simulate
+    >>> simulate(interlaced(ranks=4, microbatches=8)).peak_memory
     (6, 4, 3, 1)
     """
     orders = []

@@ -18,6 +18,7 @@ from zbcompile.schedules.ir.actions import BW, Action, B, F, Pair, S, Step, T, W
 from zbcompile.schedules.ir.kinds import result_of
 from zbcompile.schedules.ir.placement import Placement
 from zbcompile.schedules.ir.schedule import Schedule
+from zbcompile.schedules.simulation.timeline import simulate
 
 
 def sequential_order(placement: Placement, microbatches: int, barriers: int = 0) -> Schedule:
@@ -171,7 +172,6 @@ def starts(task: Task, orders: Orders) -> dict[Action, float]:
 
 
 def spans(task: Task, orders: Orders) -> tuple[float, float]:
-    """Returns cost (longest span of a rank) and makespan of `orders`."""
-    graph, run = run_to_end(task.schedule(orders), task.costs_or_equal)
-    ranks = [nodes for nodes in map(graph.nodes, range(task.ranks)) if nodes]
-    return max(run.end[nodes[-1]] - run.start[nodes[0]] for nodes in ranks), max(run.end)
+    """Returns cost (longest span of a rank) and makespan of `orders`, without optimizers."""
+    step = simulate(task.schedule(orders), replace(task.costs_or_equal, optimizer=()))
+    return step.cost, step.makespan

@@ -173,13 +173,8 @@ def build_named(
     if group is not None:
         require_count("group", group)
     elif not family.rule.holds(ranks, microbatches):
-        near = [_next_admitted(family, ranks, microbatches, step) for step in (-1, 1)]
-        counts_near = " and ".join(str(count) for count in near if count)
-        hint = (
-            f"the nearest that work: {counts_near}"
-            if counts_near
-            else f"no number works on {ranks} ranks"
-        )
+        near = _next_admitted(family, ranks, microbatches)
+        hint = f"use {near}" if near else f"no number works on {ranks} ranks"
         counts = f"{microbatches} microbatches on {ranks} ranks"
         raise ScheduleError(f"{family.name}: {counts}; it admits {family.rule.text}; {hint}")
     if costs is not None and costs.stages != placement.stages:
@@ -224,17 +219,16 @@ def smallest_microbatches(
     """
     family = find(name)
     placement_of(family, ranks, chunks)
-    microbatches = _next_admitted(family, ranks, max(1, at_least), 1)
+    microbatches = _next_admitted(family, ranks, max(1, at_least))
     if microbatches is None:
         what = f"no number of microbatches works on {ranks} ranks: it admits {family.rule.text}"
         raise ScheduleError(f"{family.name}: {what}")
     return microbatches
 
 
-def _next_admitted(family: Family, ranks: int, microbatches: int, step: int) -> int | None:
-    """Returns the first admitted number of microbatches from this one on, up or down; None if there
-    is none."""
-    counts = range(microbatches, max(0, microbatches + step * (4 * ranks + 2)), step)
+def _next_admitted(family: Family, ranks: int, microbatches: int) -> int | None:
+    """Returns the first admitted number of microbatches from this one on; None if there is none."""
+    counts = range(microbatches, microbatches + 4 * ranks + 2)
     return next((count for count in counts if family.rule.holds(ranks, count)), None)
 
 

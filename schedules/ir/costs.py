@@ -6,9 +6,9 @@ from dataclasses import asdict, dataclass, fields, replace
 from operator import sub
 from typing import Any, NamedTuple
 
-from zbcompile.field_check import is_amount
+from zbcompile.field_check import AMOUNT, TEXT, Field, is_amount, wrong_field, wrong_names
 from zbcompile.schedules.errors import ScheduleError
-from zbcompile.schedules.ir.actions import BW, COMPUTE, Action, B, F, Step
+from zbcompile.schedules.ir.actions import BW, COMPUTE, B, F
 from zbcompile.schedules.ir.kinds import COMPUTE_OPS, OPTIMIZER_OPS
 from zbcompile.untrusted_text import parse_json
 
@@ -71,6 +71,8 @@ class Costs:
     memory_unit: str = ""
 
     def __post_init__(self) -> None:
+        if wrong := wrong_field(FIELDS, vars(self)):
+            raise ScheduleError(f"costs: {wrong}")
         stages = len(self.forward)
         if not stages:
             raise ScheduleError("costs: `forward` is empty; expected one time per stage")
@@ -83,34 +85,6 @@ class Costs:
                 counts = f"`{name}` has {len(values)} entries, `forward` has {stages}"
                 raise ScheduleError(f"costs: {counts}; give one per stage")
         object.__setattr__(self, "links", tuple(Link(*link) for link in self.links))
-        self._require_amounts()
-
-    def _require_amounts(self) -> None:
-        amounts = {
-            f"{name}[{stage}]": value
-            for name in PER_STAGE
-            for stage, value in enumerate(getattr(self, name))
-        }
-        amounts["comm"] = self.comm
-        for link in self.links:
-            amounts[f"latency of {link!r:.80}"] = link.latency
-            if type(link.source) is not int or type(link.destination) is not int:
-                raise ScheduleError(
-                    f"costs: links={link!r:.80}; expected two ranks, a latency and a bandwidth"
-                )
-        for name, value in amounts.items():
-            if not is_amount(value):
-                raise ScheduleError(
-                    f"costs: {name}={value!r:.80}; expected a finite number, 0 or more"
-                )
-        for bandwidth in (self.bandwidth, *(link.bandwidth for link in self.links)):
-            if bandwidth is not None and not (is_amount(bandwidth) and bandwidth > 0):
-                raise ScheduleError(
-                    f"costs: bandwidth={bandwidth!r:.80}; expected a positive number or None"
-                )
-        for unit in (self.time_unit, self.memory_unit):
-            if not isinstance(unit, str):
-                raise ScheduleError(f"costs: unit {unit!r:.80}; expected a string")
 
     @classmethod
     def uniform(
@@ -127,14 +101,8 @@ class Costs:
     ) -> "Costs":
         """Returns the same costs for each of `stages` stages; `residue=None`: all of `activation`
         stays until W."""
-        amounts = (
-            forward,
-            backward,
-            weight,
-            0,
-            activation,
-            activation if residue is None else residue,
-        )
+        residue = activation if residue is None else residue
+        amounts = (forward, backward, weight, 0, activation, residue)
         per_stage: Any = ((amount,) * stages for amount in amounts)
         return replace(cls(*per_stage), comm=comm, optimizer=(optimizer,) * stages)
 
@@ -183,33 +151,13 @@ class Costs:
             return max(self.backward_exchange[stage] - self.weight[stage], 0)
         return min(times[op][stage], self.time(op, stage)) if op in times else 0
 
-    def waits(self, step: Step) -> float:
-        """Returns how long a rank waits during `step` for collectives of the model that nothing
-        hides."""
-        if isinstance(step, Action):
-            return self.exchange(step.op, step.stage)
-        (op, stage, _), (partner_op, partner, _) = step
-        return (
-            self.exchange(op, stage)
-            + self.exchange(partner_op, partner)
-            - self._hidden(op, stage, partner_op, partner)
-        )
-
     def pair_time(self, op: str, stage: int, partner_op: str, partner: int) -> float:
         """Returns the time of a pair of passes. Each hides what the other exchanges while it
         computes."""
-        return (
-            self.time(op, stage)
-            + self.time(partner_op, partner)
-            - self._hidden(op, stage, partner_op, partner)
-        )
-
-    def _hidden(self, op: str, stage: int, partner_op: str, partner: int) -> float:
         exchange, partner_exchange = self.exchange(op, stage), self.exchange(partner_op, partner)
-        computing = self.time(op, stage) - exchange
-        return min(exchange, self.time(partner_op, partner) - partner_exchange) + min(
-            partner_exchange, computing
-        )
+        time, partner_time = self.time(op, stage), self.time(partner_op, partner)
+        hidden = min(exchange, partner_time - partner_exchange)
+        return time + partner_time - hidden - min(partner_exchange, time - exchange)
 
     def hop(self, stage: int, source: int, destination: int) -> float:
         """Returns the delay between the end of a pass on rank `source` and the use of its message
@@ -253,23 +201,6 @@ class Costs:
             values[name] = tuple(size for size in sizes for _ in range(parts))
         return replace(self, **values)
 
-    def scaled(self, factor: float, time_unit: str) -> "Costs":
-        """Returns the costs with all times multiplied, in another unit of time."""
-        times = set(PER_STAGE) - {"activation", "residue", "vocab_state", "message"}
-        values: dict[str, Any] = {
-            name: tuple(factor * time for time in getattr(self, name)) for name in times
-        }
-        connections = [Link(0, 0, self.comm, self.bandwidth), *self.links]
-        connections = [
-            hop._replace(latency=factor * hop.latency, bandwidth=hop[3] and hop[3] / factor)
-            for hop in connections
-        ]
-        _, _, comm, bandwidth = connections[0]
-        links = tuple(connections[1:])
-        return replace(
-            self, **values, comm=comm, bandwidth=bandwidth, links=links, time_unit=time_unit
-        )
-
     def to_json(self) -> str:
         """Returns one JSON object, as `from_json` reads it; fractions become floats."""
         return json.dumps(asdict(self), default=float)
@@ -285,25 +216,37 @@ class Costs:
         return cls.from_dict(parse_json(text, ScheduleError, "costs: "))
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> "Costs":
+    def from_dict(cls, data: Any) -> "Costs":
         """Returns the costs in the value of a JSON text."""
-        names = [f.name for f in fields(cls)]
         if not isinstance(data, Mapping):
-            raise ScheduleError(
-                f"costs: received {type(data).__name__}; expected an object with {', '.join(names)}"
-            )
-        missing = [name for name in ("forward", "backward", "weight") if name not in data]
-        if missing or not set(data) <= set(names):
-            unknown = ", ".join(f"{name!s:.40}" for name in data if name not in names)
-            wrong = f"missing {', '.join(missing)}" if missing else f"unknown {unknown}"
-            raise ScheduleError(f"costs: {wrong}; expected {', '.join(names)}")
-        for name in (*PER_STAGE, "links"):
-            if not isinstance(data.get(name, []), list | tuple):
-                raise ScheduleError(f"costs: `{name}` is {data[name]!r:.80}; expected a list")
-        try:
-            return cls(**data)
-        except TypeError as error:
-            raise ScheduleError(f"costs: {error}") from None
+            expected = f"an object with {', '.join(FIELDS)}"
+            raise ScheduleError(f"costs: received {type(data).__name__}; expected {expected}")
+        if wrong := wrong_names(FIELDS, REQUIRED, data):
+            raise ScheduleError(f"costs: {wrong}")
+        return cls(**data)
 
 
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list | tuple)
+
+
+def _is_link(value: Any) -> bool:
+    if not _is_list(value) or len(value) not in (3, 4):
+        return False
+    source, destination, latency, *bandwidth = value
+    is_connection = type(source) is type(destination) is int and is_amount(latency)
+    return is_connection and all(map(BANDWIDTH.holds, bandwidth))
+
+
+REQUIRED = ("forward", "backward", "weight")
 PER_STAGE = tuple(field.name for field in fields(Costs) if field.type == tuple[float, ...])
+BANDWIDTH = Field(lambda value: is_amount(value) and value > 0, "more than 0").or_none()
+LINK = Field(_is_link, "source and destination rank, latency and bandwidth")
+FIELDS = {
+    **dict.fromkeys(PER_STAGE, Field(_is_list, "a list with one number per stage", AMOUNT)),
+    "comm": AMOUNT,
+    "bandwidth": BANDWIDTH,
+    "links": Field(_is_list, "a list of links", LINK),
+    "time_unit": TEXT,
+    "memory_unit": TEXT,
+}

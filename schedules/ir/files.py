@@ -5,21 +5,18 @@ one action per cell; it reads schedules as format "compute_only" and lowered pro
 "compute_comms". It knows no second model copy.
 """
 
-import csv
-import io
 import json
 import re
-from collections.abc import Sequence
-from itertools import islice
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from zbcompile.schedules.errors import ScheduleError
-from zbcompile.schedules.ir.actions import SENDS, Step, flatten
+from zbcompile.schedules.ir.actions import Step, flatten
 from zbcompile.schedules.ir.costs import Costs
 from zbcompile.schedules.ir.placement import Placement, require_count
 from zbcompile.schedules.ir.schedule import (
-    Letters,
+    Orders,
     Schedule,
     compute_only,
     format_step,
@@ -32,15 +29,10 @@ from zbcompile.untrusted_text import parse_json, read_text
 TORCH_ONLY = re.compile(r"\d+(UNSHARD|RESHARD|(WAIT_)?REDUCE_GRAD|WAIT_SEND_[FB])\d*")
 ENDS_OF_SCHEDULES = (".csv", ".json")
 JSON_VERSION = 2
-MAX_RANKS = 1 << 16  # rows of a CSV
-MAX_LISTED = 16  # ranks, and stages of each, in a message
 
 
-def to_csv(schedule: Schedule, letters: Letters = "torch", waits: bool = False) -> str:
-    """Returns one row per rank, one action per cell.
-
-    `waits`: with the WAIT_SEND_F and WAIT_SEND_B that torch 2.15 expects among messages and earlier
-    releases do not know, each before the rank's next send.
+def to_csv(schedule: Schedule) -> str:
+    """Returns one row per rank, one action in torch's letters per cell.
 
     >>> from zbcompile.schedules import build
     >>> print(to_csv(build("1f1b", ranks=2, microbatches=2)))
@@ -49,26 +41,14 @@ def to_csv(schedule: Schedule, letters: Letters = "torch", waits: bool = False) 
     <BLANKLINE>
     """
     require_schedule(schedule)
-    if letters == "torch" and schedule.placement.copies > 1:
-        raise ScheduleError(
-            f"{schedule.name}: torch supports one copy of a stage; use dualpipe-v, or"
-            " letters='papers'"
-        )
+    if schedule.placement.copies > 1:
+        hint = "torch supports one copy of a stage; use dualpipe-v, or write .json"
+        raise ScheduleError(f"{schedule.name}: {hint}")
     if schedule.barriers != 1 or schedule.lookups:
         what = "lookups" if schedule.lookups else f"its {schedule.barriers} barriers"
         raise ScheduleError(f"{schedule.name}: a CSV cannot hold {what}; write .json")
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    for order in schedule.orders:
-        cells, wait = list[str](), list[str]()
-        for step in order:
-            cell = format_step(step, letters)
-            if waits and step[0] in SENDS:
-                cells += wait
-                wait = [cell.replace("SEND", "WAIT_SEND")]
-            cells.append(cell)
-        writer.writerow(cells + wait)
-    return out.getvalue()
+    rows = (",".join(format_step(step, "torch") for step in order) for order in schedule.orders)
+    return "".join(f"{row}\n" for row in rows)
 
 
 def from_csv(text: str, name: str = "csv") -> Schedule:
@@ -77,34 +57,24 @@ def from_csv(text: str, name: str = "csv") -> Schedule:
     Empty cells (torch's bubbles), SEND and RECV, and torch's UNSHARD, RESHARD, REDUCE_GRAD and
     waits are left out: `lower` places messages again. The placement is read off the rows.
     """
-    try:
-        rows = list(islice(filter(None, csv.reader(io.StringIO(text))), MAX_RANKS + 1))
-    except csv.Error as error:
-        raise ScheduleError(f"invalid CSV: {error}") from None
-    if len(rows) > MAX_RANKS:
-        raise ScheduleError(
-            f"this CSV has more than {MAX_RANKS} rows; expected one row of actions per rank"
-        )
+    rows = [row.split(",") for row in text.splitlines() if row]
     orders = compute_only(_parse_cells(rank, row) for rank, row in enumerate(rows))
-    microbatches = 1 + max(
-        (action.microbatch for order in orders for action in flatten(order)), default=-1
-    )
-    if not microbatches:
+    actions = [action for order in orders for action in flatten(order)]
+    if not actions:
         raise ScheduleError("this CSV holds no actions; expected one row of actions per rank")
     placement = infer_placement(orders)
+    microbatches = 1 + max(action.microbatch for action in actions)
     _require_counts(placement, microbatches, orders)
     return Schedule(name, placement, microbatches, orders)
 
 
-def _parse_cells(rank: int, row: Sequence[str]) -> list[Step]:
-    steps = []
+def _parse_cells(rank: int, row: Sequence[str]) -> Iterator[Step]:
     for column, cell in enumerate(map(str.strip, row)):
         if cell and not TORCH_ONLY.fullmatch(cell):
             try:
-                steps.append(parse_step(cell))
+                yield parse_step(cell)
             except ScheduleError as error:
                 raise ScheduleError(f"CSV row {rank + 1}, cell {column + 1}: {error}") from None
-    return steps
 
 
 def infer_placement(orders: Sequence[Sequence[Step]]) -> Placement:
@@ -114,44 +84,27 @@ def infer_placement(orders: Sequence[Sequence[Step]]) -> Placement:
     >>> str(infer_placement([parse_order("F0.0 F3.0"), parse_order("F1.0 F2.0")]))
     'v'
     """
-    stages = [tuple(sorted({action.stage for action in flatten(order)})) for order in orders]
-    if len(orders) > 1:
-        dual = Placement.named("dual", len(orders))
-        if [dual.stages_of(rank) for rank in range(dual.ranks)] == stages:
-            return dual
-    owners = {stage: rank for rank, owned in enumerate(stages) for stage in owned}
-    if all(stages) and sorted(stage for owned in stages for stage in owned) == [
-        *range(len(owners))
-    ]:
-        return Placement.of_ranks(owners[stage] for stage in range(len(owners)))
+    stages = [sorted({action.stage for action in flatten(order)}) for order in orders]
+    owners = {stage: rank for rank, of_rank in enumerate(stages) for stage in of_rank}
+    count = sum(map(len, stages))
+    if all(stages) and {*owners} == {*range(count)}:
+        return Placement.of_ranks(owners[stage] for stage in range(count))
     listing = "; ".join(
-        f"rank {rank}:"
-        f" {', '.join(map(str, owned[:MAX_LISTED])) or 'none'}{', ...' * (len(owned) > MAX_LISTED)}"
-        for rank, owned in enumerate(stages[:MAX_LISTED])
+        f"rank {rank}: {', '.join(map(str, of_rank)) or 'none'}"
+        for rank, of_rank in enumerate(stages)
     )
-    listing += "; ..." * (len(stages) > MAX_LISTED)
-    expected = (
-        "each of the stages 0 to n-1 on one rank, at least one on every rank (or two copies of the"
-        " model, dual)"
-    )
-    raise ScheduleError(f"stages by rank ({listing}) match no placement; expected {expected}")
+    expected = "each of the stages 0 to n-1 on one rank, at least one on every rank"
+    raise ScheduleError(f"stages by rank ({listing:.400}) match no placement; expected {expected}")
 
 
-def _require_counts(
-    placement: Placement, microbatches: int, orders: Sequence[Sequence[Step]]
-) -> None:
-    """Raises `ScheduleError` for counts above the number of actions, before memory is allocated for
+def _require_counts(placement: Placement, microbatches: int, orders: Orders) -> None:
+    """Raises `ScheduleError` for counts that the orders cannot have, before memory is allocated for
     them."""
     require_count("microbatches", microbatches)
-    actions = len(orders) + sum(map(len, orders)) * 2
+    actions = len(orders) + 2 * sum(map(len, orders))
     if placement.ranks != len(orders) or max(placement.stages, microbatches) > actions:
-        counts = (
-            f"{placement.ranks} ranks with {placement.chunks} chunks and {microbatches}"
-            " microbatches"
-        )
-        raise ScheduleError(
-            f"{counts}, but orders of {len(orders)} ranks with at most {actions} actions"
-        )
+        counts = f"{placement.ranks} ranks, {placement.stages} stages, {microbatches} microbatches"
+        raise ScheduleError(f"{counts}, but orders of {len(orders)} ranks with {actions} actions")
 
 
 class Document(NamedTuple):

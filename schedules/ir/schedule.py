@@ -6,7 +6,6 @@ microbatch) or `0F3`, `0I3`, `0B3` (stage, operation, microbatch; torch's I is o
 """
 
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -15,8 +14,8 @@ from operator import itemgetter
 from typing import Any, ClassVar, Literal
 
 from zbcompile.schedules.errors import ScheduleError
-from zbcompile.schedules.ir.actions import BW, COMMUNICATION, Action, B, Pair, S, Step, W, flatten
-from zbcompile.schedules.ir.kinds import OPS, TORCH_LETTERS, result_of
+from zbcompile.schedules.ir.actions import BW, COMMUNICATION, Action, Pair, S, Step, W, flatten
+from zbcompile.schedules.ir.kinds import OPS, TORCH_LETTERS
 from zbcompile.schedules.ir.placement import Placement
 
 Orders = tuple[tuple[Step, ...], ...]
@@ -114,26 +113,6 @@ class Schedule(Picturable):
         )
         return tuple(stage for stages in by_rank for stage in sorted(stages))
 
-    def beside(self, op: str, stage: int) -> Counter[str]:
-        """Counts what runs together with the `op` passes of a stage: "own W" in BW, "W1" in a pair,
-        or "nothing".
-
-        >>> from zbcompile.schedules import build
-        >>> build("1f1b-overlap", ranks=1, microbatches=3).beside("F", 0)
-        Counter({'BW0': 2, 'nothing': 1})
-        """
-        counts: Counter[str] = Counter()
-        for actions in (flatten((step,)) for order in self.orders for step in order):
-            for action in actions:
-                if action.stage == stage and op in (action.op, result_of(action.op)):
-                    partners = [
-                        f"{partner.op}{partner.stage}" for partner in actions if partner != action
-                    ]
-                    counts[
-                        "own W" if action.op == BW and op == B else "".join(partners) or "nothing"
-                    ] += 1
-        return counts
-
     def weight_order(self, stage: int) -> tuple[int, ...]:
         """Returns the microbatches in the order in which the weight gradients of `stage`
         accumulate, copy by copy."""
@@ -208,9 +187,9 @@ def _parse_action(text: str) -> Action:
     return Action(op, int(match["stage"]), int(match["microbatch"]))
 
 
-def format_order(order: Iterable[Step], letters: Letters = "papers") -> str:
+def format_order(order: Iterable[Step]) -> str:
     """Returns the steps of one rank, separated by blanks."""
-    return " ".join(format_step(step, letters) for step in order)
+    return " ".join(map(str, order))
 
 
 def parse_order(text: str) -> tuple[Step, ...]:
@@ -222,9 +201,7 @@ def parse_order(text: str) -> tuple[Step, ...]:
     return tuple(parse_step(word) for word in text.split())
 
 
-def format_schedule(
-    schedule: Schedule, letters: Letters = "papers", width: int | None = None
-) -> str:
+def format_schedule(schedule: Schedule, width: int | None = None) -> str:
     """Returns a grid, one line per rank, step under step.
 
     With `width` (characters of a terminal) the grid is folded into bands that fit.
@@ -236,32 +213,23 @@ def format_schedule(
     rank 1  F1.0  B1.0  F1.1  B1.1  W1.0  W1.1
     """
     require_schedule(schedule)
-    placement, chunks = schedule.placement, schedule.placement.chunks
+    placement, chunks, barriers = schedule.placement, schedule.placement.chunks, schedule.barriers
     kind = str(placement) if placement.kind == "map" else placement.kind
-    title = [
-        f"{schedule.name}: {schedule.ranks} ranks",
-        f"{schedule.microbatches} microbatches",
-        f"{kind} placement",
-    ]
-    title += [
-        f"{chunks} chunk{'s' * (chunks != 1)}",
-        *[f"{schedule.barriers} barriers"] * (schedule.barriers != 1),
-    ]
-    title += ["lookups"] * schedule.lookups + ["with messages"] * schedule.is_lowered
+    title = f"{schedule.name}: {schedule.ranks} ranks, {schedule.microbatches} microbatches"
+    title += f", {kind} placement, {chunks} chunk{'s' * (chunks != 1)}"
+    title += f", {barriers} barriers" * (barriers != 1) + ", lookups" * schedule.lookups
+    title += ", with messages" * schedule.is_lowered
     labels = [f"rank {rank}" for rank in range(len(schedule.orders))]
     label_width = max(map(len, labels), default=0)
-    lines, rows, used = [", ".join(title)], list[str](), 0
-    cells = ([format_step(step, letters) for step in order] for order in schedule.orders)
-    for column in zip_longest(*cells, fillvalue=""):
-        column_width = 2 + max(map(len, column))
-        if not rows or (width is not None and used + column_width > width):
-            lines += [*map(str.rstrip, rows), ""] if rows else []
-            rows, used = [label.ljust(label_width) for label in labels], label_width
-        rows = [
-            f"{row}  {cell.ljust(column_width - 2)}" for row, cell in zip(rows, column, strict=True)
-        ]
-        used += column_width
-    return "\n".join([*lines, *map(str.rstrip, rows or labels)])
+    lines, rows = [title], [label.ljust(label_width) for label in labels]
+    for column in zip_longest(*(map(str, order) for order in schedule.orders), fillvalue=""):
+        column_width = max(map(len, column))
+        used = len(rows[0])
+        if label_width < used and width is not None and used + 2 + column_width > width:
+            lines += [*map(str.rstrip, rows), ""]
+            rows = [label.ljust(label_width) for label in labels]
+        rows = [f"{row}  {c.ljust(column_width)}" for row, c in zip(rows, column, strict=True)]
+    return "\n".join([*lines, *map(str.rstrip, rows)])
 
 
 def compute_only(orders: Iterable[Iterable[Step]]) -> Orders:

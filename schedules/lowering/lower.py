@@ -18,7 +18,6 @@ which they send, each channel's receives are posted in that order.
 """
 
 from dataclasses import replace
-from typing import Any
 
 from zbcompile.schedules.execution.deadlock import run_to_end
 from zbcompile.schedules.execution.order_graph import gc_disabled, require_steps
@@ -52,7 +51,7 @@ def lower(schedule: Schedule, costs: Costs | None = None) -> Schedule:
     require_schedule(schedule)
     require_steps(schedule)
     schedule = schedule.compute_only()
-    graph, run = run_to_end(schedule, _with_positive_times(costs or Costs.uniform(schedule.stages)))
+    graph, run = run_to_end(schedule, costs or Costs.uniform(schedule.stages), positive=True)
     microbatches = tuple(range(schedule.microbatches))  # one object per number, not one per action
     peers = [_peers_of(schedule, rank, microbatches) for rank in range(schedule.ranks)]
     posts: list[Posts] = [[None] * (len(order) + 1) for order in schedule.orders]
@@ -69,17 +68,6 @@ def lower(schedule: Schedule, costs: Costs | None = None) -> Schedule:
     return replace(schedule, orders=tuple(map(_interleave, schedule.orders, peers, posts)))
 
 
-def _with_positive_times(costs: Costs) -> Costs:
-    """Returns the costs, in which a pass of no time takes a very short one: the proof above needs
-    positive times."""
-    times = {name: getattr(costs, name) for spec in COMPUTE_OPS.values() for name in spec.time}
-    tiny = min((t for values in times.values() for t in values if t > 0), default=1) / 1024
-    positive: dict[str, Any] = {
-        name: tuple(t or tiny for t in values) for name, values in times.items()
-    }
-    return replace(costs, **positive)
-
-
 def _peers_of(schedule: Schedule, rank: int, microbatches: tuple[int, ...]) -> Peers:
     peers: Peers = {}
     for (send, stage), (_, peer, target) in routes_of(schedule, rank).items():
@@ -88,8 +76,9 @@ def _peers_of(schedule: Schedule, rank: int, microbatches: tuple[int, ...]) -> P
             sends = [Action(send, stage, m) for m in microbatches]
             receives = [Action(f"RECV_{payload}", target, m) for m in microbatches]
             # B and BW send the same
-            for op in (op for op in COMPUTE_OPS if result_of(op) == payload):
-                peers[op, stage] = peer, sends, receives
+            for op in COMPUTE_OPS:
+                if result_of(op) == payload:
+                    peers[op, stage] = peer, sends, receives
     return peers
 
 

@@ -40,8 +40,6 @@ class Timeline(Picturable):
     * `work`: the sum of passes (and optimizer) on the busiest rank. `bubble` = 1 - work/makespan,
       `cost_bubble` = 1 - work/cost.
     * `peak_memory[rank]`, in the unit of `costs.activation`.
-    * `memory_limits[rank]`, in that unit, if the order was asked to keep within some: pictures draw
-      them.
     * `spans`: every step, rank by rank in order of time; `idle`: every gap, with its cause.
     """
 
@@ -50,7 +48,6 @@ class Timeline(Picturable):
     start: Sequence[float]
     end: Sequence[float]
     peak_memory: tuple[float, ...]
-    memory_limits: tuple[float, ...] = ()
 
     @property
     def schedule(self) -> Schedule:

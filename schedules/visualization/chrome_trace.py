@@ -9,20 +9,19 @@ from zbcompile.schedules.simulation.timeline import Timeline
 from zbcompile.schedules.visualization.text import summary
 
 
-def to_chrome_trace(timeline: Timeline, microseconds: float | None = None) -> str:
+def to_chrome_trace(timeline: Timeline) -> str:
     """Returns the Trace Event Format: a process named after the schedule, in it a thread per rank
     with its steps and idle intervals, a flow event per message between two steps, a counter per
     rank with its memory.
 
-    `microseconds`: how long one unit of the costs is (default: a second if that is their unit, else
-    a millisecond).
+    One unit of the costs is a second if that is their unit, else a millisecond.
 
     >>> from zbcompile.schedules import build, simulate
     >>> import json
     >>> json.loads(to_chrome_trace(simulate(build("gpipe", 1, 1))))["traceEvents"][-1]["args"]
     {'held': 0.0}
     """
-    unit = microseconds or (1e6 if timeline.costs.time_unit == "s" else 1000)
+    unit = 1e6 if timeline.costs.time_unit == "s" else 1000
     step = {"step": summary(timeline)}
     return json.dumps(
         {"displayTimeUnit": "ms", "otherData": step, "traceEvents": list(_events(timeline, unit))}

@@ -7,7 +7,7 @@ from zbcompile.schedules.simulation.timeline import Timeline
 from zbcompile.tables import Figure, Table
 
 
-def rank_table(timeline: Timeline, receive_buffers: Sequence[int] = ()) -> Table:
+def rank_table(timeline: Timeline) -> Table:
     """Returns the work of every rank, its idle time by cause and its peak of memory, and all ranks
     together."""
     time, memory, idle = (
@@ -18,25 +18,13 @@ def rank_table(timeline: Timeline, receive_buffers: Sequence[int] = ()) -> Table
     causes = [cause for cause in idle[0] if any(of_rank[cause] for of_rank in idle)]
 
     rows = []
-    for rank, (busy, of_rank, peak) in enumerate(
-        zip(timeline.busy, idle, timeline.peak_memory, strict=True)
-    ):
+    for rank, busy in enumerate(timeline.busy):
         row = [Figure("rank", rank), Figure("work", busy, time)]
-        row += [Figure(f"idle: {cause}", of_rank[cause], time) for cause in causes]
-        row += [Figure("peak memory", peak, memory)]
-        rows.append(
-            row + [Figure("receive buffers", count) for count in receive_buffers[rank : rank + 1]]
-        )
+        row += [Figure(f"idle: {cause}", idle[rank][cause], time) for cause in causes]
+        rows.append([*row, Figure("peak memory", timeline.peak_memory[rank], memory)])
     if len(rows) > 1:
-        columns = [
-            column
-            for column in zip(*rows, strict=True)
-            if column[0].name not in ("rank", "receive buffers")
-        ]
-        totals = (
-            Figure(column[0].name, sum(cell.value for cell in column), column[0].unit)
-            for column in columns
-        )
+        columns = [*zip(*rows, strict=True)][1:]
+        totals = (Figure(c[0].name, sum(cell.value for cell in c), c[0].unit) for c in columns)
         rows.append([Figure("rank", "all"), *totals])
     return Table("ranks", rows=rows)
 

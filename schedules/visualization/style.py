@@ -36,14 +36,9 @@ STYLE_SHEET = """
   paint-order: stroke; stroke: #fff; stroke-width: 2.5px; stroke-linejoin: round }
 .zb .span { stroke: #333; stroke-width: .5 }
 .zb .memory { fill: #999; fill-opacity: .35; stroke: #777; stroke-width: .8 }
-.zb .limit { fill: none; stroke: #c00; stroke-width: 1; stroke-dasharray: 5 3;
-  vector-effect: non-scaling-stroke }
 .zb .axis { stroke: #999; stroke-width: .5 }
 .zb .idle { stroke: #999; stroke-width: .3; opacity: .45 }
 .zb .saved { stroke: #777; stroke-width: 1; stroke-dasharray: 4 3 }
-.zb .also { fill: none; pointer-events: none; vector-effect: non-scaling-stroke }
-.zb .messages { stroke: #0072b2; stroke-width: 1 }
-.zb .critical { stroke: #d00; stroke-width: 2.5 }
 @media screen and (prefers-color-scheme: dark) {
   .zb text { fill: #ddd }
   .zb .step { fill: #111 }

@@ -9,7 +9,6 @@ from xml.sax.saxutils import escape, quoteattr
 from zbcompile.amounts import plain
 from zbcompile.schedules.ir.actions import Action, flatten
 from zbcompile.schedules.ir.kinds import COMPUTE_OPS, OPTIMIZER_OPS
-from zbcompile.schedules.simulation.critical_path import critical_path
 from zbcompile.schedules.simulation.timeline import Span, Timeline
 from zbcompile.schedules.visualization.style import IDLE_STYLES, STYLE_SHEET, patterns
 from zbcompile.schedules.visualization.text import format_amount, summary
@@ -22,12 +21,11 @@ GAP = 18  # pixels between two pictures
 COMPACT = 20_000  # number of steps beyond which boxes have no text
 
 
-def to_svg(timeline: Timeline, width: int | None = None, also: Sequence[str] = ()) -> str:
+def to_svg(timeline: Timeline, width: int | None = None) -> str:
     """Returns the picture as text, which shrinks to a window that is narrower.
 
-    `width` in pixels (default: wide enough to read the steps, at most 1,200); `also` may have
-    "messages" and "critical", the critical path. Beyond 20,000 steps the boxes have no label and no
-    text on hover; idle intervals keep theirs.
+    `width` in pixels (default: wide enough to read the steps, at most 1,200). Beyond 20,000 steps
+    the boxes have no label and no text on hover; idle intervals keep theirs.
 
     >>> from zbcompile.schedules import build, simulate
     >>> to_svg(simulate(build("zb-h1", ranks=2, microbatches=4))).startswith("<svg")
@@ -36,7 +34,7 @@ def to_svg(timeline: Timeline, width: int | None = None, also: Sequence[str] = (
     if width is None:
         natural = LEFT + timeline.finish * _natural_scale(timeline) + RIGHT
         width = min(READABLE, round(max(LEGEND, natural)))
-    step = _StepPicture(timeline, max(1, width - LEFT - RIGHT) / (timeline.finish or 1), also)
+    step = _StepPicture(timeline, max(1, width - LEFT - RIGHT) / (timeline.finish or 1))
     return _document(step.width, step.height, [*_legend([timeline], 28), *step.lines()])
 
 
@@ -168,16 +166,8 @@ def _is_pale(timeline: Timeline, action: Action) -> bool:
 class _StepPicture:
     """The parts of the picture of one timeline, `scale` pixels per unit of time."""
 
-    def __init__(
-        self, timeline: Timeline, scale: float, also: Sequence[str] = (), top: float = 62
-    ) -> None:
-        # top: title and legend
-        self.timeline, self.scale, self.also, self.top = (
-            timeline,
-            scale,
-            also,
-            top,
-        )
+    def __init__(self, timeline: Timeline, scale: float, top: float = 62) -> None:
+        self.timeline, self.scale, self.top = timeline, scale, top  # top: title and legend
         ranks = timeline.schedule.ranks
         self.bar = 22 if ranks <= 16 else 16 if ranks <= 32 else 12  # height of the steps of a rank
         self.curve = round(0.8 * self.bar)  # height of the memory curve under them
@@ -205,25 +195,6 @@ class _StepPicture:
                 "rect", "idle", title=str(gap), fill=fill, x=x, y=y, width=width, height=self.bar
             )
         yield from self._compact_steps() if len(timeline.spans) > COMPACT else self._steps()
-        rank_of, middle = timeline.graph.rank, self.bar / 2
-        if "messages" in self.also:
-            ends = (
-                ((timeline.end[producer], producer), (timeline.start[node], node))
-                for producer, node in timeline.messages()
-            )
-            points = (
-                [f"{self.x(time):g},{self.y(rank_of(node)) + middle:g}" for time, node in pair]
-                for pair in ends
-            )
-            yield _shape(
-                "path",
-                "also wide messages",
-                d="".join(f"M{source}L{target}" for source, target in points),
-            )
-        if "critical" in self.also:  # one line under the letters
-            steps = [(step, self.y(step.rank) + self.bar - 2) for step in critical_path(timeline)]
-            lines = (f"L{self.x(step.start):g},{y:g}H{self.x(step.end):g}" for step, y in steps)
-            yield _shape("path", "also wide critical", d=f"M{''.join(lines)[1:]}")
 
     def _boxes(self, span: Span) -> Iterator[tuple[Action, str, float, float, float, float]]:
         """Yields actions with fill, x, y, width and height; a pair is shown as two halves, one
@@ -263,10 +234,10 @@ class _StepPicture:
                         break
 
     def _memory(self, rank: int) -> Iterator[str]:
-        """Yields the curve on a scale common to all ranks, so that they can be compared, the peak
-        and the limit."""
+        """Yields the curve on a scale common to all ranks, so that they can be compared, and the
+        peak."""
         timeline, unit = self.timeline, self.timeline.costs.memory_unit
-        scale = self.curve / (max(*timeline.peak_memory, *timeline.memory_limits, 0) or 1)
+        scale = self.curve / (max(timeline.peak_memory) or 1)
         base, end = self.y(rank) + self.bar + self.curve + 1, self.x(timeline.finish)
         curve = (
             f"H{self.x(time):g}V{base - scale * amount:.2f}"
@@ -275,11 +246,6 @@ class _StepPicture:
         peak = format_amount(timeline.peak_memory[rank], unit)
         title = f"memory of rank {rank}, peak {peak}"
         yield _shape("path", "memory wide", title=title, d=f"M{LEFT},{base:g}{''.join(curve)}Z")
-        for limit in timeline.memory_limits[rank : rank + 1]:
-            title = f"memory limit {format_amount(limit, unit)}"
-            yield _shape(
-                "path", "limit wide", title=title, d=f"M{LEFT},{base - scale * limit:.2f}H{end:g}"
-            )
         style = f"font-size:{min(11, self.curve + 1):g}px"
         yield _shape(
             "text", text=peak if unit else f"peak {peak}", x=end + 6, y=base - 2, style=style

@@ -31,9 +31,8 @@ def test_right_and_consistent(name: str, random_costs) -> None:
     for schedule in sizes(name):
         costs = random_costs(generator, schedule.stages)
         lowered = lower(schedule, costs)
-        report = check(lowered, costs)
+        check(lowered, costs)
         t = simulate(schedule, costs)
-        assert report.peak_memory == t.peak_memory
         assert t.work <= t.cost <= t.makespan
         assert 0 <= t.cost_bubble <= t.bubble < 1
         assert simulate(lowered, costs).makespan == t.makespan

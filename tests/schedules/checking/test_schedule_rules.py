@@ -379,7 +379,7 @@ def test_an_error_shows_the_grid_around_the_culprit() -> None:
 def test_the_memory_limit_is_that_of_the_costs() -> None:
     schedule = build("1f1b", ranks=4, microbatches=8)
     check(schedule, memory_limit=4)
-    with pytest.raises(ScheduleError, match=r"rank 0 needs 4 of memory; the limit is 3"):
+    with pytest.raises(ScheduleError, match=r"rank 0, step 3: needs 4 of memory; the limit is 3"):
         check(schedule, memory_limit=3)
     with pytest.raises(ScheduleError, match="needs 8"):
         check(schedule, costs=Costs.uniform(4, activation=2), memory_limit=4)

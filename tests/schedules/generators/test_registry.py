@@ -63,12 +63,12 @@ def test_unknown_name_shows_the_nearest() -> None:
 @pytest.mark.parametrize(
     ("name", "ranks", "microbatches", "message"),
     [
-        ("interleaved-1f1b", 4, 11, r"groups of equal size; the nearest that work: 10 and 12"),
-        ("interleaved-zb", 4, 9, r"the nearest that work: 8 and 10"),
-        ("dualpipe", 4, 7, r"microbatches >= 2 x ranks; the nearest that work: 8"),
-        ("dualpipe", 4, 13, r"the nearest that work: 12 and 14"),
+        ("interleaved-1f1b", 4, 11, r"groups of equal size; use 12"),
+        ("interleaved-zb", 4, 9, r"use 10"),
+        ("dualpipe", 4, 7, r"microbatches >= 2 x ranks; use 8"),
+        ("dualpipe", 4, 13, r"use 14"),
         ("dualpipe", 3, 8, r"even ranks .*; no number works on 3 ranks"),
-        ("dualpipe-v", 4, 7, r"microbatches >= 2 x ranks; the nearest that work: 8"),
+        ("dualpipe-v", 4, 7, r"microbatches >= 2 x ranks; use 8"),
     ],
 )
 def test_inadmissible_counts_name_the_rule_and_the_nearest(

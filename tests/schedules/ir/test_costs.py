@@ -74,7 +74,7 @@ def test_fractions_stay_exact() -> None:
         ),
         (
             lambda: Costs.from_json('{"forward": 1, "backward": [1], "weight": [1]}'),
-            "`forward` is 1; expected a list",
+            "forward=1; expected a list",
         ),
         (
             lambda: Costs.from_json('{"forward": ["a"], "backward": [1], "weight": [1]}'),

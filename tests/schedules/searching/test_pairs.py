@@ -6,14 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from zbcompile.schedules import Costs, Schedule, build, check, lower, simulate
+from zbcompile.schedules import Costs, Schedule, build, check, lower, peak_memory, simulate
 from zbcompile.schedules.ir.actions import Action, B, Pair, W, flatten
 from zbcompile.schedules.searching.pairs import with_pairs
 
 
 def exposed(schedule: Schedule, costs: Costs) -> float:
     """Returns how long all ranks together wait for exchanges inside of their passes."""
-    return sum(costs.waits(step) for order in schedule.orders for step in order)
+    actions = [action for order in schedule.orders for action in flatten(order)]
+    computing = sum(costs.time(op, stage) - costs.exchange(op, stage) for op, stage, _ in actions)
+    return sum(simulate(schedule, costs).busy) - computing
 
 
 def exchanging(costs: Costs, generator: random.Random) -> Costs:
@@ -37,25 +39,24 @@ def exchanging(costs: Costs, generator: random.Random) -> Costs:
 
 @pytest.mark.slow
 def test_pairs_do_no_harm(small_schedules, random_costs) -> None:
-    generator, found = random.Random(0), 0
+    generator, count = random.Random(0), 0
     for schedule in generator.sample(list(small_schedules(range(1, 5), range(1, 10, 4))), 30):
         costs = exchanging(random_costs(generator, schedule.stages), generator)
         paired = with_pairs(schedule, costs)
-        assert check(paired, costs).peak_memory <= check(schedule, costs).peak_memory
+        assert peak_memory(paired, costs) <= peak_memory(schedule, costs)
         check(lower(paired, costs))
         before, after = simulate(schedule, costs), simulate(paired, costs)
         assert after.makespan <= before.makespan
         assert after.cost <= before.cost
-        assert all(a <= b for a, b in zip(after.peak_memory, before.peak_memory, strict=True))
         assert exposed(paired, costs) <= exposed(schedule, costs)
         for stage in range(schedule.stages):
             assert paired.weight_order(stage) == schedule.weight_order(stage)
-        found += sum(
+        count += sum(
             isinstance(step, Pair) and step.second.op == W
             for order in paired.orders
             for step in order
         )
-    assert found > 50
+    assert count > 50
 
 
 def test_without_exchanges_nothing_changes() -> None:

@@ -2,14 +2,12 @@
 
 import json
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
 from zbcompile.schedules import Costs, ScheduleError, build, simulate
-from zbcompile.schedules.simulation.critical_path import critical_path
 from zbcompile.schedules.simulation.timeline import Timeline
 from zbcompile.schedules.visualization.chrome_trace import to_chrome_trace
 from zbcompile.schedules.visualization.style import IDLE_STYLES, OP_STYLES
@@ -28,8 +26,8 @@ def timeline(name: str = "zb-v", ranks: int = 4, microbatches: int = 8) -> Timel
 def titles(svg: str, kind: str) -> list[str]:
     """The texts on hover of all boxes of one class."""
     boxes = ElementTree.fromstring(svg).iter(f"{SVG}rect")
-    found = (box.find(f"{SVG}title") for box in boxes if box.get("class") == kind)
-    return [title.text or "" for title in found if title is not None]
+    elements = (box.find(f"{SVG}title") for box in boxes if box.get("class") == kind)
+    return [title.text or "" for title in elements if title is not None]
 
 
 @pytest.mark.parametrize("name", ["zb-v", "1f1b", "dualpipe", "interleaved-zb"])
@@ -52,22 +50,13 @@ def test_operations_differ_in_colour_hatching_and_letter() -> None:
     }
 
 
-def test_a_limit_of_memory_is_a_line_above_the_curve_of_every_rank() -> None:
-    t = replace(timeline(), memory_limits=(5.0, 5.0, 6.0, 6.0))
-    root = ElementTree.fromstring(to_svg(t))
-    lines = [path for path in root.iter(f"{SVG}path") if path.get("class") == "limit wide"]
-    assert [line.findtext(f"{SVG}title") for line in lines] == [
-        f"memory limit {n}" for n in (5, 5, 6, 6)
-    ]
-
-
 @pytest.mark.slow
 def test_a_large_picture_is_small() -> None:
-    """64 ranks and 128 microbatches: 49,152 steps in a file that a viewer opens in seconds."""
-    t = timeline("zb-v", 64, 128)
+    """32 ranks and 128 microbatches: 24,576 steps in a file that a viewer opens in seconds."""
+    t = timeline("zb-v", 32, 128)
     svg = to_svg(t)
     ElementTree.fromstring(svg)
-    assert len(svg) < 6_000_000
+    assert len(svg) < 3_000_000
     assert titles(svg, "idle")
 
 
@@ -83,18 +72,6 @@ def test_causes_of_idle_time_differ_without_colour() -> None:
     assert "prefers-color-scheme: dark" in svg
 
 
-def test_messages_and_the_critical_path_are_drawn_on_demand() -> None:
-    t = timeline()
-    also = to_svg(t, also=("messages", "critical"))
-    lines = {
-        box.get("class"): box.get("d", "")
-        for box in ElementTree.fromstring(also).iter(f"{SVG}path")
-    }
-    assert lines["also wide messages"].count("M") == len(list(t.messages()))
-    assert lines["also wide critical"].count("H") == len(critical_path(t))
-    assert 'class="also' not in to_svg(t)
-
-
 def test_html_is_the_picture_and_loads_nothing() -> None:
     page = to_html(timeline())
     assert to_svg(timeline()) in page
@@ -103,7 +80,7 @@ def test_html_is_the_picture_and_loads_nothing() -> None:
 
 def test_chrome_trace_has_every_step_idle_interval_and_memory_change() -> None:
     t = timeline()
-    events = json.loads(to_chrome_trace(t, microseconds=10))["traceEvents"]
+    events = json.loads(to_chrome_trace(t))["traceEvents"]
     kinds = Counter(event["ph"] for event in events)
     assert kinds == {
         "M": 9,
@@ -113,7 +90,7 @@ def test_chrome_trace_has_every_step_idle_interval_and_memory_change() -> None:
         "C": sum(len(t.memory_curve(r)) for r in range(4)),
     }
     steps = [event for event in events if event["ph"] == "X" and event["cat"] != "idle"]
-    assert max(event["ts"] + event["dur"] for event in steps) == 10 * t.finish
+    assert max(event["ts"] + event["dur"] for event in steps) == 1000 * t.finish
     assert steps[0]["args"]["actions"] == [{"op": "F", "stage": 0, "microbatch": 0}]
 
 

@@ -296,7 +296,7 @@ BAD = (
     Refused(
         inadmissible_microbatches,
         SCHEDULE,
-        r"dualpipe-v: 2 microbatches on 2 ranks; .* nearest that work: 4",
+        r"dualpipe-v: 2 microbatches on 2 ranks; .*; use 4",
     ),
     Refused(
         buffers_in_two_model_copies,

@@ -23,7 +23,6 @@ from zbcompile.schedules import (
     Placement,
     Schedule,
     ScheduleError,
-    build,
     check,
     from_csv,
     load,
@@ -31,7 +30,6 @@ from zbcompile.schedules import (
     save,
     search,
     simulate,
-    to_csv,
 )
 
 # One rank a line, in torch's letters, as the schedules that torch keeps for its tests: a V, five
@@ -160,13 +158,3 @@ def test_any_map_of_stages_to_ranks(owners: tuple[int, ...], tmp_path: Path) -> 
         enumerate(owners)
     )
     assert_bitwise(ours, eager("mlp", 3, 1))
-
-
-def test_waits_of_sends_are_written_on_demand() -> None:
-    """torch 2.15 reads a lowered program only with one wait per send; earlier releases do not know
-    the word."""
-    lowered = lower(build("1f1b", 2, 2))
-    text = to_csv(lowered, waits=True)
-    assert text.splitlines()[1].split(",")[-3:] == ["1WAIT_SEND_B0", "1SEND_B1", "1WAIT_SEND_B1"]
-    assert text.count("WAIT_SEND") == to_csv(lowered).count("SEND")
-    assert from_csv(text, "1f1b") == build("1f1b", 2, 2)
