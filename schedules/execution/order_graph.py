@@ -193,9 +193,7 @@ class OrderGraph:
             for result, origin in needed:
                 producer = self._nodes.get((result, origin), self._none)[microbatch]
                 if producer != node or op != W:
-                    runs = self.steps[producer] if producer != MISSING else ()
-                    is_fused = Action(BW, origin, microbatch) in (runs, *runs) and result == B
-                    yield Action(BW if is_fused else result, origin, microbatch), producer
+                    yield Action(result, origin, microbatch), producer
 
     def _needs(self, rank: int, op: str, stage: int) -> Iterator[tuple[str, int, EdgeKind]]:
         """Yields what `op` on `stage` of `rank` needs, without barriers: operation, stage

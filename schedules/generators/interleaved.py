@@ -37,12 +37,7 @@ def interleaved_one_f_one_b(task: Task, rank: int, group: int | None = None) -> 
         F0.0  F0.1  F2.0  F2.1         BW2.0         BW2.1  BW0.0  BW0.1
               F1.0  F1.1  F3.0  BW3.0  F3.1   BW3.1  BW1.0  BW1.1
     """
-    write, forwards, backwards = _warm_up(task, rank, 2 * (task.ranks - 1 - rank), group)
-    for stage in backwards:  # steady; cool-down once no forward is left
-        for forward in islice(forwards, 1):
-            write.f(forward)
-        write.bw(stage)
-    return tuple(write.order)
+    return _interleaved(task, rank, 2 * (task.ranks - 1 - rank), group)
 
 
 @each_rank
@@ -56,14 +51,7 @@ def overlapped_interleaved(task: Task, rank: int, group: int | None = None) -> O
         F0.0  F0.1  F2.0  F2.1                BW2.0  BW2.1  BW0.0  BW0.1
               F1.0  F1.1  F3.0  (F3.1|BW3.0)  BW3.1  BW1.0  BW1.1
     """
-    write, forwards, backwards = _warm_up(task, rank, 2 * (task.ranks - 1 - rank) + 1, group)
-    for stage in backwards:  # steady; cool-down once no forward is left
-        paired = list(islice(forwards, 1))
-        if paired:
-            write.pair(paired[0], stage)
-        else:
-            write.bw(stage)
-    return tuple(write.order)
+    return _interleaved(task, rank, 2 * (task.ranks - 1 - rank) + 1, group, paired=True)
 
 
 @each_rank
@@ -78,31 +66,40 @@ def interleaved_zero_bubble(task: Task, rank: int, group: int | None = None) -> 
         F0.0  F0.1  F2.0  F2.1        B2.0  W2.0  B2.1  W2.1  B0.0  W0.0  B0.1  W0.1
               F1.0  F1.1  F3.0  B3.0  F3.1  B3.1  W3.0  B1.0  W3.1  B1.1  W1.0  W1.1
     """
-    write, forwards, backwards = _warm_up(task, rank, task.ranks - 1 - rank, group)
-    for done, stage in enumerate(backwards):  # steady; cool-down once no forward is left
-        for forward in islice(forwards, 1):
-            write.f(forward)
-        write.b(stage)
-        if done >= rank:
-            write.w()
-    while write.pending:
-        write.w()
-    return tuple(write.order)
+    return _interleaved(task, rank, task.ranks - 1 - rank, group, split=True)
 
 
-def _warm_up(
-    task: Task, rank: int, extra: int, group: int | None
-) -> tuple[Writer, Iterator[int], Iterator[int]]:
-    """Write the warm-up; return the writer, the stages of the remaining forwards, and those of all
-    backwards."""
+def _interleaved(
+    task: Task,
+    rank: int,
+    extra: int,
+    group: int | None,
+    paired: bool = False,
+    split: bool = False,
+) -> Order:
+    """Writes a warm-up of (v-1)g + `extra` forwards, then forwards and backwards in turn: in pairs,
+    or with a split backward whose W is run once `rank` backwards are done."""
     stages = task.placement.stages_of(rank)
     usual = task.microbatches // rounds(task.ranks, task.microbatches)
     group = min(group or usual, task.microbatches) if task.chunks > 1 else 1
     write = Writer(task.microbatches)
     forwards = _in_groups(stages, group, task.microbatches)
-    for stage in islice(forwards, (task.chunks - 1) * group + extra):
+    for stage in islice(forwards, (task.chunks - 1) * group + extra):  # warm-up
         write.f(stage)
-    return write, forwards, _in_groups(stages[::-1], group, task.microbatches)
+    backwards = _in_groups(stages[::-1], group, task.microbatches)
+    for done, stage in enumerate(backwards):  # steady; cool-down once no forward is left
+        forward = next(forwards, None)
+        if forward is not None and paired:
+            write.pair(forward, stage)
+            continue
+        if forward is not None:
+            write.f(forward)
+        (write.b if split else write.bw)(stage)
+        if split and done >= rank:
+            write.w()
+    while write.pending:
+        write.w()
+    return tuple(write.order)
 
 
 def _in_groups(stages: tuple[int, ...], group: int, microbatches: int) -> Iterator[int]:

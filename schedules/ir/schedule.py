@@ -156,9 +156,7 @@ def format_step(step: Step, letters: Letters = "papers") -> str:
             f"({format_step(step.first, letters)};{format_step(step.second, letters)})OVERLAP_F_B"
         )
     if step.op not in TORCH_LETTERS:
-        raise ScheduleError(
-            f"{step}: torch has no letter for {step.op}; write it in the papers' letters"
-        )
+        raise ScheduleError(f"{step}: torch has no letter for {step.op}; write .json")
     return f"{step.stage}{TORCH_LETTERS[step.op]}{step.microbatch}"
 
 

@@ -2,7 +2,7 @@
 forward-backward passes."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from operator import sub
 from typing import NamedTuple
 
@@ -47,7 +47,7 @@ class SearchResult:
     * `objective`: its makespan (without barrier its cost), `bound`: no order of any admitted
       placement is shorter, `gap`: objective / bound - 1;
     * `origin`: the order that it was made from;
-    * `named`: every named schedule that fits, with its objective and placement, the shortest first.
+    * `best_name`: the shortest named schedule that fits, with its objective; None if none fits.
     """
 
     schedule: Schedule
@@ -55,7 +55,7 @@ class SearchResult:
     bound: float
     objective: float
     origin: str
-    named: tuple[tuple[float, Schedule], ...] = field(default=(), repr=False, compare=False)
+    best_name: tuple[str, float] | None
 
     @property
     def gap(self) -> float:
@@ -66,23 +66,12 @@ class SearchResult:
         """True if the order meets the bound, so that none is shorter."""
         return self.objective <= self.bound * ROUNDING
 
-    @property
-    def best_name(self) -> tuple[str, float] | None:
-        """The shortest named schedule, with its objective; None if none fits."""
-        return next(((schedule.name, value) for value, schedule in self.named), None)
-
     def __str__(self) -> str:
-        left = (
-            "proven optimal"
-            if self.proven
-            else f"{float(self.gap):.1%} above the bound of {float(self.bound):.6g}"
-        )
-        text = (
-            f"auto: {float(self.objective):.6g} on placement {self.schedule.placement}, {left};"
-            f" from {self.origin}"
-        )
+        gap = f"{float(self.gap):.1%} above the bound of {float(self.bound):.6g}"
+        left = "proven optimal" if self.proven else gap
+        text = f"auto: {float(self.objective):.6g} on placement {self.schedule.placement}, {left}"
         name, value = self.best_name or ("none fits", 0)
-        return f"{text}\nthe best name, {name}: {float(value):.6g}"
+        return f"{text}; from {self.origin}\nthe best name, {name}: {float(value):.6g}"
 
 
 def search(
@@ -130,16 +119,14 @@ def search(
     shortest = min(candidate.value for candidate in candidates) * ROUNDING
     best = min((candidate for candidate in candidates if candidate.value <= shortest), key=_excess)
     simulation = simulate(replace(best.schedule, name="auto"), best.problem.costs)
-    by_value = sorted(
-        ((candidate.value, candidate.schedule) for candidate in named), key=lambda pair: pair[0]
-    )
+    first = min(named, key=lambda candidate: candidate.value, default=None)
     return SearchResult(
         simulation.schedule,
         simulation,
         min(bounds.values()),
         best.value,
         best.origin,
-        tuple(by_value),
+        first and (first.schedule.name, first.value),
     )
 
 
@@ -186,17 +173,12 @@ def scheduling_problems(
             f"placements={placements!r:.80}; expected a list, such as [{placements!r:.80}]"
         )
     if placements is None:
-        chunks, rest = divmod(costs.stages, ranks)
-        if rest or not chunks:
-            raise ScheduleError(
-                f"costs of {costs.stages} stages for {ranks} ranks; give a multiple of {ranks}"
-                " stages"
-            )
-        counts = (v for v in range(1, chunks + 1) if chunks % v == 0)
-        placements = [
-            *("linear" if v == 1 else f"looped:{v}" for v in counts),
-            *["v"] * (chunks % 2 == 0),
-        ]
+        if costs.stages % ranks:
+            counts = f"costs of {costs.stages} stages for {ranks} ranks"
+            raise ScheduleError(f"{counts}; give a multiple of {ranks} stages")
+        chunks = costs.stages // ranks
+        placements = [f"looped:{v}" for v in range(2, chunks + 1) if chunks % v == 0]
+        placements = ["linear", *placements, *["v"] * (chunks % 2 == 0)]
     if not placements:
         raise ScheduleError("placements is empty; name some, such as linear and v, or leave it out")
     for name in placements:
@@ -206,16 +188,11 @@ def scheduling_problems(
                 f"placement {placement} is for {placement.ranks} ranks, but there are {ranks}"
             )
         if costs.stages % placement.stages:
-            cannot = (
-                f"costs of {costs.stages} stages cannot be merged into the {placement.stages}"
-                " stages"
-            )
-            raise ScheduleError(
-                f"{cannot} of placement {name}; give costs for a multiple of {placement.stages}"
-                " stages"
-            )
-        merged = costs.resized(placement.stages)
-        problem = SchedulingProblem(placement, microbatches, merged, limits, barrier, barriers)
+            merged = f"merged into the {placement.stages} stages of placement {name}"
+            hint = f"give costs for a multiple of {placement.stages} stages"
+            raise ScheduleError(f"costs of {costs.stages} stages cannot be {merged}; {hint}")
+        resized = costs.resized(placement.stages)
+        problem = SchedulingProblem(placement, microbatches, resized, limits, barrier, barriers)
         if reason := problem.missing_memory():
             reasons.append(reason)
         else:
@@ -232,14 +209,9 @@ def _named(problem: SchedulingProblem) -> Iterator[Candidate]:
     for family in FAMILIES:
         if family.placement == placement.kind:
             try:
-                arguments = (
-                    placement.ranks,
-                    problem.microbatches,
-                    problem.costs,
-                    limit,
-                    placement.chunks,
-                )
-                schedule = adapted(build_named(family, *arguments), problem.costs)
+                counts = placement.ranks, problem.microbatches
+                schedule = build_named(family, *counts, problem.costs, limit, placement.chunks)
+                schedule = adapted(schedule, problem.costs)
                 if problem.sharded:
                     schedule = with_vocabulary(schedule, problem.sequential.barriers, problem.costs)
             except ScheduleError:  # it does not admit these counts, or does not fit

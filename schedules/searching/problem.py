@@ -8,8 +8,9 @@ this one.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from graphlib import TopologicalSorter
 from itertools import accumulate
 from typing import Any
 
@@ -58,15 +59,13 @@ class SchedulingProblem:
         added = {op: costs.added(op) for op in (F, B, W, S, T)}
         self.added = [added[op][stage] for op, stage, _ in self.actions]
         self.inputs, self.users = graph.inputs_and_users(costs)
-        total = (
-            sum(self.time)
-            + sum(map(abs, self.added))
-            + sum(sum(d for _, d in inputs) for inputs in self.inputs)
-        )
-        if not 2 * total < math.inf:
-            sums = f"placement {placement}: the times, or the bytes, of all passes add up"
-            raise ScheduleError(f"{sums} to more than a float can be; give costs in a larger unit")
-        self._find_heads()
+        producers = {n: [producer for producer, _ in links] for n, links in enumerate(self.inputs)}
+        self._topological = [*TopologicalSorter(producers).static_order()]
+        # the earliest start of every pass if ranks could run any number of passes in parallel
+        self.heads: list[float] = [0] * len(self.inputs)
+        for n in self._topological:
+            arrivals = (self.heads[p] + self.time[p] + delay for p, delay in self.inputs[n])
+            self.heads[n] = max(arrivals, default=0)
         optimizer = [
             sum(costs.optimizer[stage] for stage in placement.stages_of(rank)) for rank in ranks
         ]
@@ -77,19 +76,6 @@ class SchedulingProblem:
                 for rank in ranks
             )
             self.offset = [time - start for time, start in zip(optimizer, starts, strict=True)]
-
-    def _find_heads(self) -> None:
-        """Finds the earliest start of every pass if ranks could run any number of passes in
-        parallel."""
-        self.heads: list[float] = [0] * len(self.inputs)
-        missing = [*map(len, self.inputs)]
-        self._topological = [n for n, count in enumerate(missing) if not count]
-        for n in self._topological:
-            for user, delay in self.users[n]:
-                self.heads[user] = max(self.heads[user], self.heads[n] + self.time[n] + delay)
-                missing[user] -= 1
-                if not missing[user]:
-                    self._topological.append(user)
 
     def order_of(self, schedule: Schedule) -> Order | None:
         """Returns the order of a schedule with pairs and BW opened; None if the memory does not
@@ -150,7 +136,8 @@ class SchedulingProblem:
             around = min(self.heads[n] for n in passes) + min(tails[n] for n in passes)
             bounds.append(around + sum(self.time[n] for n in passes))
             limit = self.limits[rank] if self.limits else 0
-            if limit and math.isfinite(area := sum(map(self._memory_time, passes))):
+            if limit:
+                area = sum(map(self._memory_time, passes))
                 bounds.append(around + area / (limit * ROUNDING))
         return max(bounds)
 
@@ -168,27 +155,21 @@ class SchedulingProblem:
     def missing_memory(self) -> str:
         """Returns the rank on which not even one microbatch at a time fits, and what is missing; ""
         if all fit."""
-        needs = [*map(float, peak_memory(self.sequential, self.costs))]
-        limits = [*map(float, self.limits or needs)]
-        rank = max(range(len(limits)), key=lambda r: needs[r] - limits[r] * ROUNDING)
-        if needs[rank] <= limits[rank] * ROUNDING:
-            return ""
         unit = f" {self.costs.memory_unit}" if self.costs.memory_unit else ""
-        more = (
-            f"{needs[rank] - limits[rank]:,.6g}{unit} more than its limit of"
-            f" {limits[rank]:,.6g}{unit}"
-        )
-        return (
-            f"placement {self.placement}: rank {rank} needs {needs[rank]:,.6g}{unit} for one"
-            f" microbatch, {more}"
-        )
+        for rank, peak in enumerate(peak_memory(self.sequential, self.costs)):
+            limit = float(self.limits[rank] if self.limits else peak)
+            if peak > limit * ROUNDING:
+                needs = f"rank {rank} needs {float(peak):,.6g}{unit} for one microbatch"
+                more = f"{peak - limit:,.6g}{unit} more than its limit of {limit:,.6g}{unit}"
+                return f"placement {self.placement}: {needs}, {more}"
+        return ""
 
 
 def limits_of(limit: float | Sequence[float] | None, ranks: int) -> tuple[float, ...] | None:
     """Returns one limit per rank."""
     if limit is None:
         return None
-    several = isinstance(limit, Iterable) and not isinstance(limit, str)
+    several = isinstance(limit, Sequence) and not isinstance(limit, str)
     limits: tuple[Any, ...] = tuple(limit) if several else (limit,) * ranks  # type: ignore[arg-type]
     for value in limits:
         require_limit(value)

@@ -5,7 +5,7 @@ from typing import Literal, NamedTuple, get_args
 
 from zbcompile.amounts import plain
 from zbcompile.schedules.execution.order_graph import OrderGraph, blocking
-from zbcompile.schedules.ir.actions import SENDS, Action, B, F, Step, flatten
+from zbcompile.schedules.ir.actions import SENDS, B, F, Step, flatten
 from zbcompile.schedules.ir.kinds import result_of
 
 ROUNDING = 1e-9  # relative: sums of the same times differ in their last bits
@@ -27,7 +27,7 @@ class Idle(NamedTuple):
     * `wait`: any other wait: the order does not fit the costs, or another rank has more work;
     * `overhead`: its inputs were ready; only in a measured step: what the host does between passes.
 
-    `action` on rank `source` is what `step` needs.
+    `needed` on rank `source` is what `step` waits for.
     """
 
     rank: int
@@ -35,20 +35,17 @@ class Idle(NamedTuple):
     end: float
     cause: Cause
     step: Step | None
-    action: Action | None
+    needed: Step | None
     source: int | None
 
     def __str__(self) -> str:
-        reason = (
-            f"waits for {self.action} of rank {self.source}"
-            if self.action
-            else "its inputs were ready"
-        )
-        reason = reason if self.step else "waits until the last rank has finished"
-        return (
-            f"rank {self.rank} idle {plain(self.start)} to {plain(self.end)}: {self.cause},"
-            f" {reason}"
-        )
+        reason = "its inputs were ready"
+        if self.needed:
+            reason = f"waits for {self.needed} of rank {self.source}"
+        elif not self.step:
+            reason = "waits until the last rank has finished"
+        when = f"{plain(self.start)} to {plain(self.end)}"
+        return f"rank {self.rank} idle {when}: {self.cause}, {reason}"
 
 
 def idle_intervals(
@@ -80,11 +77,11 @@ def idle_intervals(
                 is_send = graph.steps[n][0] in SENDS
                 ready = previous if is_send else min(max(end[producer], previous), start[n])
                 parts = [(previous, ready, phase), (ready, start[n], "communication")]
-            action = next((needed for needed, node in graph.needed_by(n) if node == producer), None)
+            needed = None if producer is None else graph.steps[producer]
+            source = None if producer is None else graph.rank(producer)
             for begin, stop, cause in parts:
                 if stop - begin > ROUNDING * finish:
-                    source = None if producer is None else graph.rank(producer)
-                    yield Idle(rank, begin, stop, cause, graph.steps[n], action, source)
+                    yield Idle(rank, begin, stop, cause, graph.steps[n], needed, source)
         previous = end[n]
     if nodes and finish - previous > ROUNDING * finish:
         yield Idle(rank, previous, finish, "cool-down", None, None, None)

@@ -45,7 +45,7 @@ def _events(timeline: Timeline, unit: float) -> Iterator[dict[str, Any]]:
             (span, str(span.step), category, {"actions": [action._asdict() for action in actions]})
         )
     for gap in timeline.idle:
-        waits = {} if gap.action is None else {"waits for": str(gap.action), "of rank": gap.source}
+        waits = {} if gap.needed is None else {"waits for": str(gap.needed), "of rank": gap.source}
         intervals.append((gap, f"idle: {gap.cause}", "idle", waits))
     for interval, name, category, args in intervals:
         times = {

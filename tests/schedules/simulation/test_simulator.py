@@ -151,7 +151,7 @@ def test_a_send_that_waits_for_its_receive_is_communication() -> None:
     waits = [i for i in t.idle if i.rank == 0 and i.step is not None and i.step[0] == "SEND_F"]
     assert waits
     assert {i.cause for i in waits} == {"communication"}
-    assert all(i.action is not None and i.action.op == "RECV_F" for i in waits)
+    assert all(i.needed is not None and i.needed[0] == "RECV_F" for i in waits)
 
 
 def test_vocabulary_passes_wait_for_the_last_stage_and_for_each_other() -> None:
