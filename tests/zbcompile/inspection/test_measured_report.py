@@ -66,7 +66,7 @@ def test_time_in_which_nothing_was_missing_is_overhead() -> None:
     )
     assert time_by_kind(path)["overhead"] > 0
     gaps = [gap for gap in record.timeline.idle if gap.cause == "overhead"]
-    assert all(gap.action is None for gap in gaps)
+    assert all(gap.needed is None for gap in gaps)
     assert "its inputs were ready" in str(gaps[0])
 
 
