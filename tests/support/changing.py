@@ -118,10 +118,6 @@ def powered(output: Tensor, target: Tensor, power: float = 2.0) -> Tensor:
     return ((output - target).abs() ** power).mean()
 
 
-def shifted_loss(output: Tensor, target: Tensor) -> Tensor:
-    return F.mse_loss(output + SHIFT, target)
-
-
 Change = Callable[[Net, Any], object]
 
 
@@ -151,147 +147,42 @@ def of_model(path: str, value: Any) -> Change:
     return change
 
 
-def _class_of(net: Net, loss: Any) -> None:
-    class Other(Net):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x) * 2
-
-    net.__class__ = Other
-
-
 def _cell(net: Net, loss: Any) -> None:
     loss.__closure__[0].cell_contents = 0.5
 
 
-def _without_gradients(net: Net, x: Tensor) -> Tensor:
-    with torch.set_grad_enabled(net.flag):
-        shift = torch.tanh(x)
-    return x + shift
-
-
 _module = globals()
-REPLACED = {  # modules of other values, and values behind a decorator or in a namespace
+STEPS = {  # what stands in the middle reads one thing; that is changed
     "another dropout": Case(lambda net, x: net.drop(x), of_model("drop", nn.Dropout(0.5))),
-    "another activation": Case(lambda net, x: net.act(x), of_model("act", nn.SiLU())),
     "deque": Case(lambda net, x: x * net.recent[0], lambda net, _: net.recent.appendleft(2.0)),
     "wrapped loss's global": Case(scaled, store(_module, "TAU", 2.0), lambda: wrapped_loss),
     "loss's namespace": Case(scaled, store(ARGUMENTS, "weight", 2.0), lambda: loss_by_arguments),
     "loss's dataclass": Case(scaled, lambda _, loss: setattr(loss.weights, "tau", 2.0), Judge),
+    "attribute": Case(lambda net, x: x * net.alpha, of_model("alpha", 2.0)),
+    "list": Case(lambda net, x: x * net.numbers[0], lambda net, _: net.numbers.__setitem__(0, 3.0)),
+    "mapping": Case(lambda net, x: x * net.table["a"], lambda net, _: net.table.update(a=2.0)),
+    "config": Case(lambda net, x: x * net.config.tau, of_model("config.tau", 2.0)),
+    "namespace": Case(lambda net, x: x * net.space.tau, of_model("space.tau", 2.0)),
+    "number of layers": Case(lambda net, x: torch.tanh(x), of_model("active", 2)),
+    "dropout": Case(lambda net, x: net.drop(x), of_model("drop.p", 0.5)),
+    "function": Case(lambda net, x: net.function(x), of_model("function", torch.sigmoid)),
+    "tensor": Case(lambda net, x: x + net.shift, of_model("shift", torch.zeros(WIDTH))),
+    "forward": Case(scaled, lambda net, _: setattr(net, "forward", net.layers[0].forward)),
+    "global": Case(scaled, store(_module, "TAU", 2.0)),
+    "global mapping": Case(lambda net, x: x * TABLE["scale"], store(TABLE, "scale", 2.0)),
+    "loss's closure": Case(scaled, _cell, lambda: weighted(2.0)),
+    "loss's attribute": Case(scaled, lambda _, loss: setattr(loss, "factor", 3.0), Weighted),
+    "loss's tensor": Case(
+        scaled, lambda _, loss: setattr(loss, "weights", torch.zeros(WIDTH)), Weighted
+    ),
+    "loss's keyword": Case(
+        scaled,
+        lambda _, loss: loss.keywords.update(power=3.0),
+        lambda: functools.partial(powered, power=2.0),
+    ),
+    "frozen layer": Case(scaled, lambda net, _: net.layers[0].requires_grad_(False)),
+    "mode": Case(lambda net, x: net.drop(x), lambda net, _: net.drop.eval()),
 }
-STEPS = (
-    REPLACED
-    | {  # what stands in the middle reads one thing; that is changed
-        "attribute": Case(lambda net, x: x * net.alpha, of_model("alpha", 2.0)),
-        "type of an attribute": Case(
-            lambda net, x: x * (2 if type(net.alpha) is int else 1), of_model("alpha", 1)
-        ),
-        "attribute by name": Case(
-            lambda net, x: x * getattr(net, "al" + "pha"), of_model("alpha", 2.0)
-        ),
-        "new attribute": Case(lambda net, x: x * getattr(net, "late", 1.0), of_model("late", 2.0)),
-        "has attribute": Case(
-            lambda net, x: x * (2 if hasattr(net, "late") else 1), of_model("late", None)
-        ),
-        "deleted attribute": Case(
-            lambda net, x: x * getattr(net, "alpha", 3.0), lambda net, _: delattr(net, "alpha")
-        ),
-        "shadowed class attribute": Case(
-            lambda net, x: x * net.scale_of_class, of_model("scale_of_class", 2.0)
-        ),
-        "list": Case(
-            lambda net, x: x * net.numbers[0], lambda net, _: net.numbers.__setitem__(0, 3.0)
-        ),
-        "longer list": Case(
-            lambda net, x: x * sum(net.numbers), lambda net, _: net.numbers.append(3.0)
-        ),
-        "mapping": Case(lambda net, x: x * net.table["a"], lambda net, _: net.table.update(a=2.0)),
-        "new key": Case(lambda net, x: x * len(net.table), lambda net, _: net.table.update(b=2.0)),
-        "other list": Case(lambda net, x: x * net.numbers[0], of_model("numbers", [3.0, 4.0])),
-        "config": Case(lambda net, x: x * net.config.tau, of_model("config.tau", 2.0)),
-        "text of a config": Case(
-            lambda net, x: getattr(torch, net.config.kind)(x), of_model("config.kind", "sigmoid")
-        ),
-        "tuple of a config": Case(
-            lambda net, x: x * net.config.sizes[0], of_model("config.sizes", (3.0,))
-        ),
-        "another config": Case(
-            lambda net, x: x * net.config.tau, of_model("config", Config(tau=2.0))
-        ),
-        "namespace": Case(lambda net, x: x * net.space.tau, of_model("space.tau", 2.0)),
-        "number of layers": Case(lambda net, x: torch.tanh(x), of_model("active", 2)),
-        "slice": Case(
-            lambda net, x: torch.cat([x[:, : net.keep], x[:, net.keep :] * 0], 1),
-            of_model("keep", 2),
-        ),
-        "dropout": Case(lambda net, x: net.drop(x), of_model("drop.p", 0.5)),
-        "momentum": Case(lambda net, x: net.norm(x), of_model("norm.momentum", 0.5)),
-        "epsilon": Case(lambda net, x: net.norm(x), of_model("norm.eps", 0.5)),
-        "function": Case(lambda net, x: net.function(x), of_model("function", torch.sigmoid)),
-        "partial": Case(
-            lambda net, x: net.function(x),
-            of_model("function", functools.partial(torch.mul, other=2.0)),
-        ),
-        "gradient mode": Case(_without_gradients, of_model("flag", False)),
-        "tensor": Case(lambda net, x: x + net.shift, of_model("shift", torch.zeros(WIDTH))),
-        "data of a tensor": Case(
-            lambda net, x: x + net.shift, of_model("shift.data", torch.zeros(WIDTH))
-        ),
-        "number that a tensor is": Case(
-            lambda net, x: x * net.number.item(), lambda net, _: net.number.fill_(2.0)
-        ),
-        "forward": Case(scaled, lambda net, _: setattr(net, "forward", net.layers[0].forward)),
-        "forward of a layer": Case(scaled, of_model("layers.1.forward", torch.sin)),
-        "method of another layer": Case(
-            scaled, lambda net, _: setattr(net.layers[1], "forward", net.layers[0].forward)
-        ),
-        "class": Case(lambda net, x: torch.tanh(x), _class_of),
-        "middle": Case(lambda net, x: torch.tanh(x), of_model("middle", scaled)),
-        "global": Case(scaled, store(_module, "TAU", 2.0)),
-        "global mapping": Case(lambda net, x: x * TABLE["scale"], store(TABLE, "scale", 2.0)),
-        "list in a global": Case(
-            lambda net, x: x * TABLE["list"][0], lambda net, _: TABLE["list"].insert(0, 5.0)
-        ),
-        "global function": Case(lambda net, x: decayed(x), store(_module, "decayed", torch.tanh)),
-        "global tensor": Case(
-            lambda net, x: x + SHIFT, store(_module, "SHIFT", torch.zeros(WIDTH))
-        ),
-        "loss's closure": Case(scaled, _cell, lambda: weighted(2.0)),
-        "loss's attribute": Case(scaled, lambda _, loss: setattr(loss, "factor", 3.0), Weighted),
-        "loss's mode": Case(scaled, lambda _, loss: loss.eval(), Weighted),
-        "loss's tensor": Case(
-            scaled, lambda _, loss: setattr(loss, "weights", torch.zeros(WIDTH)), Weighted
-        ),
-        "loss's buffer": Case(
-            scaled, lambda _, loss: setattr(loss, "mask", torch.zeros(WIDTH)), Weighted
-        ),
-        "loss's method": Case(
-            scaled,
-            lambda _, loss: setattr(loss.__self__, "factor", 3.0),
-            lambda: Weighted().compute,
-        ),
-        "loss's keyword": Case(
-            scaled,
-            lambda _, loss: loss.keywords.update(power=3.0),
-            lambda: functools.partial(powered, power=2.0),
-        ),
-        "loss's default": Case(scaled, store(powered, "__defaults__", (3.0,)), lambda: powered),
-        "loss's global": Case(
-            scaled, store(_module, "SHIFT", torch.zeros(WIDTH)), lambda: shifted_loss
-        ),
-        "frozen layer": Case(scaled, lambda net, _: net.layers[0].requires_grad_(False)),
-        "mode": Case(lambda net, x: net.drop(x), lambda net, _: net.drop.eval()),
-        "default dtype of numbers": Case(lambda net, x: x * net.alpha, of_model("alpha", True)),
-        "minus zero": Case(
-            lambda net, x: x * (1 if str(net.alpha) == "0.0" else 2), of_model("alpha", -0.0)
-        ),
-        "not a number": Case(
-            lambda net, x: x if net.alpha != net.alpha else 2 * x, of_model("alpha", float("nan"))
-        ),
-        "a long list": Case(
-            lambda net, x: x * sum(net.numbers), lambda net, _: net.numbers.extend([0.01] * 300)
-        ),
-    }
-)
 
 
 def batch(step: int) -> Tensor:

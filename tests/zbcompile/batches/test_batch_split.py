@@ -1,19 +1,16 @@
 """How inputs are cut into microbatches, against the rule in its plainest form."""
 
-from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, strategies as st
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import zbcompile
 from tests.support.oracle import WIDTH
 from tests.support.training import assert_same_tensors, gradients_of
-from zbcompile.batches.batch import flatten_batch
-from zbcompile.errors import PipelineError
 
 BATCH, COUNT = 4, 2
 SHAPES = [
@@ -30,12 +27,7 @@ SHAPES = [
     (3,),
     (0, 2),
 ]
-tensors = st.builds(
-    torch.zeros, st.sampled_from(SHAPES), dtype=st.sampled_from([torch.float32, torch.int64])
-)
 rows = st.builds(torch.zeros, st.sampled_from([s for s in SHAPES if s[:1] in ((), (1,), (BATCH,))]))
-numbers = st.sampled_from([3, 0.5, "mean", None])
-answers = st.sampled_from([False, True, 0, 1, -1])
 
 
 def trees(leaves: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
@@ -49,21 +41,6 @@ def inputs(leaves: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     args = st.lists(trees(leaves), max_size=3).map(tuple)
     kwargs = st.dictionaries(st.sampled_from(["mask", "scale"]), trees(leaves), max_size=2)
     return st.tuples(args, kwargs, trees(leaves) | st.none())
-
-
-def leaves_of(tree: Any, path: str) -> dict[str, Any]:
-    """Every leaf by its path."""
-    if isinstance(tree, dict):
-        return {
-            p: leaf for key in tree for p, leaf in leaves_of(tree[key], f"{path}[{key!r}]").items()
-        }
-    if isinstance(tree, list | tuple):
-        return {
-            p: leaf
-            for i, part in enumerate(tree)
-            for p, leaf in leaves_of(part, f"{path}[{i}]").items()
-        }
-    return {path: tree}
 
 
 def rule(leaves: dict[str, Any], split: dict[str, Any]) -> dict[str, int | None] | None:
@@ -98,41 +75,6 @@ def rule(leaves: dict[str, Any], split: dict[str, Any]) -> dict[str, int | None]
     cuts = {path: cuts.get(path, 0 if path in batch else None) for path in leaves}
     lengths = [leaves[path].shape[dim] for path, dim in cuts.items() if dim is not None]
     return cuts if lengths and all(lengths) else None
-
-
-@pytest.mark.slow
-@given(st.data(), st.booleans())
-def test_cuts_follow_the_rule(data: Any, agreeing: bool) -> None:
-    """Any tree of inputs, any `split=`: refused as the rule says, or cut so that its microbatches
-    make it up."""
-    args, kwargs, target = data.draw(inputs(numbers | (rows if agreeing else tensors)))
-    leaves = {
-        **leaves_of(args, "args"),
-        **leaves_of(kwargs, "kwargs"),
-        **leaves_of(target, "target"),
-    }
-    split = (
-        data.draw(st.dictionaries(st.sampled_from(sorted(leaves)), answers, max_size=2))
-        if leaves
-        else {}
-    )
-    expected = rule(leaves, split)
-    if expected is None:
-        with pytest.raises(PipelineError):
-            flatten_batch(args, kwargs, target, split)
-        return
-    batch = flatten_batch(args, kwargs, target, split)
-    assert dict(zip(batch.paths, batch.cuts, strict=True)) == expected
-    count = COUNT if all(n % COUNT == 0 for n in batch.lengths.values()) else 1
-    assert batch.divides_into(count)
-    parts = [batch.microbatch(i, count) for i in range(count)]
-    for i, (path, leaf) in enumerate(leaves.items()):
-        dim, pieces = expected[path], [part.leaves[i] for part in parts]
-        if dim is None:
-            assert all(piece is leaf for piece in pieces)
-        else:
-            assert len(Counter(piece.shape for piece in pieces)) == 1
-            assert torch.equal(torch.cat(pieces, dim), leaf)
 
 
 class SequenceFirst(nn.Module):

@@ -2,9 +2,7 @@
 and random models cut at random. Loss and gradients are eager's, bit by bit."""
 
 import copy
-import random
 from collections.abc import Sequence
-from unittest import mock
 
 import pytest
 import torch
@@ -13,11 +11,7 @@ from torch import Tensor, nn
 
 import zbcompile
 from tests.support.oracle import Batch, eager_step
-from tests.support.random_models import WIDTH as RANDOM_WIDTH, RandomModel
 from tests.support.training import assert_same_tensors, gradients_of
-from zbcompile.batches.batch import flatten_batch
-from zbcompile.compiler.compile_model import export_step
-from zbcompile.passes.partition.cut_points import forward_line
 
 WIDTH, ROWS, MICROBATCHES = 8, 8, 4
 
@@ -163,32 +157,3 @@ def test_edge(make: type[Cut]) -> None:
     torch.manual_seed(0)
     schedule, ranks, cuts = EDGES[make]
     assert_as_eager(make(), schedule, ranks, cuts, WIDTH)
-
-
-RANDOM = (  # seed, schedule, ranks, stages
-    (0, "zb-h1", 2, 2),
-    (1, "zb-v", 2, 4),
-    (2, "1f1b", 3, 3),
-    (3, "interleaved-1f1b", 2, 4),
-    (4, "zb-v", 3, 6),
-    (5, "1f1b", 2, 2),
-    (6, "zb-h1", 2, 2),
-    (7, "zb-v", 2, 4),
-)
-
-
-@pytest.mark.slow
-@pytest.mark.mostly_slow(every=8)
-@pytest.mark.parametrize(("seed", "schedule", "ranks", "stages"), RANDOM)
-def test_random_model_cut_at_random(seed: int, schedule: str, ranks: int, stages: int) -> None:
-    """A failure names the seed: `RandomModel(seed).recipe` says what the model does."""
-    choose, model = random.Random(seed), RandomModel(seed)
-    rows = torch.randn(ROWS, RANDOM_WIDTH)
-    microbatch = flatten_batch((rows,), {}, rows, None).microbatch(0, MICROBATCHES)
-    exported = export_step(model, microbatch, _loss)
-    line = forward_line(exported.step)
-    places = [line.nodes[cut - 1].name for cut in line.cuts]
-    with mock.patch(
-        "zbcompile.program_cache.programs.export_step", return_value=exported
-    ):  # once is enough
-        assert_as_eager(model, schedule, ranks, choose.sample(places, stages - 1), RANDOM_WIDTH)

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import zbcompile
 from tests.support.expert_layers import (
@@ -27,16 +26,15 @@ from tests.support.meshes import mesh_of
 from tests.support.oracle import Gradients
 from tests.support.pool import Pool
 from tests.support.training import assert_same_tensors, gradients_of
-from zbcompile.passes.stage.stage_program import collectives_of
 
 MICROBATCHES, ROWS = 4, 6
 
 
 class Run(NamedTuple):
     """How a rank trains: the schedule, ranks along "ep", the router in each of its steps, of which
-    all but the last may be inside no_sync, the capacity, whether there is a batch norm, the options
-    of an optimizer, if it has one, the kind of layer, and whether there are no ranks but those of
-    "ep". Who has no pipeline has one layer.
+    all but the last may be inside no_sync, the capacity, whether there is a batch norm, the kind of
+    layer, and whether there are no ranks but those of "ep". A rank without a pipeline has one
+    layer.
     """
 
     schedule: str = "zb-h1"
@@ -45,13 +43,12 @@ class Run(NamedTuple):
     factor: float = 4.0
     norm: bool = False
     unsynchronised: bool = False
-    optimizer: str = ""
     layer: type[Layer] = Layer
     alone: bool = False
 
     @property
     def layers(self) -> int:
-        return 1 if self.optimizer or self.ep == 4 or self.alone else 2
+        return 1 if self.ep == 4 or self.alone else 2
 
 
 class Seen(NamedTuple):
@@ -72,7 +69,7 @@ def batch_of(run: Run, rank: int, step: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def pipeline_of(run: Run) -> tuple[zbcompile.Pipeline, Mixture, int]:
     others = dist.get_world_size() // run.ep
-    mesh = mesh_of(ep=run.ep, **({"dp": others, "pp": 1} if run.optimizer else {"pp": others}))
+    mesh = mesh_of(ep=run.ep, pp=others)
     rank = mesh["ep"].get_local_rank()
     model = mixture_of(rank, mesh["ep"].get_group(), run.factor, run.norm, run.layer, run.layers)
     options: dict[str, Any] = {
@@ -89,18 +86,13 @@ def pipeline_of(run: Run) -> tuple[zbcompile.Pipeline, Mixture, int]:
 
 def trained(run: Run) -> tuple[int, Seen]:
     pipe, _, rank = pipeline_of(run)
-    wanted = OPTIMIZERS.get(run.optimizer)
-    optimizer = pipe.optimizer(torch.optim.AdamW, lr=1e-2, **wanted) if wanted else None
-    losses, place = [], dist.get_rank() if wanted else rank
+    losses = []
     for step in range(len(run.routers)):
-        x, bias, target = batch_of(run, place, step)
+        x, bias, target = batch_of(run, rank, step)
         inside = run.unsynchronised and step + 1 < len(run.routers)
         with pipe.no_sync() if inside else nullcontext():
             losses.append(pipe.step(x, bias, target=target))
-        if optimizer is not None and (wanted["zero"] != 2 or step + 1 == len(run.routers)):
-            optimizer.step()
-            optimizer.zero_grad()
-    gradients = {} if optimizer else gradients_of(pipe)
+    gradients = gradients_of(pipe)
     state = {name: each.clone() for name, each in pipe.state_dict().items()}
     pipe.close()
     parameters = {
@@ -173,14 +165,6 @@ def compare(run: Run, found: list[tuple[int, Seen]]) -> None:
         assert_same_tensors(seen.buffers, {name: buffers[name] for name in seen.buffers}, "buffer")
 
 
-OPTIMIZERS: dict[str, dict[str, Any]] = {
-    "zero=1": {
-        "zero": 1
-    },  # updates once, after all steps: sums of an earlier step are parts, and stay so
-    "early": {"zero": 0, "early": True, "validate": "after"},
-    "early, divided": {"zero": 1, "early": True, "validate": "after"},
-    "early, clipped, divided": {"zero": 1, "clip": 1e-3, "validate": "after"},
-}
 CASES = {
     "no-sync": Run(routers=("balanced", "one", "turns"), unsynchronised=True, norm=True),
     "four": Run(ep=4, schedule="1f1b", routers=("turns",), norm=True),
@@ -221,50 +205,3 @@ def overflowing(run: Run) -> tuple[int, Seen]:
 def test_tokens_without_room_are_an_error_and_the_next_step_goes_on(pool: Pool) -> None:
     run = Run(schedule="1f1b", factor=1.0, alone=True)
     compare(run, pool.run(overflowing, run, ranks=2))
-
-
-class Exchanged(TorchDispatchMode):
-    """Counts the bytes that exchanges are given."""
-
-    bytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if "all_to_all_single" in str(func):
-            self.bytes += args[0].nbytes
-        return func(*args, **(kwargs or {}))
-
-
-def exchanges() -> tuple[int, int, float]:
-    """The bytes that a step has exchanged and those that its program says, and by how much an
-    evaluation differs from eager mode; before it, what is refused."""
-    pipe, model, rank = pipeline_of(Run(factor=1.0, alone=True))
-    x, bias, target = batch_of(Run(routers=("one",)), rank, 0)
-    with pytest.raises(RuntimeError, match="number of ranks is enough for any routing"):
-        model(x, bias)
-    pipe.close()
-    run = Run(routers=("balanced",), factor=1.0, alone=True)
-    pipe, model, rank = pipeline_of(run)
-    x, bias, target = batch_of(run, rank, 0)
-    pipe.compile(x, bias, target=target)
-    with Exchanged() as counted:
-        pipe.step(x, bias, target=target)
-    own = [
-        stage
-        for stage in pipe.program.stages
-        if stage.stage in pipe.program.stages_of(pipe.ranks.rank)
-    ]
-    passes = [each for stage in own for each in collectives_of(stage) if each.name != "BW"]
-    with torch.no_grad():
-        eager = model(x, bias)
-    return (
-        counted.bytes,
-        MICROBATCHES * sum(each.bytes for each in passes),
-        float((pipe.eval(x, bias) - eager).abs().max()),
-    )
-
-
-@pytest.mark.slow
-def test_bytes_and_evaluation(pool: Pool) -> None:
-    for sent, predicted, far in pool.run(exchanges, ranks=2):
-        assert sent == predicted
-        assert far <= 1e-6

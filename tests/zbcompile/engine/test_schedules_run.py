@@ -11,7 +11,6 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from tests.support.oracle import PROBLEMS, eager_step_in_order
@@ -187,20 +186,6 @@ def test_late_messages_and_slow_ranks_change_no_bit(case: Case, ordered: bool, p
     """Also where messages have no tags, and a channel ends one operation before it begins
     the next."""
     assert_declared(join(pool.run(delayed, case, ordered, ranks=case.ranks)), case)
-
-
-def generator_before_and_after(case: Case) -> bool:
-    torch.manual_seed(7)
-    before = torch.get_rng_state()
-    pipelined(case)
-    return torch.equal(before, torch.get_rng_state())
-
-
-@pytest.mark.slow
-def test_callers_generator_is_left_alone(pool: Pool) -> None:
-    case = Case("small-dropout", "zb-h1", 2, 2, steps=1)
-    assert generator_before_and_after(case)
-    assert pool.run(generator_before_and_after, case) == [True, True]
 
 
 @pytest.mark.parametrize("name", ["dualpipe-v", "1f1b-overlap", "dualpipe"])

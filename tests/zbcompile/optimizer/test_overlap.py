@@ -13,7 +13,6 @@ from torch.optim import SGD, AdamW, Muon
 import zbcompile
 from tests.support.oracle import PROBLEMS
 from tests.support.pool import Pool
-from tests.support.sharded_optimizers import Training, at_levels
 from tests.support.training import ROWS, Case, assert_same_tensors, pipeline_of
 
 MICROBATCHES = 4
@@ -66,25 +65,6 @@ def test_every_bit_is_that_of_an_update_after_the_step(
     dtype: torch.dtype, given: tuple[str, str]
 ) -> None:
     assert_same_tensors(trained(True, dtype, *given), trained(False, dtype, *given), "state dict:")
-
-
-@pytest.mark.mostly_slow(every=4)
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "training",
-    [
-        Training("small-tied", "zb-v", overlap=True, updates=2),
-        Training("small-tied", "zb-h1", overlap=True, unsynchronised=2),
-        Training("short-mlp", "zb-v", kind="Muon", overlap=True),
-        Training("short-mlp", "dualpipe-v", dtype="bfloat16", overlap=True),
-    ],
-    ids=str,
-)
-def test_every_bit_is_the_same_beside_replicas(training: Training, pool: Pool) -> None:
-    for whole, *early in pool.run(at_levels, training, ranks=4):
-        for found in early:
-            assert_same_tensors(found.losses, whole.losses, "loss of step")
-            assert_same_tensors(found.state, whole.state, "state dict:")
 
 
 def test_the_step_is_the_update() -> None:

@@ -45,7 +45,7 @@ def compare(pipe: zbcompile.Pipeline, net: Net, loss: Any, step: int) -> None:
     net.zero_grad()
 
 
-@pytest.mark.mostly_slow(every=12, suite=6)
+@pytest.mark.mostly_slow(every=6, suite=2)
 @pytest.mark.parametrize("name", STEPS)
 def test_a_change_is_seen(name: str) -> None:
     """In the next step; the steps before it, and after it, compute with what was there."""
