@@ -92,7 +92,7 @@ def generator_state(device: torch.device) -> torch.Tensor:
 
 
 def restore_generator(device: torch.device, state: torch.Tensor) -> None:
-    """Return to a state of `generator_state`."""
+    """Sets the default generator to a state that `generator_state` has returned."""
     torch.cuda.set_rng_state(state, device) if is_gpu(device) else torch.set_rng_state(state)
 
 

@@ -247,7 +247,7 @@ def globals_in(code: types.CodeType) -> frozenset[str]:
 
 
 def _values(model: nn.Module, loss: Any) -> Iterator[Value]:
-    """Yields all values."""
+    """Yields the path, the reader and the key of every value that is compared."""
     configs: set[int] = set()
     for path, module in _modules(model, loss):
         attributes = vars(module)

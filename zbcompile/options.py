@@ -122,8 +122,7 @@ class PipelineOptions:
     @property
     def choices(self) -> Choices:
         """The options that change the graphs. Without `vocab=` the output layer is sharded only if
-        the search of `schedule="auto"` decides so; passes are paired only where graphs run as they
-        are."""
+        `schedule="auto"` decides so; passes are paired only where graphs run as they are."""
         choices = Choices(**{field.name: getattr(self, field.name) for field in fields(Choices)})
         choices = replace(choices, vocab=self.vocab or ("auto" if is_searched(self) else "off"))
         return choices if backend_name(self.backend) == "fx" else replace(choices, pairs="given")
@@ -139,7 +138,7 @@ OPTIONS = {field.name: field.default for field in fields(PipelineOptions)}
 
 
 def is_searched(options: PipelineOptions) -> bool:
-    """Returns True if the layout is searched by cost at the first batch: `schedule="auto"`."""
+    """Returns True for `schedule="auto"`: the first batch decides which named schedule it is."""
     return isinstance(options.schedule, str) and find(options.schedule).name == "auto"
 
 

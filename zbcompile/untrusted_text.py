@@ -1,7 +1,7 @@
 """Text and JSON files, read with one error that names the file.
 
-Every function is given the error family of its caller. This module imports nothing of the library,
-so all rooms may import it.
+Every function is given the class of its caller's errors. This module imports nothing of the
+library, so every package may import it.
 """
 
 import json

@@ -1,1 +1,1 @@
-"""Cuts of the model: where to cut a graph into stages, and one graph per stage."""
+"""Cuts of the model: where a graph can be cut, which cuts are taken, the stage of every node."""

@@ -1,4 +1,4 @@
-"""Gradients of parameters that several stages read.
+"""Gradients of parameters that several stages read, tied or used twice.
 
 With `exact=True` the sum of a microbatch's parts runs at the end of the step, in autograd's order
 (label E). By default the sum is regrouped: every stage adds its own uses over all microbatches,

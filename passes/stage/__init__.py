@@ -1,1 +1,1 @@
-"""Passes over the graphs of a stage: accumulation, overlap, deduplication, printing."""
+"""The graphs of a stage: extracted, accumulating, merged in pairs; what they send and keep."""

@@ -1,4 +1,6 @@
-"""Accumulation: W (or BW) adds its gradients into buffers that last for a step.
+"""Accumulation: a pass adds the gradients of its weights into buffers that last for a step.
+
+Most are computed in W or BW; those that are no products, such as of a norm's weight, in B.
 
 By default the operation that computes a gradient adds it, if it can: a matrix product adds into the
 buffer itself (addmm_, baddbmm_), an embedding adds its rows (index_add_) instead of making a whole

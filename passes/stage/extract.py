@@ -1,8 +1,8 @@
 """Extraction: one graph per label, whose inputs and outputs follow from liveness.
 
-A value takes the way of the messages: forwards from F to F of the next stage, backwards from B to
-B of the stage before, and on one stage from F to B and W and from B to W. Stages between a value
-and its reader pass it through.
+A value travels along the pipeline from the pass that computes it to the one that reads it: from F
+to F of the next stage, from B to B of the stage before, and on one stage from F to B and W and from
+B to W. Stages between pass it through.
 """
 
 from collections import defaultdict
@@ -35,7 +35,7 @@ def extract(step: StepGraph, labels: Labels) -> tuple[dict[Label, PassGraph], di
 
 
 class Extraction:
-    """The ways of all values between the passes of a step."""
+    """The routes of all values between the passes of a step."""
 
     def __init__(self, step: StepGraph, labels: Labels) -> None:
         self.step = step
@@ -151,7 +151,7 @@ class Extraction:
 
 
 def _next_hop(current: Label, end: Label) -> Label:
-    """Returns the next pass on the way of a value from one pass to another."""
+    """Returns the next pass on the route of a value from one pass to another."""
     stage, kind = current
     if end.kind == END:
         return end

@@ -1,25 +1,25 @@
 """The compiled form of one stage: its graphs, what they keep and send, and what they cost.
 
-B, W and BW add each gradient into a buffer that they take (an accumulator), and return it only with
-`exact=True`.
+The usual roles (`zbcompile.passes.graph.roles`) of what a pass takes and returns:
 
-    stage   piece  takes                                              makes
-    first   F      input, parameter, buffer                           activation, saved, mutation
-            B      parameter, saved, tangent                          saved
-            W      input, saved, accumulator                          -
-            BW     input, parameter, saved, tangent, accumulator      -
-    middle  F      activation, parameter                              activation, saved
-            B      activation, parameter, saved, tangent              input_gradient, saved
-            W      saved, accumulator                                 -
-            BW     activation, parameter, saved, tangent, accumulator input_gradient
-    last    F      activation, parameter, input                       loss, saved
-            B      parameter, input, saved, tangent                   input_gradient, saved
-            W      saved, accumulator                                 -
-            BW     parameter, input, saved, tangent, accumulator      input_gradient
+    stage   pass  takes                                          returns
+    first   F     batch, parameter, buffer                       activation, saved, buffer_update
+            B     gradient, parameter, saved, accumulator        saved
+            W     saved, batch, accumulator                      -
+    middle  F     activation, parameter, buffer                  activation, saved, buffer_update
+            B     gradient, parameter, saved, accumulator        gradient, saved
+            W     saved, accumulator                             -
+    last    F     activation, parameter, buffer, batch           loss, saved, buffer_update
+            B     tangent, parameter, saved, batch, accumulator  gradient, saved
+            W     saved, accumulator                             -
 
-What travels between ranks: the activations that F takes (`receives`) and makes (`sends`), the
-tangents that B or BW takes (`gradients_in`, the gradients of what was sent) and the input gradients
-that it makes (`gradients_out`). What is saved stays on the rank, from F to B and W or from B to W.
+BW takes and returns what B and W do, but for what B saves for W. B, W and BW add the gradient of a
+weight into a buffer that they take (an accumulator); with `exact=True` they return it
+(weight_gradient).
+
+What travels between ranks: the activations that F takes (`receives`) and returns (`sends`), and the
+gradients of these that B or BW takes (`gradients_in`) and returns (`gradients_out`). What is saved
+stays on the rank, from F to B and W or from B to W.
 """
 
 from collections.abc import Mapping
@@ -70,10 +70,10 @@ class StageProgram:
 
     Boundary tensors are listed in the order in which they travel: `receives` and `sends` are the
     activations that arrive and leave in F; `gradients_in` and `gradients_out` the gradients that
-    arrive and leave in B, by the name of their activation. `flops` is per pass and microbatch, a
-    multiply-add counts as two. `original` is the stage that was compiled: another one where its
-    graphs are used, renamed. `recomputed` says what B recomputes, None if nothing; `deferred` along
-    which dimensions of the mesh the gradient of a parameter is still to be summed.
+    arrive and leave in B, all by the names of their nodes in the step graph. `flops` is per pass
+    and microbatch, a multiply-add counts as two. `original` is the first stage with equal graphs,
+    whose costs count for all of them. `recomputed` says what B recomputes, None if nothing;
+    `deferred` along which dimensions of the mesh the gradient of a parameter is still to be summed.
     """
 
     stage: int

@@ -224,7 +224,7 @@ def _storages(nodes: Iterable[Node]) -> dict[int, int]:
 
 
 def _recomputation(graphs: Mapping[str, PassGraph], before: int) -> Recomputation | None:
-    """Returns what B and W compute again of the forward; None if nothing.
+    """Returns what the backward computes again of the forward, in B; None if nothing.
 
     `before` are the bytes that would be kept otherwise.
     """

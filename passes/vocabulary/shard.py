@@ -164,7 +164,7 @@ class _RankPasses:
                 )
 
     def pieces(self) -> dict[str, PassGraph]:
-        """Returns the passes by name."""
+        """Returns the graphs of S, T and of what runs between them, by name."""
         pieces = {"S": self._trace("S", self._scan)}
         saved: Any = pieces["S"].module.graph.output_node().args[0]
         for slot, node in zip(pieces["S"].outputs, saved, strict=True):

@@ -248,7 +248,7 @@ class _Surgery:
         self.graph.lint()
 
     def _receive(self, name: str, like: Node, shape: tuple[int, ...] | None = None) -> Node:
-        """Inserts a placeholder."""
+        """Returns a new placeholder, for a value like this one that a shard sends."""
         value = like.meta["val"]
         with self.graph.inserting_after(self.graph.find_nodes(op="placeholder")[-1]):
             node = self.graph.placeholder(name)

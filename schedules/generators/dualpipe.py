@@ -59,16 +59,16 @@ def _phases(
     """Writes `microbatches` through the near stage and the far one; phase numbers are
     DeepSeek's."""
     outer = midpoint - depth - 1
-    for _ in range(2 * outer):  # 1
+    for _ in range(2 * outer):  # 1: forwards near
         write.f(near)
-    for _ in range(depth + 1):  # 2
+    for _ in range(depth + 1):  # 2: forwards near and far
         write.f(near)
         write.f(far)
-    for _ in range(outer):  # 3
+    for _ in range(outer):  # 3: split backwards and forwards far
         write.b(far)
         write.w()
         write.f(far)
-    for index in range(microbatches - 2 * midpoint + depth + 1):  # 4
+    for index in range(microbatches - 2 * midpoint + depth + 1):  # 4: pairs alone
         # at the turn the first backward needs the forward that it would be paired with
         if outer == 0 and index == 0:
             write.f(near)
@@ -76,15 +76,15 @@ def _phases(
         else:
             write.pair(near, far)
         write.pair(far, near)
-    for _ in range(outer):  # 5
+    for _ in range(outer):  # 5: no forward near is left
         write.bw(far)
         write.pair(far, near)
     # 6: backwards, fused in their first half and split in the second
     for index in range(2 * (depth + 1)):
         (write.bw if index <= depth else write.b)(near if index % 2 else far)
-    for _ in range(outer):  # 7
+    for _ in range(outer):  # 7: the last backwards near, with pending W before each
         write.w()
         write.b(near)
-    while write.pending:  # 8
+    while write.pending:  # 8: the W that are left
         write.w()
     return tuple(write.order)

@@ -111,7 +111,7 @@ FAMILIES = (
     Family("dualpipe", dualpipe.dualpipe, "dual", WIDE_AND_EVEN),
     Family("dualpipe-v", dualpipe.dualpipe_v, "v", WIDE),
 )
-AUTO = Family("auto", None, "looped")  # or v
+AUTO = Family("auto", None, "looped")  # what is searched; the result may be linear or a V
 
 
 def names() -> tuple[str, ...]:

@@ -24,7 +24,7 @@ Orders = tuple[tuple[Step, ...], ...]
 class Picturable:
     """Shown in notebooks as a picture of its steps.
 
-    The package sets `picture`, because the room of pictures imports this one. The steps of a
+    The package sets `picture`, because the modules that draw import this one. The steps of a
     schedule take the times of `Costs`' defaults.
     """
 

@@ -1,5 +1,5 @@
-"""The producer, consumer and message of each value of a step, which plans, records and memory
-figures read."""
+"""The messages that each action of a lowered order needs, makes, sends or receives. The engine
+plans a rank by them, and memory is predicted from them."""
 
 from typing import NamedTuple
 

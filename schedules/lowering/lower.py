@@ -1,11 +1,11 @@
-"""From compute orders to programs: where every SEND, RECV and collective goes.
+"""From orders of passes to orders with messages: where every SEND, RECV and collective goes.
 
 It is safe even when every send blocks until its receive is posted (rendezvous).
 
 Run the orders once with messages that are buffered without limit: every compute action X gets a
 start and an end. Then
 
-* SEND(X) stands right after X;
+* SEND(X) stands behind X and the receives that come next;
 * RECV(X) stands on the receiving rank before the action that runs when X begins: early enough that
   the sender finds it posted and the transfer hides behind computation, late enough that at most one
   producer's duration of receives is open beyond what is in flight anyway.

@@ -1,1 +1,1 @@
-"""Searches the order of a step: seeds, annealing over words, and a bound that says what is left."""
+"""Schedules by name, and the search of an order from costs, with a bound that says what is left."""

@@ -1,2 +1,1 @@
-"""Batches: splitting into microbatches, padding to few lengths, losses, and the example of a
-target."""
+"""Batches: splitting into microbatches, losses, and the example of a target."""

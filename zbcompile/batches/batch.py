@@ -135,7 +135,7 @@ def _describe(leaf: Any) -> Any:
 
 @dataclass(frozen=True)
 class Microbatches:
-    """The microbatches of a step."""
+    """The microbatches of a step, in the order in which they are numbered."""
 
     each: tuple[Microbatch, ...]
     alike: bool = False  # one graph is right for the shapes of all

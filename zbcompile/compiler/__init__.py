@@ -1,1 +1,1 @@
-"""The passes in order, from a model to the stage programs of a rank."""
+"""The passes in order, from a model to the program of all ranks."""

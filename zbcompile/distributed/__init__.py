@@ -1,1 +1,1 @@
-"""Processes: groups, channels, transport, agreement, faults."""
+"""Processes: groups, channels, transport, agreement, clocks."""

@@ -161,8 +161,7 @@ def is_patient(group: dist.ProcessGroup, timeout: float) -> bool:
 
 def mesh_of(given: Any, timeout: float) -> Mesh:
     """The `given` mesh, None for one of the pipeline's ranks alone. Raises PipelineError if it is
-    not a
-    pipeline's."""
+    not a pipeline's."""
     if not dist.is_initialized():
         raise PipelineError(
             "mesh= was given, but this process has no process group. Start the script with torchrun"

@@ -8,9 +8,9 @@ message that is made from what is sent: so no two channels may share a communica
 directions of a pair of ranks (which share one by default), nor the pairs of a group (which do once
 it is bound to a device, `init_process_group(device_id=...)`). And both ends may post in different
 orders. So every channel, from one rank to another, has a separate group, and
-`zbcompile.schedules.checking.communication_rules` proves that both ends post the same messages in
-the same order. Each group has its own stream, so that a channel waits neither for another one nor
-for the passes."""
+`zbcompile.schedules.lowering.lower` places messages so that both ends post the same ones in the
+same order, which `zbcompile.schedules.check` proves. Each group has its own stream, so that a
+channel waits neither for another one nor for the passes."""
 
 import zlib
 from collections import defaultdict, deque

@@ -27,7 +27,7 @@ Outputs = dict[str, dict[int, torch.Tensor]]
 
 @dataclass(frozen=True)
 class StepInput:
-    """One step.
+    """What one step runs on: its microbatches, and what is asked of it.
 
     Attributes:
         microbatches: The tensors of each microbatch by input path.

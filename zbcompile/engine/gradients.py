@@ -1,9 +1,9 @@
 """The sums of weight gradients during a step.
 
-W's own graph adds to them (`zbcompile.passes.stage.accumulate`); with `exact=True` this module
-does. If one stage trains a parameter, its passes add straight into `.grad`, or, if the dtype or
-the strides differ, into a buffer that `flush` rounds once. If several stages train it, each has a
-separate sum until the end of the step (`zbcompile.engine.tied`).
+The graphs of B, W and BW add to them (`zbcompile.passes.stage.accumulate`); with `exact=True` this
+module does. If one stage trains a parameter, its passes add straight into `.grad`, or, if the dtype
+or the strides differ, into a buffer that `flush` rounds once. If several stages train it, each has
+a separate sum until the end of the step (`zbcompile.engine.tied`).
 """
 
 from collections.abc import Iterable, Mapping
@@ -35,7 +35,7 @@ class GradientSum:
     parts: dict[tuple[int, int | None], torch.Tensor] = field(default_factory=dict)
 
     def buffer(self, stage: int) -> torch.Tensor:
-        """Returns what W of a stage adds into; zeros at first."""
+        """Returns what the passes of a stage add into; zeros at first."""
         parameter, grad = self.parameter, self.parameter.grad
         if self.shared:
             if (stage, None) not in self.parts:

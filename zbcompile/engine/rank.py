@@ -144,7 +144,8 @@ class RankRun:
         runs: The stages of the rank. Its shards of an output layer are stages as well.
         position: Shows other threads how far the rank is.
         times: Records the times of the actions. None: no recording.
-        hooks: What the optimizers do for a stage, by the operation (VALIDATE, GATHER, REDUCE, OPT).
+        hooks: What optimizers and the sums over replicas do for a stage, by the operation
+            (VALIDATE, GATHER, REDUCE, OPT).
         labels: Whether actions are named for torch.profiler, as torch's pipelines do (`PP:0F3`).
         outbox: Results that are not sent yet.
     """

@@ -1,4 +1,4 @@
-"""One function runs a step: training, evaluation or a trial step, on the ranks of this process.
+"""One function runs a training step or an evaluation on the ranks of this process.
 
 A process plays all ranks of a pipeline, in a deterministic interleaving, or one rank of a group.
 """

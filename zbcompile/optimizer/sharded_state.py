@@ -118,7 +118,7 @@ def _layout(tensor: OptimizerTensor, key: str, value: Any) -> Any:
 def _merge_over_replicas(
     layouts: Mapping[str, Values], buffers: Sequence[ShardedBuffer]
 ) -> dict[str, Values]:
-    """Returns the entries of all replicas."""
+    """Returns `layouts` with the entries that other replicas have. All of them call it."""
     merged = {name: dict(values) for name, values in layouts.items()}
     for group in dict.fromkeys(b.group for b in buffers if b.group is not None):
         reports: list[Any] = [None] * dist.get_world_size(group)

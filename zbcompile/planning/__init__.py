@@ -1,1 +1,1 @@
-"""Planning: the schedule, the cuts and the recomputation, chosen by predicted cost."""
+"""Planning: which schedule a batch runs in, and in how many microbatches."""

@@ -9,7 +9,7 @@ PROVISIONAL = "zb-v"  # until a name is chosen: it admits any number of microbat
 
 
 def choose_schedule(options: PipelineOptions, ranks: int) -> Schedule:
-    """Returns the schedule of the options; for "auto" one that stands in until the search.
+    """Returns the schedule of the options; for "auto" one that stands in until the first batch.
 
     Only `exact=True` requires that weight gradients are summed in the order of microbatches.
 

@@ -1,1 +1,1 @@
-"""The compiled program of a rank, its manifest and its files."""
+"""The compiled program of all ranks, its manifest and its files; the record of a step."""

@@ -78,8 +78,8 @@ class Program:
     picture: ClassVar[Callable[["Program"], str]]
 
     def _repr_html_(self) -> str:
-        """In notebooks, the predicted step: prediction says how in `picture`, because it imports
-        this room."""
+        """In notebooks, the predicted step. `zbcompile.prediction` sets `picture`, because it
+        imports this module."""
         return type(self).picture(self)
 
     @cached_property

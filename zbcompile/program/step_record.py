@@ -1,5 +1,5 @@
 """The record of a step, in the simulator's terms too, and its file: JSON with every span of every
-rank. docs/training.md lists its fields."""
+rank."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence

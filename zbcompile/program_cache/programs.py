@@ -161,8 +161,8 @@ class ProgramCache:
     ) -> None:
         self._model, self._options, self.binding = model, options, binding
         self.ranks, self.schedule, self.saved = binding.ranks, schedule, saved
-        self.decided: Choices | None = None  # by a search
-        self.searched: tuple[ExportedModel, Program] | None = None  # the first step, from a search
+        self.decided: Choices | None = None  # by schedule="auto"
+        self.searched: tuple[ExportedModel, Program] | None = None  # the first step, by "auto"
         self.steps = GraphCache(options.max_shapes)
         self.evaluations = GraphCache(options.max_shapes)
         self.outputs: bool | str = False  # what the present step returns besides its loss, of KINDS
@@ -537,7 +537,7 @@ class ProgramCache:
         return self.binding.prepare(program)
 
     def _forward_options(self) -> ForwardOptions:
-        """Returns what a forward is compiled for."""
+        """Returns the schedule, placement and device that an evaluation is compiled for."""
         rules, choices = self._options.placements or {}, self._options.choices
         names = [name for name, _ in self._model.named_parameters()]
         sharded = frozenset(name for name in names if along(placement_of(name, rules), SHARD))

@@ -1,2 +1,1 @@
-"""Bridges to torch.distributed.pipelining: our stages under torch's schedules, torch's calls on our
-step."""
+"""The bridge to torch.distributed.pipelining: our stages under torch's schedules."""
