@@ -7,9 +7,9 @@ can be freed at its last use. Graphs that do the same work are compiled once (se
 takes are in `zbcompile.options.BACKENDS`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -196,30 +196,17 @@ def make_backend(backend: str | GraphCompiler, device: torch.device) -> Backend:
     return Backend(backend_name(backend), ByFunction(backend, backend_name(backend)))
 
 
-class PassPlace(NamedTuple):
-    """A pass of a stage, or of a rank's vocabulary shard."""
-
-    name: str
-    kind: str
-    owner: int
-
-    def __str__(self) -> str:
-        return f"{self.name} of {self.kind} {self.owner}"
-
-
 @dataclass(frozen=True)
 class CompiledPasses:
-    """The compiled passes of this process and a report about them; `runs` is empty for the fx
-    backend."""
+    """The compiled passes of this process and a report about them.
 
-    runs: Mapping[PassPlace, Run]
+    `stages` has those of each stage by their names, `shards` those of each rank's vocabulary shard.
+    Both are empty for the fx backend.
+    """
+
+    stages: Mapping[int, Mapping[str, Run]]
+    shards: Mapping[int, Mapping[str, Run]]
     compilation: Compilation
-
-    def of(self, kind: str, owner: int) -> dict[str, Run] | None:
-        """Returns the code of a "stage", or of a rank's "shard", by pass; None for FX code."""
-        return {
-            place.name: run for place, run in self.runs.items() if place[1:] == (kind, owner)
-        } or None
 
 
 def compile_passes(
@@ -230,42 +217,34 @@ def compile_passes(
     A pass that is not in their order, which torch's own schedules may call, is compiled at its
     first call.
     """
-    passes = _passes_of(program, ranks)
+    local = [stage for rank in ranks for stage in program.stages_of(rank)]
+    stages = {stage: program.stages[stage].pieces for stage in local}
+    vocabulary = program.vocabulary
+    shards = {} if vocabulary is None else {rank: vocabulary.pieces[rank] for rank in ranks}
+    passes = {
+        (kind, owner, name): piece
+        for kind, owners in (("stage", stages), ("shard", shards))
+        for owner, pieces in owners.items()
+        for name, piece in pieces.items()
+    }
     if backend.compiler is None and not cuda_graphs:
-        return CompiledPasses({}, Compilation(backend.name, len(passes), 0))
+        return CompiledPasses({}, {}, Compilation(backend.name, len(passes), 0))
     ordered = {
-        (action.op, action.stage)
+        ("stage", action.stage, action.op)
         for rank in ranks
         for action in flatten(program.lowered.orders[rank])
     }
-    now = {
-        p: piece for p, piece in passes.items() if p.kind == "shard" or (p.name, p.owner) in ordered
-    }
+    now = {p: piece for p, piece in passes.items() if p[0] == "shard" or p in ordered}
     runs, compilation = backend.compile(now, min(ranks))
-    calls = runs | {
-        place: backend.later(piece) for place, piece in passes.items() if place not in now
-    }
+    runs |= {p: backend.later(piece) for p, piece in passes.items() if p not in now}
     if cuda_graphs:
         pool = gpu.graph_pool()
-        calls = {
-            place: record(str(place), run, passes[place], pool) for place, run in calls.items()
+        runs = {
+            place: record("{2} of {0} {1}".format(*place), run, passes[place], pool)
+            for place, run in runs.items()
         }
-    return CompiledPasses(calls, compilation)
 
+    def by_owner(kind: str, owners: Iterable[int]) -> dict[int, dict[str, Run]]:
+        return {o: {p[2]: run for p, run in runs.items() if p[:2] == (kind, o)} for o in owners}
 
-def _passes_of(program: Program, ranks: Sequence[int]) -> dict[PassPlace, PassGraph]:
-    owners = [
-        ("stage", stage, program.stages[stage].pieces)
-        for rank in ranks
-        for stage in program.stages_of(rank)
-    ]
-    owners += (
-        [("shard", rank, program.vocabulary.pieces[rank]) for rank in ranks]
-        if program.vocabulary
-        else []
-    )
-    return {
-        PassPlace(name, kind, owner): piece
-        for kind, owner, pieces in owners
-        for name, piece in pieces.items()
-    }
+    return CompiledPasses(by_owner("stage", stages), by_owner("shard", shards), compilation)

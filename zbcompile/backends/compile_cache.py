@@ -46,37 +46,37 @@ class CompileCache:
         return self._at(key).is_dir()
 
     def obtain(
-        self, wanted: Mapping[str, Make], load: Load[Loaded], first: int = 0
+        self, required: Mapping[str, Make], load: Load[Loaded], first: int = 0
     ) -> dict[str, tuple[Loaded, How]]:
-        """Returns every entry of `wanted` as `load(key, folder)` reads it, and whether this process
-        made it.
+        """Returns every entry of `required` as `load(key, folder)` reads it, and whether this
+        process made it.
 
         Missing entries are made in order, beginning with number `first`. An entry that another
         process is making is skipped, and polled when there is nothing else to do. An entry that
         cannot be loaded is dropped and rebuilt, with a notice. Raises PipelineError if the folder
         belongs to another user, or cannot be written and lacks an entry.
         """
-        self._prepare(wanted)
-        pending = [*list(wanted)[first:], *list(wanted)[:first]]
+        self._prepare(required)
+        pending = [*list(required)[first:], *list(required)[:first]]
         entries: dict[str, tuple[Loaded, How]] = {}
         while pending:
-            done = {key: how for key in pending if (how := self._ensure(key, wanted[key]))}
+            done = {key: how for key in pending if (how := self._ensure(key, required[key]))}
             entries |= {
                 key: entry for key, how in done.items() if (entry := self._load(key, how, load))
             }
             pending = [key for key in pending if key not in entries]
             if pending and not done:
                 time.sleep(PAUSE)
-        return {key: entries[key] for key in wanted}
+        return {key: entries[key] for key in required}
 
-    def _prepare(self, wanted: Iterable[str]) -> None:
+    def _prepare(self, required: Iterable[str]) -> None:
         try:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             writable = os.access(self.folder, os.W_OK)
             self._require_own()
         except OSError:
             writable = False
-        if not writable and not all(map(self.has, wanted)):
+        if not writable and not all(map(self.has, required)):
             raise PipelineError(
                 f"{self.folder}, the folder for compiled graphs, cannot be written. Set"
                 f" {CACHE.name} to another folder."

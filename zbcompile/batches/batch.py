@@ -311,7 +311,7 @@ FORMS = {
 
 
 def split_batches(
-    given: Any, computes: str, also_inputs: bool, static_inputs: Sequence[str] = ()
+    microbatches: Any, computes: str, also_inputs: bool, static_inputs: Sequence[str] = ()
 ) -> list[Batch]:
     """The microbatches of `microbatches=[...]`, a batch of each, for a step or for what an
     evaluation `computes`; `also_inputs` says whether the call has other inputs as well. Raises
@@ -319,25 +319,25 @@ def split_batches(
     """
     forms = FORMS.get(computes, ((*ARGS, "labels"),))
     expected = f"expected one or more ({', '.join(forms[-1])}), args a tuple and kwargs a mapping"
-    if isinstance(given, str) or not isinstance(given, Sequence) or not given:
+    if isinstance(microbatches, str) or not isinstance(microbatches, Sequence) or not microbatches:
         count = (
             "; how many is said when the pipeline is made"
             if computes == "step"
             else ", or how many to split into"
         )
-        raise PipelineError(f"microbatches={given!r}; {expected}{count}.")
+        raise PipelineError(f"microbatches={microbatches!r}; {expected}{count}.")
     if also_inputs:
         raise PipelineError(
             "microbatches= takes a batch that is split already, and other inputs were passed as"
             " well. Pass one."
         )
     lengths = set(map(len, forms))
-    for index, entry in enumerate(given):
+    for index, entry in enumerate(microbatches):
         fits = isinstance(entry, Sequence) and len(entry) in lengths
         if not (fits and isinstance(entry[0], tuple) and isinstance(entry[1], Mapping)):
             raise PipelineError(
                 f"microbatches[{index}] is a {type(entry).__name__} of another form; {expected}."
             )
-    targets = (entry[2] if len(entry) > 2 else None for entry in given)
-    pairs = zip(given, targets, strict=True)
+    targets = (entry[2] if len(entry) > 2 else None for entry in microbatches)
+    pairs = zip(microbatches, targets, strict=True)
     return [whole_batch(entry[0], dict(entry[1]), target, static_inputs) for entry, target in pairs]

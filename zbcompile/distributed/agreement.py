@@ -126,18 +126,20 @@ def unlike(
                 yield key, source, rank, expected, value
 
 
-def first_difference(name: str, one: Any, other: Any) -> tuple[str, Any, Any]:
+def first_difference(name: str, first: Any, second: Any) -> tuple[str, Any, Any]:
     """The first entry in which lists of one length, or mappings with the same keys, differ, however
     deep.
 
     >>> first_difference("graphs", ["a", "b"], ["a", "c"])
     ('graphs[1]', 'b', 'c')
     """
-    if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
-        entries = [(str(key), one[key], other[key]) for key in one]
-    elif isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
-        entries = [(str(index), a, b) for index, (a, b) in enumerate(zip(one, other, strict=True))]
+    if isinstance(first, dict) and isinstance(second, dict) and first.keys() == second.keys():
+        entries = [(str(key), first[key], second[key]) for key in first]
+    elif isinstance(first, list) and isinstance(second, list) and len(first) == len(second):
+        entries = [
+            (str(index), a, b) for index, (a, b) in enumerate(zip(first, second, strict=True))
+        ]
     else:
-        return name, one, other
+        return name, first, second
     key, a, b = next(entry for entry in entries if entry[1] != entry[2])
     return first_difference(f"{name}[{key}]", a, b)

@@ -1,7 +1,6 @@
 """Times of events on a device, on one clock for all ranks."""
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -46,53 +45,29 @@ def clock_of(device: torch.device) -> Clock:
 
 
 def offset_to_first(group: dist.ProcessGroup, device: torch.device) -> float:
-    """How far this host's clock is ahead of that of the group's first rank, in seconds; all ranks
-    must call it.
+    """Returns the seconds by which this host's clock is ahead of that of the group's first rank.
+    All ranks must call it.
 
-    The first rank asks each in turn for its time; half of the fastest round trip is the error that
+    The first rank asks each in turn for its time. Half of the fastest round trip is the error that
     can remain.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     ahead = torch.zeros(size, dtype=torch.float64, device=device)
+    message = torch.zeros((), dtype=torch.float64, device=device)
     for peer in range(1, size):
-        if rank == 0:
-            ahead[peer] = ping(group, peer, ROUNDS, time.perf_counter, device)[1]
-        elif rank == peer:
-            answer_pings(group, 0, ROUNDS, time.perf_counter, device)
+        trips = []
+        for _ in range(ROUNDS):
+            start = time.perf_counter()
+            if rank == 0:
+                dist.send(message, group=group, group_dst=peer)
+                dist.recv(message, group=group, group_src=peer)
+                its_time, now = float(message), time.perf_counter()
+                trips.append((now - start, its_time - (start + now) / 2))
+            elif rank == peer:
+                dist.recv(message, group=group, group_src=0)
+                message.item()  # a GPU receives while its host goes on
+                dist.send(message.fill_(time.perf_counter()), group=group, group_dst=0)
+        if trips:
+            ahead[peer] = min(trips)[1]
     dist.broadcast(ahead, group=group, group_src=0)
     return float(ahead[rank])
-
-
-def ping(
-    group: dist.ProcessGroup,
-    other: int,
-    rounds: int,
-    read: Callable[[], float],
-    device: torch.device,
-) -> tuple[float, float]:
-    """The seconds of the fastest round trip to `other`, and how far the clock that `read` reads is
-    ahead there; `other` calls `answer_pings` with as many rounds."""
-    trips = []
-    answer = torch.zeros((), dtype=torch.float64, device=device)
-    for _ in range(rounds):
-        start = read()
-        dist.send(answer, group=group, group_dst=other)
-        dist.recv(answer, group=group, group_src=other)
-        its_time, now = float(answer), read()
-        trips.append((now - start, its_time - (start + now) / 2))
-    return min(trips)
-
-
-def answer_pings(
-    group: dist.ProcessGroup,
-    other: int,
-    rounds: int,
-    read: Callable[[], float],
-    device: torch.device,
-) -> None:
-    """The other end of `ping`."""
-    question = torch.zeros((), dtype=torch.float64, device=device)
-    for _ in range(rounds):
-        dist.recv(question, group=group, group_src=other)
-        question.item()  # a GPU receives while its host goes on
-        dist.send(torch.full_like(question, read()), group=group, group_dst=other)

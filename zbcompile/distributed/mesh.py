@@ -112,12 +112,12 @@ class Mesh:
             group.group_name: key[0] for key, group in self.groups.items() if len(key) == 1
         }
 
-    def bring(self, given: Mapping[str, dist.ProcessGroup]) -> None:
+    def bring(self, mesh_groups: Mapping[str, dist.ProcessGroup]) -> None:
         """Use the process groups of single dimensions, but not those whose ranks wait less than
         `timeout`."""
         patient = {
             name: group
-            for name, group in given.items()
+            for name, group in mesh_groups.items()
             if group.size() == 1 or is_patient(group, self.timeout)
         }
         self.groups |= {(name,): group for name, group in patient.items()}
@@ -159,41 +159,43 @@ def is_patient(group: dist.ProcessGroup, timeout: float) -> bool:
     return group_timeout is None or group_timeout.total_seconds() >= timeout
 
 
-def mesh_of(given: Any, timeout: float) -> Mesh:
-    """The `given` mesh, None for one of the pipeline's ranks alone. Raises PipelineError if it is
-    not a pipeline's."""
+def mesh_of(device_mesh: Any, timeout: float) -> Mesh:
+    """Returns the mesh of a DeviceMesh; of None that of the pipeline's ranks alone. Raises
+    PipelineError if it is not a pipeline's."""
     if not dist.is_initialized():
         raise PipelineError(
             "mesh= was given, but this process has no process group. Start the script with torchrun"
             " and call init_process_group, or leave mesh= out: ranks= then runs all pipeline ranks"
             " in this process."
         )
-    if given is None:
+    if device_mesh is None:
         world = dist.get_world_size()
         mesh = Mesh(("pp",), torch.arange(world), (dist.get_rank(),), timeout=timeout)
         mesh.bring({"pp": dist.group.WORLD})  # type: ignore[dict-item]
         return mesh
-    names = _dimensions(given)
-    _require_all_ranks(given)
-    layout = given.mesh.reshape([size for name, size in _sizes(given).items() if name in names])
+    names = _dimensions(device_mesh)
+    _require_all_ranks(device_mesh)
+    layout = device_mesh.mesh.reshape(
+        [size for name, size in _sizes(device_mesh).items() if name in names]
+    )
     if not all(bool((layout.diff(dim=i) > 0).all()) for i in range(len(names))):
         raise PipelineError(
             f"mesh= has the ranks {layout.tolist()}; expected rising numbers along every dimension."
         )
     place = tuple((layout == dist.get_rank()).nonzero()[0].tolist())
     mesh = Mesh(names, layout, place, timeout=timeout)
-    mesh.bring({name: given[name].get_group() for name in names})
+    mesh.bring({name: device_mesh[name].get_group() for name in names})
     return mesh
 
 
-def _sizes(given: Any) -> dict[str, int]:
-    return dict(zip(given.mesh_dim_names or (), given.mesh.shape, strict=False))
+def _sizes(device_mesh: Any) -> dict[str, int]:
+    return dict(zip(device_mesh.mesh_dim_names or (), device_mesh.mesh.shape, strict=False))
 
 
-def _dimensions(given: Any) -> tuple[str, ...]:
+def _dimensions(device_mesh: Any) -> tuple[str, ...]:
     """The pipeline's dimensions of a DeviceMesh in its order; others may have one rank each. Raises
     PipelineError."""
-    sizes = _sizes(given)
+    sizes = _sizes(device_mesh)
     if not sizes:
         raise PipelineError(
             f"mesh= has dimensions without names; expected some of {_known()}. Pass"
@@ -209,8 +211,8 @@ def _dimensions(given: Any) -> tuple[str, ...]:
     return tuple(name for name in sizes if name in DIMENSIONS)
 
 
-def _require_all_ranks(given: Any) -> None:
-    root, world = root_of(given), dist.get_world_size()
+def _require_all_ranks(device_mesh: Any) -> None:
+    root, world = root_of(device_mesh), dist.get_world_size()
     if root.size() != world:
         shape = " x ".join(
             f"{name}={size}"
@@ -220,22 +222,22 @@ def _require_all_ranks(given: Any) -> None:
             f"mesh= has {root.size()} ranks ({shape}), but there are {world} processes. Make a mesh"
             " of all of them."
         )
-    names = given.mesh_dim_names
+    names = device_mesh.mesh_dim_names
     left_out = [
         f'"{name}"'
         for name in root.mesh_dim_names or ()
         if name not in names and root[name].size() > 1
     ]
     if (
-        left_out and given.size() != world
+        left_out and device_mesh.size() != world
     ):  # a dimension that torch has flattened contains those that it was made of
         raise PipelineError(
             f"mesh= is only the part {tuple(names)} of a mesh that also has {', '.join(left_out)}:"
             " ranks along these would train on, and nothing would ever be averaged over them. Pass"
             " the whole mesh."
         )
-    if given.get_coordinate() is None:
-        sizes = dict(zip(names, given.mesh.shape, strict=True))
+    if device_mesh.get_coordinate() is None:
+        sizes = dict(zip(names, device_mesh.mesh.shape, strict=True))
         raise PipelineError(
             f"mesh= ({sizes}) does not contain this process, rank {dist.get_rank()}. Pass the part"
             " that does."

@@ -12,6 +12,7 @@ from zbcompile.distributed.agreement import Digests, gathered, unlike
 from zbcompile.distributed.equal_tensors import checksum
 from zbcompile.distributed.mesh import BATCHES, Mesh
 from zbcompile.distributed.ranks import Ranks
+from zbcompile.passes.torch_names import type_text
 from zbcompile.torch_private import pytree
 
 # The checksum of a batch, which is sent among the losses: bfloat16 has every integer up to 128.
@@ -74,13 +75,29 @@ def require_same_batch(ranks: Ranks, inputs: Mapping[str, Any]) -> None:
     """
     if ranks.group is None:
         return
-    checksums = {name: _checksums(pytree.tree_leaves(inputs[name])) for name in sorted(inputs)}
-    if any(Digests(ranks, (checksums, ranks.mesh.beside("pp"))).differ):
-        for text in _what_differs(ranks, checksums).values():
-            raise ranks.refusal(f"{text}, and every rank must get the same batch. {SEED}")
+    sums = {name: [_mark(leaf) for leaf in pytree.tree_leaves(inputs[name])] for name in inputs}
+    if not any(Digests(ranks, (sorted(sums.items()), ranks.mesh.beside("pp"))).differ):
+        return
+    with ranks.watch.position.waiting("the batch of the others"):
+        reports = ranks.gather_here(sums)
+    names = {name for report in reports for name in report}
+    rows = [{name: report.get(name, []) for name in names} for report in reports]
+    for name, first, rank, left, right in sorted(unlike(range(len(rows)), rows)):
+        forms = [f"{len(p)} microbatches of {p[0][0]}" if p else "none" for p in (left, right)]
+        detail = "" if forms[0] == forms[1] else f" ({forms[0]}, and {forms[1]})"
         raise ranks.refusal(
-            f"the ranks of another replica's pipeline got batches that differ. {SEED}"
+            f"{name} of this batch differs between rank {first} and rank {rank} of the"
+            f" pipeline{detail}, and every rank must get the same batch. {SEED}"
         )
+    raise ranks.refusal(f"the ranks of another replica's pipeline got batches that differ. {SEED}")
+
+
+def _mark(leaf: Any) -> tuple[str, Any]:
+    """Returns the form of an input and its checksum, which is 0 for a tensor without plain
+    bytes."""
+    if isinstance(leaf, torch.Tensor):
+        return type_text(leaf), checksum(leaf) if _is_plain(leaf) else 0
+    return "", repr(leaf)
 
 
 def integer_marks(
@@ -122,40 +139,6 @@ def require_same_integers(ranks: Ranks, marks: torch.Tensor) -> None:
             f"the integer inputs of this batch differ between rank 0 and rank {rank} of the"
             f" pipeline: each stage reads its own rank's, so the loss belongs to no batch. {SEED}"
         )
-
-
-def _what_differs(ranks: Ranks, sums: Mapping[str, Any]) -> dict[str, str]:
-    """Returns a sentence for each input that differs, by its name; on all ranks in one order."""
-    with ranks.watch.position.waiting("the batch of the others"):
-        rank_sums = ranks.gather_here(sums)
-    names = sorted({name for report in rank_sums for name in report})
-    reports = [{name: report.get(name) for name in names} for report in rank_sums]
-    differs: dict[str, str] = {}
-    for name, first, rank, _, _ in unlike(range(len(rank_sums)), reports):
-        left, right = (_described(rank_sums[place].get(name, ())) for place in (first, rank))
-        text = f"{name} of this batch differs between rank {first} and rank {rank} of the pipeline"
-        differs.setdefault(name, text if left == right else f"{text} ({left}, and {right})")
-    return dict(sorted(differs.items()))
-
-
-def _described(sums: Sequence[Any]) -> str:
-    """Returns the number of microbatches of an input, and the dtype and shape of the first one's
-    tensor."""
-    form = (
-        f" of {sums[0][0].removeprefix('torch.')} {list(sums[0][1])}"
-        if sums and isinstance(sums[0], tuple)
-        else ""
-    )
-    return f"{len(sums)} microbatch{'es' if len(sums) != 1 else ''}{form}"
-
-
-def _checksums(leaves: Sequence[Any]) -> list[Any]:
-    return [_of_tensor(leaf) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves]
-
-
-def _of_tensor(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Returns dtype, shape and checksum; the checksum is 0 for a tensor without plain bytes."""
-    return str(tensor.dtype), tuple(tensor.shape), checksum(tensor) if _is_plain(tensor) else 0
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

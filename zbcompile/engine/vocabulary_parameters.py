@@ -158,7 +158,7 @@ def make_executable_shards(
             **{Slot("parameter", name): shards.rows(rank, name) for name in program.parameters},
         }
         stages = zip((SHARD, LOOKUPS), program.stages_of(rank), strict=False)
-        runs = passes.of("shard", rank)
+        runs = passes.shards.get(rank)
         compiled[rank] = {
             number: prepare_stage(stage, tensors, device, SHARD, runs) for number, stage in stages
         }

@@ -33,19 +33,22 @@ class TensorPart:
             local, full.device_mesh, full.placements, run_check=False, shape=shape, stride=stride
         )
 
-    def cut(self, name: str, given: torch.Tensor) -> torch.Tensor:
+    def cut(self, name: str, value: torch.Tensor) -> torch.Tensor:
         """This rank's part of a value for the tensor: a DTensor, or the whole."""
         from torch.distributed.tensor import DTensor, distribute_tensor
 
-        if given.shape != self.whole.shape:
+        if value.shape != self.whole.shape:
             raise PipelineError(
-                f"{name} has shape {list(given.shape)}; the model's has {list(self.whole.shape)}."
+                f"{name} has shape {list(value.shape)}; the model's has {list(self.whole.shape)}."
             )
-        if not isinstance(given, DTensor):
-            given = distribute_tensor(
-                given.detach(), self.whole.device_mesh, self.whole.placements, src_data_rank=None
+        if not isinstance(value, DTensor):
+            value = distribute_tensor(
+                value.detach(),
+                self.whole.device_mesh,
+                self.whole.placements,
+                src_data_rank=None,
             )
-        return given.redistribute(self.whole.device_mesh, self.whole.placements).to_local()
+        return value.redistribute(self.whole.device_mesh, self.whole.placements).to_local()
 
     def placement(self) -> dict[str, str]:
         """The placement of the tensor along each dimension of the pipeline's mesh."""

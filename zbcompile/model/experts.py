@@ -132,17 +132,19 @@ class ExpertExchange(nn.Module):
         return rows if self.ranks == 1 else exchanged(rows, self.group)
 
 
-def _by_expert(came: Tensor, counts: Tensor, begins: Tensor, route: TokenRoute) -> DispatchedRows:
+def _by_expert(
+    received: Tensor, counts: Tensor, begins: Tensor, route: TokenRoute
+) -> DispatchedRows:
     """Returns the received rows in the order of this rank's experts. `counts` has the number of
     rows from each rank for each expert, `begins` the first row of each rank. The result's route has
     `arrived` filled in."""
-    total = came.shape[0]
+    total = received.shape[0]
     by_expert = _places(counts.t().flatten(), total)
     first = counts.cumsum(1) - counts + begins.unsqueeze(1)
     first = torch.cat([first.t().flatten(), torch.zeros_like(first[0, :1])])
     real = by_expert.group < counts.numel()
     arrived = torch.where(real, first[by_expert.group] + by_expert.before, total).clamp(max=total)
-    rows = _moved(came, _inverse(arrived, total), total)
+    rows = _moved(received, _inverse(arrived, total), total)
     return DispatchedRows(
         rows, counts.sum(0).cumsum(0).clamp(max=total).int(), route._replace(arrived=arrived)
     )

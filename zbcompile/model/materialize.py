@@ -34,22 +34,21 @@ class Share:
         if is_on_meta(model):
             self._require_known_values()
 
-    def make_real(self, own: Callable[[str], bool]) -> None:
-        """Give the tensors that `own` names memory on the device, and values if there is an
-        `init`."""
+    def make_real(self, is_local: Callable[[str], bool]) -> None:
+        """Gives local tensors memory on the device, and values if there is an `init`."""
         real: dict[int, torch.Tensor] = {}
         for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
-            if tensor.is_meta and own(name):
+            if tensor.is_meta and is_local(name):
                 real[id(tensor)] = on_device(tensor, self.device)
                 self._fill(name, real[id(tensor)])
         for table, name, tensor in list(tensor_tables(self.model)):
             if id(tensor) in real:
                 table[name] = real[id(tensor)]
 
-    def fill_rows(self, name: str, whole: torch.Tensor, rows: torch.Tensor, low: int) -> None:
+    def fill_rows(self, name: str, full: torch.Tensor, rows: torch.Tensor, low: int) -> None:
         """Give `rows`, which are those of a parameter from number `low` on, the values that the
         `whole` would have."""
-        values = torch.empty_like(whole, device="meta" if self.init is None else self.device)
+        values = torch.empty_like(full, device="meta" if self.init is None else self.device)
         self._fill(name, values)
         if self.init is not None:
             rows.copy_(values[low : low + len(rows)])

@@ -14,10 +14,10 @@ Placement = Mapping[str, str]  # by dimension
 Placements = Mapping[str, Placement]  # by pattern of names
 
 
-def read_placements(given: Any) -> dict[str, dict[str, str]]:
-    """Returns `given` as a dict of dicts. Raises ValueError for another dimension or another
+def read_placements(placements: Any) -> dict[str, dict[str, str]]:
+    """Returns the option as a dict of dicts. Raises ValueError for another dimension or another
     word."""
-    placement = {str(pattern): dict(along) for pattern, along in dict(given).items()}
+    placement = {str(pattern): dict(along) for pattern, along in dict(placements).items()}
     for along in placement.values():
         if not all(
             name in CHOSEN and word in (REPLICATE, PARTIAL, SHARD) for name, word in along.items()

@@ -235,7 +235,7 @@ class ModelBinding:
         stages = tuple(bind_groups(stage, program.groups) for stage in program.stages)
         passes = self._compile_passes(replace(program, stages=stages))
         compiled = {
-            i: prepare_stage(stages[i], resident, device, until, passes.of("stage", i))
+            i: prepare_stage(stages[i], resident, device, until, passes.stages.get(i))
             for i in local
         }
         if self.debug_nan:

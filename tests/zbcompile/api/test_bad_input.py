@@ -328,21 +328,21 @@ class Narrow(nn.Module):
 
 
 def other_on_rank_1(what: str) -> None:
-    other = dist.get_rank() == 1
-    hidden = 48 if what == "width" and other else 64
-    depth = 5 if what == "depth" and other else 6
+    second = dist.get_rank() == 1
+    hidden = 48 if what == "width" and second else 64
+    depth = 5 if what == "depth" and second else 6
     model = MLP(depth) if what == "depth" else Narrow(hidden)
-    if what == "dtype" and other:
+    if what == "dtype" and second:
         model = model.double()
-    x = ROWS.double() if what == "dtype" and other else ROWS
+    x = ROWS.double() if what == "dtype" and second else ROWS
     options: dict[str, Any] = {
-        "schedule": "gpipe" if what == "schedule" and other else "1f1b",
-        "microbatches": 2 if what == "microbatches" and other else 4,
-        "exact": what == "exact" and other,
-        "loss_reduction": "sum" if what == "loss_reduction" and other else "mean",
-        "seed": 5 if what == "seed" and other else 0,
+        "schedule": "gpipe" if what == "schedule" and second else "1f1b",
+        "microbatches": 2 if what == "microbatches" and second else 4,
+        "exact": what == "exact" and second,
+        "loss_reduction": "sum" if what == "loss_reduction" and second else "mean",
+        "seed": 5 if what == "seed" and second else 0,
     }
-    train(model, x[:4] if what == "batch" and other else x, **options)
+    train(model, x[:4] if what == "batch" and second else x, **options)
 
 
 DIFFERENCES = (
@@ -398,12 +398,12 @@ def test_a_batch_on_another_device() -> None:
         model, schedule="1f1b", ranks=2, microbatches=2, loss=nn.functional.mse_loss
     )
     here, far = torch.ones(4, 2), torch.ones(4, 2, device="meta")
-    says = "is on meta and the model on cpu: pass tensor.to"
+    message = "is on meta and the model on cpu: pass tensor.to"
     for x, target, which in ((far, here, r"args\[0\]"), (here, far, "target")):
-        with pytest.raises(zbcompile.CaptureError, match=f"{which} {says}"):
+        with pytest.raises(zbcompile.CaptureError, match=f"{which} {message}"):
             pipe.step(x, target=target)
     pipe.compile(here, target=here)
-    with pytest.raises(zbcompile.CaptureError, match=says):
+    with pytest.raises(zbcompile.CaptureError, match=message):
         pipe.eval(far)
 
 
@@ -413,12 +413,12 @@ def test_habits_of_modules() -> None:
     pipe = zbcompile.pipeline(
         model, schedule="1f1b", ranks=2, microbatches=2, loss=nn.functional.mse_loss
     )
-    for call, says in (
+    for call, message in (
         (pipe, "is not called: pipe.step"),
         (pipe.to, "model.to"),
         (pipe.eval, r"use model\.eval\(\)"),
     ):
-        with pytest.raises(zbcompile.PipelineError, match=says):
+        with pytest.raises(zbcompile.PipelineError, match=message):
             call()
     for name in ("cuda", "half", "forward", "modules"):
         with pytest.raises(
@@ -459,14 +459,14 @@ def test_other_batches_on_other_ranks_are_refused(pool: Pool) -> None:
     """In the first step and in later ones: a loader without a seed would train on inputs and
     targets of different samples."""
     assert pool.run(refusal_of_other_batches, (1, 1), 10) == [(5, "")] * 2
-    first, other = pool.run(refusal_of_other_batches, (1, 2), 10)
-    assert first == other
+    first, second = pool.run(refusal_of_other_batches, (1, 2), 10)
+    assert first == second
     assert first[0] == 0
     assert first[1].startswith(
         "args[0] of this batch differs between rank 0 and rank 1 of the pipeline, and every rank"
     )
-    first, other = pool.run(refusal_of_other_batches, (1, 1), 3)
-    assert first == other
+    first, second = pool.run(refusal_of_other_batches, (1, 1), 3)
+    assert first == second
     assert first[0] == 3
     assert first[1].startswith(
         "the integer inputs of this batch differ between rank 0 and rank 1 of the pipeline: each"

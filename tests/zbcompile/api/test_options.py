@@ -55,7 +55,7 @@ def test_defaults_are_among_what_is_accepted(name: str) -> None:
 
 
 def test_every_option_of_a_graph_is_a_flag() -> None:
-    assert {each.name for each in fields(Choices)} < set(FLAGS)
+    assert {item.name for item in fields(Choices)} < set(FLAGS)
     assert set(FLAGS) < OPTION_FLAGS.keys() == SPELLED.keys()
 
 
@@ -76,9 +76,9 @@ def test_flags(name: str) -> None:
     parser = argparse.ArgumentParser()
     add_flags(parser, SPELLED)
     text, value = SPELLED[name]
-    found = split_options(parser.parse_args([flag_of(name), *([text] if text else [])]))
-    assert found["given"].keys() == {name}
-    assert getattr(PipelineOptions(**found["given"]), name) == value
+    results = split_options(parser.parse_args([flag_of(name), *([text] if text else [])]))
+    assert results["given"].keys() == {name}
+    assert getattr(PipelineOptions(**results["given"]), name) == value
     assert flag_of(name) in parser.format_help()
 
 

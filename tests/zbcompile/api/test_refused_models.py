@@ -109,8 +109,8 @@ def flexible_attention() -> None:
 
 def loss_over_some_rows() -> None:
     def over_some(output: Tensor, target: Tensor) -> Tensor:
-        kept = output[:, 0] > 0
-        return F.cross_entropy(output[kept], target[kept].argmax(-1))
+        saved = output[:, 0] > 0
+        return F.cross_entropy(output[saved], target[saved].argmax(-1))
 
     train(MLP(2), loss=over_some)
 

@@ -39,12 +39,12 @@ def test_eager_to_pipeline_and_back(tmp_path: Path, pool: Pool) -> None:
     into eager."""
     saved = trained_model().state_dict()
     torch.save(saved, tmp_path / "eager.pt")
-    own, full = load_and_save(str(tmp_path / "eager.pt"))
-    assert_same_tensors(own, saved, "in one process:")
+    local, full = load_and_save(str(tmp_path / "eager.pt"))
+    assert_same_tensors(local, saved, "in one process:")
     assert list(full) == list(saved)
-    for share, whole in pool.run(load_and_save, str(tmp_path / "eager.pt")):
-        assert list(whole) == list(saved)
-        assert_same_tensors(whole, saved, "full:")
+    for share, complete in pool.run(load_and_save, str(tmp_path / "eager.pt")):
+        assert list(complete) == list(saved)
+        assert_same_tensors(complete, saved, "full:")
         assert share.keys() < saved.keys()
         assert_same_tensors(share, {key: saved[key] for key in share}, "share:")
     torch.save(full, tmp_path / "pipeline.pt")
@@ -60,13 +60,13 @@ def shares() -> tuple[set[str], set[str]]:
 
 def test_tied_parameters_stand_under_both_names_where_they_live(pool: Pool) -> None:
     """The ranks' shares together are eager's keys; a tied weight is one parameter with two keys."""
-    found = pool.run(shares, ranks=2)
+    results = pool.run(shares, ranks=2)
     model = PROBLEMS[CASE.problem].model()
-    assert set().union(*(keys for keys, _ in found)) == set(model.state_dict())
-    assert set().union(*(names for _, names in found)) == {
+    assert set().union(*(keys for keys, _ in results)) == set(model.state_dict())
+    assert set().union(*(names for _, names in results)) == {
         name for name, _ in model.named_parameters()
     }
-    for keys, names in found:
+    for keys, names in results:
         assert ("head.weight" in keys) == ("token.weight" in keys) == ("token.weight" in names)
         assert "head.weight" not in names
 

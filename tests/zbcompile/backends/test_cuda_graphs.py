@@ -83,11 +83,11 @@ def test_gradients_that_move_are_recorded_again() -> None:
 
 def steps_with_moving_gradients(pipe: zbcompile.Pipeline, batch: Batch) -> None:
     """Every step finds no gradients, and memory elsewhere to make them in."""
-    kept: list[dict[str, Tensor]] = []
+    saved: list[dict[str, Tensor]] = []
     for _ in range(10):
         pipe.step(*batch.args, target=batch.target)
-        kept.append({name: p.grad for name, p in pipe.named_parameters() if p.grad is not None})
-        for name, grad in kept[-1].items():
-            torch.testing.assert_close(grad, kept[0][name], rtol=1e-5, atol=1e-6)
+        saved.append({name: p.grad for name, p in pipe.named_parameters() if p.grad is not None})
+        for name, grad in saved[-1].items():
+            torch.testing.assert_close(grad, saved[0][name], rtol=1e-5, atol=1e-6)
         for parameter in pipe.parameters():
             parameter.grad = None

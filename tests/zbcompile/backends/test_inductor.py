@@ -109,8 +109,8 @@ def test_zero_bubble_schedules_with_inductor_over_gloo(case: Case, cache: Path, 
     before = entries(cache)
     shares, done = zip(*pool.run(run_here, case, str(cache), ranks=2, timeout=800), strict=True)
     assert_close(join(shares), reference(case), BOUND)
-    assert sum(each.compiled for each in done) == entries(cache) - before
-    assert all(each.compiled + each.loaded == each.distinct for each in done)
+    assert sum(item.compiled for item in done) == entries(cache) - before
+    assert all(item.compiled + item.loaded == item.distinct for item in done)
 
 
 def test_a_saved_program_is_compiled_through_the_cache(

@@ -68,13 +68,13 @@ def test_nested_keywords_replicated_tables_and_numbers(wide: int, split: dict[st
     """A table of one row is replicated, another one if `split=` says so, also if it is as long as
     the batch."""
     x, extra, table, goal = inputs(8, wide)
-    model, other = conditioned(), conditioned()
+    model, second = conditioned(), conditioned()
     pipe = zbcompile.pipeline(
         model, schedule="zb-v", microbatches=4, ranks=2, loss=F.mse_loss, exact=True, split=split
     )
     loss = pipe.step(x, extra, table=table, scale=0.5, target=goal)
-    assert torch.equal(loss, by_hand(other, x, extra, table, goal, 4))
-    assert_same_tensors(gradients_of(pipe), gradients_of(other), "gradient of")
+    assert torch.equal(loss, by_hand(second, x, extra, table, goal, 4))
+    assert_same_tensors(gradients_of(pipe), gradients_of(second), "gradient of")
 
 
 def rows(size: int) -> Batch:
@@ -92,15 +92,15 @@ def train_on_sizes(sizes: tuple[int, ...]) -> tuple[Trained, list[list[str]]]:
     pipe = zbcompile.pipeline(
         mlp(), schedule="zb-v", microbatches=4, ranks=2, loss=F.mse_loss, exact=True
     )
-    losses, gradients, held = [], [], []
+    losses, gradients, allocated = [], [], []
     for size in sizes:
         batch = rows(size)
         losses.append(pipe.step(*batch.args, target=batch.target))
         gradients.append(gradients_of(pipe))
-        held.append([name for name, _ in pipe.named_parameters()])
+        allocated.append([name for name, _ in pipe.named_parameters()])
         for parameter in pipe.parameters():
             parameter.grad = None
-    return Trained(losses, gradients, {}), held
+    return Trained(losses, gradients, {}), allocated
 
 
 @pytest.mark.slow
@@ -117,8 +117,8 @@ def test_another_shape_compiles_again(pool: Pool, capsys: pytest.CaptureFixture[
         assert torch.equal(alone.losses[step], eager_step(model, F.mse_loss, rows(size), 4, step))
         assert_same_tensors(alone.gradients[step], gradients_of(model), "gradient of")
     shares = pool.run(train_on_sizes, sizes)
-    for _, held in shares:
-        assert all(names == held[0] for names in held)
+    for _, allocated in shares:
+        assert all(names == allocated[0] for names in allocated)
     joined = join([trained for trained, _ in shares])
     for ours, theirs in zip(joined.gradients, alone.gradients, strict=True):
         assert_same_tensors(ours, theirs, "gradient of")
@@ -141,14 +141,14 @@ def test_schedule_object_and_csv_file(tmp_path: Any) -> None:
     zbcompile.schedules.save(schedule, str(path))
     batch = rows(8)
     results = []
-    for given in ("ZB_H1", schedule, str(path)):
+    for arguments in ("ZB_H1", schedule, str(path)):
         pipe = zbcompile.pipeline(
-            mlp(), schedule=given, ranks=2, microbatches=4, loss=F.mse_loss, exact=True
+            mlp(), schedule=arguments, ranks=2, microbatches=4, loss=F.mse_loss, exact=True
         )
         pipe.step(*batch.args, target=batch.target)
         results.append(gradients_of(pipe))
-    for other in results[1:]:
-        assert_same_tensors(other, results[0], "gradient of")
+    for second in results[1:]:
+        assert_same_tensors(second, results[0], "gradient of")
 
 
 class PartlyUncast(MLP):
@@ -177,16 +177,16 @@ def test_autocast_is_that_of_each_step() -> None:
     """A step inside autocast and one outside are compiled apart; both have eager's bits."""
     torch.manual_seed(0)
     model = PartlyUncast()
-    other = PartlyUncast()
-    other.load_state_dict(model.state_dict())
+    second = PartlyUncast()
+    second.load_state_dict(model.state_dict())
     pipe = zbcompile.pipeline(
         model, schedule="zb-v", microbatches=4, ranks=2, loss=F.mse_loss, exact=True
     )
     batch = rows(8)
     for enabled in (False, True, False):
         model.zero_grad()
-        other.zero_grad()
+        second.zero_grad()
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
             loss = pipe.step(*batch.args, target=batch.target)
-        assert torch.equal(loss, autocast_forward_only(other, batch, enabled))
-        assert_same_tensors(gradients_of(pipe), gradients_of(other), "gradient of")
+        assert torch.equal(loss, autocast_forward_only(second, batch, enabled))
+        assert_same_tensors(gradients_of(pipe), gradients_of(second), "gradient of")

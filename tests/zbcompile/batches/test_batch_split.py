@@ -30,24 +30,24 @@ SHAPES = [
 rows = st.builds(torch.zeros, st.sampled_from([s for s in SHAPES if s[:1] in ((), (1,), (BATCH,))]))
 
 
-def trees(leaves: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+def trees(tensors: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     """A leaf, a list or a mapping of leaves."""
-    some = st.lists(leaves, max_size=2)
-    return leaves | some | st.dictionaries(st.sampled_from("ab"), leaves, max_size=2)
+    some = st.lists(tensors, max_size=2)
+    return tensors | some | st.dictionaries(st.sampled_from("ab"), tensors, max_size=2)
 
 
-def inputs(leaves: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+def inputs(tensors: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     """The args, kwargs and target of a step."""
-    args = st.lists(trees(leaves), max_size=3).map(tuple)
-    kwargs = st.dictionaries(st.sampled_from(["mask", "scale"]), trees(leaves), max_size=2)
-    return st.tuples(args, kwargs, trees(leaves) | st.none())
+    args = st.lists(trees(tensors), max_size=3).map(tuple)
+    kwargs = st.dictionaries(st.sampled_from(["mask", "scale"]), trees(tensors), max_size=2)
+    return st.tuples(args, kwargs, trees(tensors) | st.none())
 
 
-def rule(leaves: dict[str, Any], split: dict[str, Any]) -> dict[str, int | None] | None:
+def rule(tensors: dict[str, Any], split: dict[str, Any]) -> dict[str, int | None] | None:
     """The dimension to cut of every leaf; None if this batch is refused."""
     cuts: dict[str, int | None] = {}
     for path, answer in split.items():
-        leaf = leaves[path]
+        leaf = tensors[path]
         if answer is False or leaf is None:
             cuts[path] = None
             continue
@@ -59,7 +59,7 @@ def rule(leaves: dict[str, Any], split: dict[str, Any]) -> dict[str, int | None]
     by_name = any(dim is not None for dim in cuts.values())
     free = {
         p: leaf
-        for p, leaf in leaves.items()
+        for p, leaf in tensors.items()
         if p not in split and isinstance(leaf, Tensor) and leaf.ndim > 0
     }
     long = {p: leaf for p, leaf in free.items() if len(leaf) != 1}
@@ -69,11 +69,11 @@ def rule(leaves: dict[str, Any], split: dict[str, Any]) -> dict[str, int | None]
     square = {p for p, leaf in batch.items() if leaf.ndim > 1 and leaf.shape[0] == leaf.shape[1]}
     first = next(iter(batch), "")
     for path in square:
-        alike = batch[path].shape == batch[first].shape and batch[path].dtype == batch[first].dtype
-        if not path.startswith("target") and not alike:
+        equal = batch[path].shape == batch[first].shape and batch[path].dtype == batch[first].dtype
+        if not path.startswith("target") and not equal:
             return None
-    cuts = {path: cuts.get(path, 0 if path in batch else None) for path in leaves}
-    lengths = [leaves[path].shape[dim] for path, dim in cuts.items() if dim is not None]
+    cuts = {path: cuts.get(path, 0 if path in batch else None) for path in tensors}
+    lengths = [tensors[path].shape[dim] for path, dim in cuts.items() if dim is not None]
     return cuts if lengths and all(lengths) else None
 
 
@@ -108,8 +108,8 @@ def test_other_dimensions_and_lengths() -> None:
     )
     loss = pipe.step(x, prompt=prompt, target=goal)
     total = torch.zeros(())
-    for part, own, target in zip(x.chunk(4, 1), prompt.chunk(4), goal.chunk(4, 1), strict=True):
-        scaled = F.mse_loss(eager(part, own), target) / 4
+    for part, local, target in zip(x.chunk(4, 1), prompt.chunk(4), goal.chunk(4, 1), strict=True):
+        scaled = F.mse_loss(eager(part, local), target) / 4
         scaled.backward()
         total = total + scaled.detach()
     assert torch.equal(loss, total)

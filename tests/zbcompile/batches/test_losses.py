@@ -57,12 +57,12 @@ def test_collectives_of_torch_read_it() -> None:
 
 def test_only_a_number_that_is_read_asks_whether_the_batch_was_one() -> None:
     """On a device it would wait for the step to end; on the CPU the step is over."""
-    asked: list[str] = []
-    far = Losses([torch.zeros((), device="meta")], require=lambda: asked.append("asked"))
+    requested: list[str] = []
+    far = Losses([torch.zeros((), device="meta")], require=lambda: requested.append("asked"))
     assert (far.total("sum") + 1).is_meta
-    assert asked == []
+    assert requested == []
     far.read(as_numbers=True)
-    assert asked == ["asked"]
+    assert requested == ["asked"]
 
     def refuse() -> None:
         raise ValueError("other batches")

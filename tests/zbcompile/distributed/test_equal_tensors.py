@@ -22,13 +22,13 @@ def test_a_checksum_sees_every_bit(values: list[int], data: st.DataObject) -> No
     tensor = torch.tensor(values, dtype=torch.uint8)
     assert checksum(tensor) == checksum(torch.stack([tensor, tensor], 1)[:, 1])
     if values:
-        other, at, bit = (
+        second, at, bit = (
             tensor.clone(),
             data.draw(st.integers(0, len(values) - 1)),
             data.draw(st.integers(0, 7)),
         )
-        other[at] = int(other[at]) ^ (1 << bit)
-        assert checksum(other) != checksum(tensor)
+        second[at] = int(second[at]) ^ (1 << bit)
+        assert checksum(second) != checksum(tensor)
     turned = tensor.flip(0)
     assert (checksum(turned) == checksum(tensor)) == torch.equal(turned, tensor)
 

@@ -39,8 +39,8 @@ def test_two_agents_train_and_fail_together(tmp_path: Path) -> None:
         "--rdzv-id",
         "two",
     ]
-    given = ("--nnodes", "2", "--nproc-per-node", "1", *place, str(script))
-    codes, texts = zip(*warm_agents(2, tmp_path, "import zbcompile.run", *given), strict=True)
+    arguments = ("--nnodes", "2", "--nproc-per-node", "1", *place, str(script))
+    codes, texts = zip(*warm_agents(2, tmp_path, "import zbcompile.run", *arguments), strict=True)
     said = sorted(texts, key=lambda text: "FaultError" in text)
     assert all(codes)
     losses = {line for text in said for line in text.splitlines() if line.startswith("loss")}

@@ -46,9 +46,9 @@ def test_laid_out_for_another_graph(name: str) -> None:
     backwards = tuple(reversed(range(like.ndim)))
     reversed_order = contiguous.permute(backwards).contiguous().permute(backwards)
     for value in (contiguous, reversed_order):
-        found = laid_out(value, tensor_spec(like))
-        assert torch.equal(found, value)
-        assert _strides(found) == _strides(like)
+        results = laid_out(value, tensor_spec(like))
+        assert torch.equal(results, value)
+        assert _strides(results) == _strides(like)
 
 
 def test_what_is_in_place_is_not_copied() -> None:

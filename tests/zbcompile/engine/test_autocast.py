@@ -62,10 +62,10 @@ def test_a_program_without_parameters_on_the_last_stage() -> None:
     )
     for enabled in (True, False):
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
-            found = pipe.step(x, target=x)
+            results = pipe.step(x, target=x)
             losses = [loss(eager(part), part) / 2 for part in x.chunk(2)]
-        for each in losses:
-            each.backward()
-        assert torch.equal(found, losses[0].detach() + losses[1].detach())
+        for item in losses:
+            item.backward()
+        assert torch.equal(results, losses[0].detach() + losses[1].detach())
     theirs, ours = gradients_of(eager), gradients_of(pipe)
     assert all(torch.equal(ours[name], value) for name, value in theirs.items())

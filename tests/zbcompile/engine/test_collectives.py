@@ -21,9 +21,9 @@ def model_of(expert: int, group: Any) -> MoE:
     torch.manual_seed(7)
     model = MoE(LAYERS, WIDTH, group)
     torch.manual_seed(expert)
-    for each in model.experts:
-        each.up.reset_parameters()  # type: ignore[union-attr, operator]
-        each.down.reset_parameters()  # type: ignore[union-attr, operator]
+    for item in model.experts:
+        item.up.reset_parameters()  # type: ignore[union-attr, operator]
+        item.down.reset_parameters()  # type: ignore[union-attr, operator]
     return model
 
 
@@ -38,13 +38,13 @@ def everywhere(models: list[MoE], xs: list[Tensor]) -> list[Tensor]:
     for layer in range(LAYERS):
         experts = [model.experts[layer] for model in models]
         xs = [torch.tanh(model.mixers[layer](x)) for model, x in zip(models, xs, strict=True)]
-        sent = [each.choose(x) for each, x in zip(experts, xs, strict=True)]
-        made = [
-            each.expert(x) for each, x in zip(experts, swapped([s[0] for s in sent]), strict=True)
+        sent = [item.choose(x) for item, x in zip(experts, xs, strict=True)]
+        built = [
+            item.expert(x) for item, x in zip(experts, swapped([s[0] for s in sent]), strict=True)
         ]
-        parts = zip(experts, xs, swapped(made), sent, strict=True)
+        parts = zip(experts, xs, swapped(built), sent, strict=True)
         xs = [
-            each.combine(x, back, chosen, weights) for each, x, back, (_, chosen, weights) in parts
+            item.combine(x, back, chosen, weights) for item, x, back, (_, chosen, weights) in parts
         ]
     return xs
 
@@ -71,7 +71,7 @@ def oracle() -> tuple[list[Tensor], list[MoE], list[Tensor]]:
         torch.autograd.backward(losses)
         totals = [total + loss.detach() for total, loss in zip(totals, losses, strict=True)]
         outputs.append([result.detach() for result in results])
-    return totals, models, [torch.cat(each) for each in zip(*outputs, strict=True)]
+    return totals, models, [torch.cat(item) for item in zip(*outputs, strict=True)]
 
 
 class Plain(nn.Module):

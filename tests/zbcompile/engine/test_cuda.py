@@ -49,13 +49,13 @@ def assert_gradients_as(pipe: zbcompile.Pipeline, expected: dict[str, torch.nn.P
     many."""
     sharded = pipe.program.vocabulary
     for name, parameter in pipe.named_parameters():
-        whole = expected[name].grad
-        assert whole is not None
-        if parameter.shape != whole.shape:
+        full = expected[name].grad
+        assert full is not None
+        if parameter.shape != full.shape:
             assert sharded is not None
             begin, end = sharded.bounds[dist.get_rank()]
-            whole = whole[begin:end]
-        assert_near(parameter.grad, whole)
+            full = full[begin:end]
+        assert_near(parameter.grad, full)
 
 
 def on_device(batch: Batch, device: torch.device) -> Batch:

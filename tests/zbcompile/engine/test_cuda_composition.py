@@ -35,8 +35,8 @@ def test_two_replicas(pool: Pool) -> None:
         )
         torch.testing.assert_close(run.norm, expected.norm, rtol=BOUND, atol=0)
         for name, gradient in run.gradients.items():
-            other = expected.gradients[name]
-            assert (gradient - other).abs().max() <= BOUND * other.abs().max(), name
+            second = expected.gradients[name]
+            assert (gradient - second).abs().max() <= BOUND * second.abs().max(), name
 
 
 ENDS = [
@@ -47,7 +47,7 @@ ENDS = [
 
 
 @two_gpus
-@pytest.mark.parametrize("scenario", ENDS, ids=[each.name for each in ENDS])
+@pytest.mark.parametrize("scenario", ENDS, ids=[item.name for item in ENDS])
 def test_faults(scenario: Scenario, pool: Pool) -> None:
     """Also if the host does not wait, but the device: every rank ends, with one message."""
     outcomes = pool.outcomes(on_gpu, scenario.run, *scenario.args, backend="nccl")

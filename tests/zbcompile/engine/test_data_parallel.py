@@ -29,10 +29,10 @@ BOUND = 24 * 2.0**-24
 
 def assert_near(ours: Found, theirs: Found) -> None:
     for name, gradient in ours.items():
-        other = theirs[name]
+        second = theirs[name]
         assert gradient is not None
-        assert other is not None
-        assert (gradient - other).abs().max() <= BOUND * other.abs().max(), name
+        assert second is not None
+        assert (gradient - second).abs().max() <= BOUND * second.abs().max(), name
 
 
 @pytest.mark.mostly_slow(every=2)
@@ -71,8 +71,8 @@ def test_half_precision_is_rounded_after_the_sum_over_replicas(pool: Pool) -> No
     alone: about 1e-7, which turns the rounding to bfloat16 (8 bits) for one entry in some thousand,
     by one step."""
     expected = summed_in_single_precision()
-    for found in pool.run(replicated_in_half_precision, ranks=4):
-        for name, gradient in found.items():
+    for results in pool.run(replicated_in_half_precision, ranks=4):
+        for name, gradient in results.items():
             assert gradient is not None
             assert gradient.dtype == torch.bfloat16
             assert torch.allclose(gradient, expected[name], rtol=2.0**-7, atol=0), name
@@ -99,8 +99,8 @@ def test_clipping_counts_tied_parameters_once(pool: Pool) -> None:
         (PROBLEMS[case.problem].loss(model(*part.args), part.target) / case.microbatches).backward()  # type: ignore[misc]
     assert torch.equal(norm, nn.utils.clip_grad_norm_(model.parameters(), 0.1))
     assert after == pytest.approx(0.1, rel=1e-5)
-    for other, _ in pool.run(clipped, case):
-        assert torch.equal(other, norm)
+    for second, _ in pool.run(clipped, case):
+        assert torch.equal(second, norm)
 
 
 def test_a_reduction_begins_after_the_last_weight_gradient_of_its_stage() -> None:

@@ -18,7 +18,7 @@ SHAPE = (MICROBATCHES * ROWS, LENGTH, WIDTH)
 
 
 def loss_of(outputs: tuple[Tensor, ...], target: Tensor) -> Tensor:
-    return sum((each.mean() for each in outputs), torch.zeros(()))
+    return sum((item.mean() for item in outputs), torch.zeros(()))
 
 
 def steps_of(pipe: Any, x: Tensor) -> tuple[list[Tensor], dict[str, Tensor]]:
@@ -35,16 +35,16 @@ class ByHand(nn.Module):
     def __init__(self, mesh: Any, name: str) -> None:
         super().__init__()
         self.along, self.name = Along(mesh, name), name
-        self.scale, own = nn.Parameter(torch.ones(WIDTH)), torch.ones(WIDTH)
-        self.columns = nn.Parameter(self.along.part(own, 0).clone() if name == "tp" else own)
+        self.scale, local = nn.Parameter(torch.ones(WIDTH)), torch.ones(WIDTH)
+        self.columns = nn.Parameter(self.along.part(local, 0).clone() if name == "tp" else local)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         common = F.dropout(x * self.scale)
         if self.name == "tp":
-            own = enter(torch.ones_like(common)[..., : len(self.columns)], self.along.group)
+            local = enter(torch.ones_like(common)[..., : len(self.columns)], self.along.group)
         else:
-            own = self.along.part(x, 1)
-        dropped = F.dropout(own * self.columns)
+            local = self.along.part(x, 1)
+        dropped = F.dropout(local * self.columns)
         if self.name == "cp":
             parts = self.along.gather(dropped, 1)
             return common, parts, F.dropout(torch.ones_like(parts) + 0 * parts)
@@ -87,20 +87,20 @@ def loaded_gradients(pipe: Any, mesh: Any, folder: Path) -> dict[str, Tensor]:
     loaded = zbcompile.load(folder, ByHand(mesh, "tp").state_dict(), mesh=mesh, operators=trusted)
     for _ in range(2):
         loaded.step(torch.ones(SHAPE), target=torch.ones(SHAPE))
-    found = {name: p.grad.clone() for name, p in loaded.named_parameters() if p.grad is not None}
+    results = {name: p.grad.clone() for name, p in loaded.named_parameters() if p.grad is not None}
     loaded.close()
-    return found
+    return results
 
 
-def differ(one: Tensor, other: Tensor) -> bool:
+def differ(one: Tensor, second: Tensor) -> bool:
     """Whether two dropouts of ones, by a half, are independent."""
-    return 0.3 < float((one != other).float().mean()) < 0.7
+    return 0.3 < float((one != second).float().mean()) < 0.7
 
 
 def repeats(dropped: Tensor, dimension: int) -> bool:
     """Whether the parts of two ranks have one mask."""
-    one, other = dropped.chunk(2, dimension)
-    return torch.equal(one != 0, other != 0)
+    one, second = dropped.chunk(2, dimension)
+    return torch.equal(one != 0, second != 0)
 
 
 @pytest.mark.slow
@@ -108,12 +108,12 @@ def repeats(dropped: Tensor, dimension: int) -> bool:
 def test_what_is_common_has_eagers_mask_and_parts_repeat_theirs(
     name: str, tmp_path: Path, pool: Pool
 ) -> None:
-    (one, eager, same), (other, _, alike) = pool.run(
+    (one, eager, same), (second, _, equal) = pool.run(
         drawn_by_hand, name, tmp_path / "program", ranks=2
     )
     assert torch.equal(one[0], eager)
     assert same
-    assert alike
+    assert equal
     assert repeats(one[1], -1 if name == "tp" else 1)
     assert all(differ(now, later) for now, later in zip(one[:3], one[3:], strict=True))
-    assert all(torch.equal(*each) for each in zip(one, other, strict=True))
+    assert all(torch.equal(*item) for item in zip(one, second, strict=True))

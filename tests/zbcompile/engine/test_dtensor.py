@@ -37,7 +37,7 @@ def batch() -> tuple[Tensor, Tensor]:
 
 def accumulated(model: nn.Module) -> Tensor:
     total = torch.zeros(())
-    for x, y in zip(*(each.chunk(MICROBATCHES) for each in batch()), strict=True):
+    for x, y in zip(*(item.chunk(MICROBATCHES) for item in batch()), strict=True):
         loss = loss_of(model(x), y) / MICROBATCHES
         loss.backward()
         total = total + loss.detach()
@@ -80,15 +80,15 @@ def trained(kind: str, schedule: str, exact: bool, disturbed: bool = True) -> di
     far, unequal = 0.0, []
     for name, parameter in pipe.named_parameters():
         assert isinstance(parameter.grad, DTensor) == isinstance(theirs[name], DTensor)
-        gradient, other = whole(parameter.grad), ones[name].grad
-        assert other is not None
-        far = max(far, float((gradient - other).abs().max() / other.abs().max()))
+        gradient, second = whole(parameter.grad), ones[name].grad
+        assert second is not None
+        far = max(far, float((gradient - second).abs().max() / second.abs().max()))
         unequal += [] if torch.equal(gradient, whole(theirs[name].grad)) else [name]
     norm = pipe.clip_grad_norm_(1e9)
     state = pipe.state_dict(full=True)
     pipe.load_state_dict(one.state_dict())
     whole_norm = nn.utils.get_total_norm([p.grad for p in one.parameters() if p.grad is not None])
-    found = {
+    results = {
         "loss": float((total - expected).abs() / expected),
         "far": far,
         "unequal": unequal,
@@ -105,7 +105,7 @@ def trained(kind: str, schedule: str, exact: bool, disturbed: bool = True) -> di
     }
     nan = {"nan": said_of_a_nan(pipe)} if kind == "plain" and disturbed else {}
     pipe.close()
-    return found | nan
+    return results | nan
 
 
 def said_of_a_nan(pipe: Any) -> str:
@@ -181,20 +181,20 @@ def from_the_meta_device(on_meta: bool) -> dict[str, Tensor]:
 @pytest.mark.slow
 def test_dtensors_of_a_second_mesh_and_on_the_meta_device(pool: Pool) -> None:
     """`init` fills whole tensors, so that their values do not depend on the mesh."""
-    found, expected = (
+    results, expected = (
         pool.run(from_the_meta_device, on_meta, ranks=2)[0] for on_meta in (True, False)
     )
-    assert len(found) == 2 * len(list(Llama(layers=1).parameters()))
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert len(results) == 2 * len(list(Llama(layers=1).parameters()))
+    assert all(torch.equal(results[name], expected[name]) for name in expected)
 
 
 def on_another_mesh() -> None:
-    mesh, other = (
+    mesh, second = (
         mesh_of(pp=2, tp=2),
         DeviceMesh("cpu", [[0, 3], [1, 2]], mesh_dim_names=("pp", "tp")),
     )
     zbcompile.pipeline(
-        parallelised(other["tp"], "plain", layers=1), mesh=mesh, schedule="1f1b", loss=loss_of
+        parallelised(second["tp"], "plain", layers=1), mesh=mesh, schedule="1f1b", loss=loss_of
     )
 
 
@@ -251,6 +251,6 @@ def test_bad_input_is_one_error_on_every_rank(pool: Pool) -> None:
         (replicated, 2, "Pass the module as it was before replicate()"),
         (in_context_parallel, 2, "inside torch's context_parallel()"),
     ]
-    for function, ranks, says in cases:
+    for function, ranks, message in cases:
         for outcome in pool.outcomes(function, ranks=ranks):
-            assert says in outcome.text, outcome
+            assert message in outcome.text, outcome

@@ -78,9 +78,9 @@ def settled_census(tensors: int) -> dict[str, int]:
     """A census once gloo's own threads let go of what they sent: `wait` returns a moment before
     they do."""
     deadline = time.monotonic() + 10
-    while (found := census())["tensors"] > tensors and time.monotonic() < deadline:
+    while (results := census())["tensors"] > tensors and time.monotonic() < deadline:
         time.sleep(0.05)
-    return found
+    return results
 
 
 def census() -> dict[str, int]:
@@ -98,11 +98,11 @@ def census() -> dict[str, int]:
 @pytest.mark.slow
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts threads and files in /proc")
 def test_100_steps_leave_nothing_behind(pool: Pool) -> None:
-    for found in pool.run(grown, Case("mlp", "zb-v", 2, 4), 100):
-        assert found.pop("bytes") < 20_000, (
-            found
+    for results in pool.run(grown, Case("mlp", "zb-v", 2, 4), 100):
+        assert results.pop("bytes") < 20_000, (
+            results
         )  # tracemalloc's own books, and caches that fill once
-        assert not any(found.values()), found
+        assert not any(results.values()), results
 
 
 def left_behind(close: bool) -> dict[str, int]:
@@ -143,7 +143,7 @@ def _held() -> dict[str, int]:
 @pytest.mark.slow
 @pytest.mark.parametrize("close", [True, pytest.param(False, marks=pytest.mark.beyond_sample)])
 def test_pipelines_leave_nothing_behind(close: bool, pool: Pool) -> None:
-    for found in pool.run(left_behind, close):
-        assert found["descriptors"] <= 0
-        assert found["threads"] <= 0
-        assert found["megabytes"] <= 4
+    for results in pool.run(left_behind, close):
+        assert results["descriptors"] <= 0
+        assert results["threads"] <= 0
+        assert results["megabytes"] <= 4

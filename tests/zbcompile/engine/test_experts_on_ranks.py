@@ -68,8 +68,8 @@ def batch_of(run: Run, rank: int, step: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def pipeline_of(run: Run) -> tuple[zbcompile.Pipeline, Mixture, int]:
-    others = dist.get_world_size() // run.ep
-    mesh = mesh_of(ep=run.ep, pp=others)
+    rest = dist.get_world_size() // run.ep
+    mesh = mesh_of(ep=run.ep, pp=rest)
     rank = mesh["ep"].get_local_rank()
     model = mixture_of(rank, mesh["ep"].get_group(), run.factor, run.norm, run.layer, run.layers)
     options: dict[str, Any] = {
@@ -93,7 +93,7 @@ def trained(run: Run) -> tuple[int, Seen]:
         with pipe.no_sync() if inside else nullcontext():
             losses.append(pipe.step(x, bias, target=target))
     gradients = gradients_of(pipe)
-    state = {name: each.clone() for name, each in pipe.state_dict().items()}
+    state = {name: item.clone() for name, item in pipe.state_dict().items()}
     pipe.close()
     parameters = {
         name: state.pop(name)
@@ -115,12 +115,12 @@ def oracle(run: Run) -> tuple[list[Tensor], list[Mixture]]:
         ]
         scaled: list[list[Tensor]] = []
         for i in range(MICROBATCHES):
-            made = everywhere(
-                models, [each[0][i] for each in batches], [each[1][i] for each in batches]
+            built = everywhere(
+                models, [item[0][i] for item in batches], [item[1][i] for item in batches]
             )
             parts = [
-                F.mse_loss(y, each[2][i]) / (MICROBATCHES * run.ep)
-                for y, each in zip(made, batches, strict=True)
+                F.mse_loss(y, item[2][i]) / (MICROBATCHES * run.ep)
+                for y, item in zip(built, batches, strict=True)
             ]
             torch.autograd.backward(parts)
             scaled.append([part.detach() for part in parts])
@@ -137,30 +137,30 @@ def oracle(run: Run) -> tuple[list[Tensor], list[Mixture]]:
 def sum_over_ranks(models: list[Mixture]) -> None:
     for name, first in models[0].named_parameters():
         if not is_expert(name):
-            others = [dict(model.named_parameters())[name] for model in models[1:]]
-            first.grad = reduce(torch.add, [each.grad for each in others], first.grad)
-            for each in others:
-                each.grad.zero_()
+            rest = [dict(model.named_parameters())[name] for model in models[1:]]
+            first.grad = reduce(torch.add, [item.grad for item in rest], first.grad)
+            for item in rest:
+                item.grad.zero_()
 
 
 def is_expert(name: str) -> bool:
     return name.endswith((".up", ".down"))
 
 
-def compare(run: Run, found: list[tuple[int, Seen]]) -> None:
+def compare(run: Run, results: list[tuple[int, Seen]]) -> None:
     losses, models = oracle(run)
     expected = dict(models[0].named_parameters())
-    for rank, seen in found:
+    for rank, seen in results:
         assert_same_tensors(seen.losses, losses, "loss of step")
         for name, gradient in seen.gradients.items():
-            whole = expected[name].grad
-            own = whole.chunk(run.ep)[rank] if is_expert(name) else whole
+            full = expected[name].grad
+            local = full.chunk(run.ep)[rank] if is_expert(name) else full
             if run.ep == 2 or is_expert(name):
-                assert torch.equal(gradient, own), name
+                assert torch.equal(gradient, local), name
             else:  # four parts are added in gloo's order
-                assert torch.allclose(gradient, own, rtol=0, atol=1e-6 * float(own.abs().max())), (
-                    name
-                )
+                assert torch.allclose(
+                    gradient, local, rtol=0, atol=1e-6 * float(local.abs().max())
+                ), name
         buffers = dict(models[0].named_buffers())  # replicas go on with the first one's
         assert_same_tensors(seen.buffers, {name: buffers[name] for name in seen.buffers}, "buffer")
 

@@ -30,11 +30,13 @@ def test_the_first_step_names_what_differs(pool: Pool) -> None:
     """The parameter or buffer and the dimension, on both ranks; models without a fault are not
     refused."""
     cases = [(fault, False) for fault in FAULTS] + [(fault, True) for fault in RIGHT.values()]
-    one, other = pool.run(first_steps, cases, ranks=2, timeout=240)
-    assert one == other
+    one, second = pool.run(first_steps, cases, ranks=2, timeout=240)
+    assert one == second
     for (fault, right), text in zip(cases, one, strict=True):
-        says = None if right else FAULTS[fault].says
-        assert (not text) if says is None else (says in text and FAULTS[fault].dimension in text), (
+        message = None if right else FAULTS[fault].says
+        assert (
+            (not text) if message is None else (message in text and FAULTS[fault].dimension in text)
+        ), (
             fault,
             right,
             text,

@@ -44,32 +44,32 @@ def test_none_where_eager_has_none(exact: bool, pool: Pool) -> None:
 
 def test_gradients_that_were_there_before_the_first_step() -> None:
     chosen, batch = PROBLEMS["mlp"], batch_of("mlp")
-    model, other = chosen.model(), chosen.model()
-    for parameter in (*model.parameters(), *other.parameters()):
+    model, second = chosen.model(), chosen.model()
+    for parameter in (*model.parameters(), *second.parameters()):
         parameter.grad = torch.full_like(parameter, 0.25)
     pipe = zbcompile.pipeline(
         model, schedule="zb-h1", microbatches=MICROBATCHES, ranks=2, loss=chosen.loss, exact=True
     )
     pipe.step(*batch.args, target=batch.target)
-    eager_step(other, chosen.loss, batch, MICROBATCHES, 0)
-    assert_same_tensors(gradients_of(pipe), gradients_of(other), "gradient of")
+    eager_step(second, chosen.loss, batch, MICROBATCHES, 0)
+    assert_same_tensors(gradients_of(pipe), gradients_of(second), "gradient of")
 
 
 def freeze_between_steps() -> None:
     """Freezing layers after compiling, then thawing them, does what it does in eager mode."""
     chosen, batch = PROBLEMS["mlp"], batch_of("mlp")
-    model, other = chosen.model(), chosen.model()
+    model, second = chosen.model(), chosen.model()
     pipe = zbcompile.pipeline(
         model, schedule="zb-v", microbatches=MICROBATCHES, loss=chosen.loss, exact=True, ranks=2
     )
     for step, frozen in enumerate((False, True, False)):
-        for m in (model, other):
+        for m in (model, second):
             assert isinstance(m, MLP)
             m.layers[2].requires_grad_(not frozen)
             m.zero_grad()
         pipe.step(*batch.args, target=batch.target)
-        eager_step(other, chosen.loss, batch, MICROBATCHES, step)
-        theirs = gradients_of(other)
+        eager_step(second, chosen.loss, batch, MICROBATCHES, step)
+        theirs = gradients_of(second)
         ours = gradients_of(pipe)
         assert_same_tensors(ours, {name: theirs[name] for name in ours}, "gradient of")
 
@@ -83,7 +83,7 @@ def test_freeze_between_steps(pool: Pool) -> None:
 def test_sum_instead_of_mean() -> None:
     """`loss_reduction="sum"`: neither the loss nor the gradients carry 1/m."""
     batch = batch_of("mlp")
-    model, other = PROBLEMS["mlp"].model(), PROBLEMS["mlp"].model()
+    model, second = PROBLEMS["mlp"].model(), PROBLEMS["mlp"].model()
 
     def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return F.mse_loss(output, target, reduction="sum") / 8
@@ -100,11 +100,11 @@ def test_sum_instead_of_mean() -> None:
     total = pipe.step(*batch.args, target=batch.target)
     expected = torch.zeros(())
     for part in batch.parts(MICROBATCHES):
-        one = loss(other(*part.args), part.target)  # type: ignore[arg-type]
+        one = loss(second(*part.args), part.target)  # type: ignore[arg-type]
         one.backward()
         expected = expected + one.detach()
     assert torch.equal(total, expected)
-    assert_same_tensors(gradients_of(pipe), gradients_of(other), "gradient of")
+    assert_same_tensors(gradients_of(pipe), gradients_of(second), "gradient of")
 
 
 class Buffered(nn.Module):
@@ -134,7 +134,7 @@ def buffers_after_training() -> dict[str, torch.Tensor]:
 @pytest.mark.slow
 def test_buffers_that_forward_changes(pool: Pool) -> None:
     torch.manual_seed(0)
-    other = Buffered()
-    eager_step(other, F.mse_loss, batch_of("mlp"), MICROBATCHES, 0)
+    second = Buffered()
+    eager_step(second, F.mse_loss, batch_of("mlp"), MICROBATCHES, 0)
     for ours in (pool.alone(buffers_after_training), *pool.run(buffers_after_training)):
-        assert_same_tensors(ours, other.state_dict(), "state dict:")
+        assert_same_tensors(ours, second.state_dict(), "state dict:")

@@ -17,8 +17,8 @@ from tests.support.refused import ROWS
 
 def compare(pipe: zbcompile.Pipeline, model: nn.Module, eager: nn.Module) -> None:
     """One more step of both: equal losses and gradients."""
-    for each in (model, eager):
-        each.zero_grad()
+    for item in (model, eager):
+        item.zero_grad()
     step = pipe.step_index
     loss = pipe.step(ROWS, target=ROWS)
     assert torch.equal(loss, eager_step(eager, F.mse_loss, Batch((ROWS,), {}, ROWS), 4, step))
@@ -40,7 +40,7 @@ def made(kind: type[MLP] = MLP) -> Any:
 
 
 def doubled(module: nn.Module, grad_input: Any, grad_output: Any) -> Any:
-    return tuple(None if each is None else 2 * each for each in grad_input)
+    return tuple(None if item is None else 2 * item for item in grad_input)
 
 
 HOOKS: dict[str, Callable[[Any], Any]] = {
@@ -62,7 +62,7 @@ def test_a_hook_that_is_there_or_comes_later(kind: str, capsys: pytest.CaptureFi
     model, eager = made(), made()
     pipe = pipeline_of(model)
     compare(pipe, model, eager)
-    handles = [HOOKS[kind](each) for each in (model, eager)]
+    handles = [HOOKS[kind](item) for item in (model, eager)]
     compare(pipe, model, eager)
     for handle in handles:
         handle.remove()

@@ -39,9 +39,9 @@ def trained(ranks: int | None, schedule: str = "zb-h1") -> dict[str, Tensor]:
         optimizer.step()
         optimizer.zero_grad()
     assert pipe.eval(ROWS).shape == ROWS.shape
-    found = {name: parameter.detach().clone() for name, parameter in pipe.named_parameters()}
+    results = {name: parameter.detach().clone() for name, parameter in pipe.named_parameters()}
     pipe.close()
-    return found
+    return results
 
 
 def expected() -> dict[str, Tensor]:
@@ -56,9 +56,9 @@ def expected() -> dict[str, Tensor]:
 
 
 def test_parameters_of_the_loss_train_with_the_bits_of_eager() -> None:
-    found, eager = trained(ranks=2), expected()
-    assert found.keys() == eager.keys()
-    assert all(torch.equal(found[name], eager[name]) for name in eager)
+    results, eager = trained(ranks=2), expected()
+    assert results.keys() == eager.keys()
+    assert all(torch.equal(results[name], eager[name]) for name in eager)
 
 
 class Normalised(Temperature):
@@ -104,19 +104,19 @@ def test_the_loss_changes_its_buffers(own: bool) -> None:
     for _ in range(2):
         total = torch.zeros(())
         for part in ROWS.chunk(2):
-            each = eagers_loss(eager(part), part) / 2
-            each.backward()
-            total += each.detach()
+            item = eagers_loss(eager(part), part) / 2
+            item.backward()
+            total += item.detach()
         assert torch.equal(pipe.step(ROWS, target=ROWS), total)
     for (name, ours), (_, theirs) in zip(
         loss.named_buffers(), eagers_loss.named_buffers(), strict=True
     ):
         assert torch.equal(ours, theirs), name
     gradients = {
-        name: each.grad
-        for name, each in (*eager.named_parameters(), *eagers_loss.named_parameters("loss"))
+        name: item.grad
+        for name, item in (*eager.named_parameters(), *eagers_loss.named_parameters("loss"))
     }
-    assert all(torch.equal(each.grad, gradients[name]) for name, each in pipe.named_parameters())
+    assert all(torch.equal(item.grad, gradients[name]) for name, item in pipe.named_parameters())
     pipe.close()
 
 

@@ -57,17 +57,17 @@ def worst(
     pipe = zbcompile.pipeline(
         case(dtype, bias)[0], schedule=schedule, ranks=ranks, microbatches=MICROBATCHES, vocab=vocab
     )
-    found = {"loss": abs(pipe.step(tokens).item() / sum(loss.item() for loss in losses) - 1)}
+    results = {"loss": abs(pipe.step(tokens).item() / sum(loss.item() for loss in losses) - 1)}
     shards = pipe.program.vocabulary
     assert shards is not None
     for name, parameter in pipe.named_parameters():
-        expected, own = model.get_parameter(name).grad, parameter.grad
+        expected, local = model.get_parameter(name).grad, parameter.grad
         assert expected is not None
-        assert own is not None
+        assert local is not None
         if ranks is None and name in shards.parameters:
             expected = expected[slice(*shards.bounds[torch.distributed.get_rank()])]
-        found[name] = float((own - expected).abs().max() / expected.abs().max())
-    return found
+        results[name] = float((local - expected).abs().max() / expected.abs().max())
+    return results
 
 
 @pytest.mark.slow
@@ -82,10 +82,10 @@ def test_terms_of_the_loss(
 ) -> None:
     """A float32 term keeps its digits beside an output layer in bfloat16, and so does its
     gradient."""
-    found = worst(vocab, schedule, dtype, bias)
-    assert found["gate"] <= 1e-6
-    assert found["loss"] <= max(1e-6, bound / 10)
-    assert max(found.values()) <= bound
+    results = worst(vocab, schedule, dtype, bias)
+    assert results["gate"] <= 1e-6
+    assert results["loss"] <= max(1e-6, bound / 10)
+    assert max(results.values()) <= bound
 
 
 @pytest.mark.slow

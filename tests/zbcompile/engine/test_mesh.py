@@ -46,17 +46,17 @@ def options_of(kind: str, model: Any) -> dict[str, Any]:
     return {"microbatches": MICROBATCHES, "loss": loss, "placements": placements}
 
 
-def errors(pipe: Any, model: Any, whole: nn.Module, along: Along) -> float:
+def errors(pipe: Any, model: Any, full: nn.Module, along: Along) -> float:
     """The largest difference of a gradient, relative to the largest entry of the whole one."""
-    expected = dict(whole.named_parameters())
-    found = []
+    expected = dict(full.named_parameters())
+    results = []
     for name, parameter in pipe.named_parameters():
         gradient = expected[name].grad
-        found.append(
+        results.append(
             (parameter.grad - part_of(gradient, parameter, along)).abs().max()
             / gradient.abs().max()
         )
-    return float(max(found))
+    return float(max(results))
 
 
 def in_one_process(kind: str) -> tuple[Tensor, nn.Module, Tensor]:
@@ -70,12 +70,12 @@ def in_one_process(kind: str) -> tuple[Tensor, nn.Module, Tensor]:
     return total, model, norm
 
 
-def evaluated(pipe: Any, whole: nn.Module, mesh: DeviceMesh, x: Tensor) -> float:
+def evaluated(pipe: Any, full: nn.Module, mesh: DeviceMesh, x: Tensor) -> float:
     """By how much an evaluation in three microbatches differs; along "cp" a rank has its part."""
-    found, expected = pipe.eval(x, microbatches=3), whole(x).detach()
-    if found.shape != expected.shape:
+    results, expected = pipe.eval(x, microbatches=3), full(x).detach()
+    if results.shape != expected.shape:
         expected = expected.chunk(2, dim=1)[mesh.get_local_rank("cp")]
-    return float((found - expected).abs().max() / expected.abs().max())
+    return float((results - expected).abs().max() / expected.abs().max())
 
 
 def trained(
@@ -86,17 +86,17 @@ def trained(
     device = torch.get_default_device().type
     mesh = init_device_mesh(device, (2, dist.get_world_size() // 2), mesh_dim_names=names)
     model, (x, y) = model_of(kind, mesh), batch()
-    total, whole, norm = in_one_process(kind)
+    total, full, norm = in_one_process(kind)
     pipe = zbcompile.pipeline(model, mesh=mesh, schedule=schedule, **options_of(kind, model))
     for _ in range(2):
         loss = pipe.step(x, target=y)
-    for parameter in whole.parameters():
+    for parameter in full.parameters():
         parameter.grad *= 2
-    within = errors(pipe, model, whole, model.along)
+    within = errors(pipe, model, full, model.along)
     ours = pipe.clip_grad_norm_(1e9)
     rows = 5 if kind == UNEVEN else 6
     in_vain = needless(pipe.program)
-    forward = evaluated(pipe, whole, mesh, x[:rows]) if kind in EVALUATES else 0.0
+    forward = evaluated(pipe, full, mesh, x[:rows]) if kind in EVALUATES else 0.0
     pipe.close()
     return (
         float((loss - total).abs() / total),
@@ -213,6 +213,6 @@ def test_bad_input_is_one_error_on_every_rank(pool: Pool) -> None:
         ),
         (undeclared_part, (), 2, r'the gradient of .*norm.weight differs between.*"tp": "partial"'),
     ]
-    for function, args, ranks, says in cases:
+    for function, args, ranks, message in cases:
         for outcome in pool.outcomes(function, *args, ranks=ranks):
-            assert re.search(says, outcome.text), outcome
+            assert re.search(message, outcome.text), outcome

@@ -50,9 +50,9 @@ def test_gpu_tests_on_the_pretended_gpu(tmp_path: Path) -> None:
         pytest.skip(reason)
     plugins = ["-p", "no:cacheprovider", "-p", "tests.support.pretended_gpu.checked"]
     command = [sys.executable, "-m", "pytest", "-q", "-rs", *plugins, "--timeout", "300", *FILES]
-    given = environment(built(), devices=4, faults=tmp_path)
+    arguments = environment(built(), devices=4, faults=tmp_path)
     done = subprocess.run(
-        command, cwd=ROOT, env=given, capture_output=True, text=True, timeout=1100
+        command, cwd=ROOT, env=arguments, capture_output=True, text=True, timeout=1100
     )
     assert done.returncode == 0, done.stdout[-20_000:] + done.stderr[-4000:]
     passed = int(done.stdout.split(" passed")[0].split()[-1])
@@ -62,13 +62,13 @@ def test_gpu_tests_on_the_pretended_gpu(tmp_path: Path) -> None:
 @pytest.fixture
 def device() -> Iterator[ModuleType]:
     """The compiled module; what a test plants on purpose is not said of it."""
-    found: ModuleType = sys.modules["pretended_gpu_in_torch"].device  # type: ignore[attr-defined]
-    found.forget()
-    found.keep_faults(False)
-    yield found
+    results: ModuleType = sys.modules["pretended_gpu_in_torch"].device  # type: ignore[attr-defined]
+    results.forget()
+    results.keep_faults(False)
+    yield results
     torch.cuda.synchronize()
-    found.forget()
-    found.keep_faults(True)
+    results.forget()
+    results.keep_faults(True)
 
 
 def kinds(device: ModuleType) -> set[str]:
@@ -79,30 +79,30 @@ def kinds(device: ModuleType) -> set[str]:
 @pytest.mark.parametrize("ordered", [False, True])
 def test_a_read_without_an_event_is_found(device: ModuleType, ordered: bool) -> None:
     torch.cuda.synchronize()
-    written, other = torch.zeros(4, device="cuda"), torch.cuda.Stream()
+    written, second = torch.zeros(4, device="cuda"), torch.cuda.Stream()
     written.add_(1)
     if ordered:
-        other.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(other):
-        kept = written * 2
+        second.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(second):
+        saved = written * 2
     assert kinds(device) == (set() if ordered else {"RACE"})
-    del kept
+    del saved
 
 
 @pretended
 @pytest.mark.parametrize("named", [False, True])
 def test_memory_freed_too_early_is_found(device: ModuleType, named: bool) -> None:
     torch.cuda.synchronize()
-    lent, other = torch.zeros(4, device="cuda"), torch.cuda.Stream()
-    other.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(other):
-        kept = lent + 1
+    lent, second = torch.zeros(4, device="cuda"), torch.cuda.Stream()
+    second.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(second):
+        saved = lent + 1
     if named:
-        lent.record_stream(other)
+        lent.record_stream(second)
     del lent
     torch.zeros(4, device="cuda")
     assert kinds(device) == (set() if named else {"REUSE"})
-    del kept
+    del saved
 
 
 @pretended
@@ -146,11 +146,11 @@ def test_a_recording_copies_its_inputs_once_and_leaves_the_cache(device: ModuleT
 
     first, second = torch.ones(4, device="cuda"), torch.full((4,), 2.0, device="cuda")
     torch.empty(1 << 20, device="cuda")  # held in the cache from here on
-    held, launches = torch.cuda.memory_reserved(), device.launches()
+    allocated, launches = torch.cuda.memory_reserved(), device.launches()
     recorded = RecordedPass("double", double, (), frozenset(), gpu.graph_pool())
     results = [recorded([first])[0]]
     assert device.launches() - launches == 1 + WARM_UP + 1 + 1
-    assert torch.cuda.memory_reserved() >= held
+    assert torch.cuda.memory_reserved() >= allocated
     results.append(recorded([second])[0])
     assert [result.tolist() for result in results] == [[2.0] * 4, [4.0] * 4]
 
@@ -204,10 +204,10 @@ def with_another_current_device() -> tuple[list[float], set[int], int, list[str]
     device.forget()
     rank = dist.get_rank()
     before = device.times_seeded(1 - rank)
-    found = steps_as_eager(rank)
+    results = steps_as_eager(rank)
     by_eager = 1 + 2 * 4  # torch.manual_seed: once, and before each of the microbatches
     names = [str(options.group_name) for options in dist.ProcessGroupNCCL.made]
-    return found, device.contexts(), device.times_seeded(1 - rank) - before - by_eager, names
+    return results, device.contexts(), device.times_seeded(1 - rank) - before - by_eager, names
 
 
 @pretended

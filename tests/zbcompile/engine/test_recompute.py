@@ -69,13 +69,13 @@ def test_checkpoint_regions_are_hints() -> None:
     Equal to eager."""
     torch.manual_seed(0)
     model, x = Checkpointed(), torch.randn(MICROBATCHES * 2, 16)
-    kept = {}
+    saved = {}
     for policy in ("off", "hints"):
         ours = copy.deepcopy(model)
         options = {"schedule": "zb-h1", "ranks": 2, "microbatches": MICROBATCHES, "exact": True}
         pipe = zbcompile.pipeline(ours, loss=F.mse_loss, recompute=policy, **options)
         pipe.step(x, target=-x)
-        kept[policy] = sum(stage.crossing.kept for stage in pipe.program.stages)
+        saved[policy] = sum(stage.crossing.kept for stage in pipe.program.stages)
     again = [
         node
         for stage in pipe.program.stages
@@ -83,7 +83,7 @@ def test_checkpoint_regions_are_hints() -> None:
         if _again(node)
     ]
     assert sum("gelu" in str(node.target) for node in again) == 3
-    assert kept["hints"] < kept["off"]
+    assert saved["hints"] < saved["off"]
     for i, part in enumerate(x.chunk(MICROBATCHES)):
         torch.manual_seed(zbcompile.microbatch_seed(0, i))
         (F.mse_loss(model(part), -part) / MICROBATCHES).backward()
@@ -107,12 +107,12 @@ class Region(nn.Module):
         def region(y: Tensor) -> Tensor:
             return F.dropout(torch.tanh(self.norm(self.first(y))))
 
-        found = (
+        results = (
             region(x)
             if self.options is None
             else checkpoint(region, x, use_reentrant=False, **self.options)
         )
-        return self.last(found)
+        return self.last(results)
 
 
 @pytest.mark.slow
@@ -127,8 +127,8 @@ def test_a_checkpoint_changes_neither_statistics_nor_masks() -> None:
     for model in eager:
         torch.manual_seed(zbcompile.microbatch_seed(0, 0))
         F.mse_loss(model(x), y).backward()
-    plain, kept, drawn = (dict(model.named_parameters()) for model in eager)
-    assert torch.equal(plain["first.weight"].grad, kept["first.weight"].grad)  # type: ignore[arg-type]
+    plain, saved, drawn = (dict(model.named_parameters()) for model in eager)
+    assert torch.equal(plain["first.weight"].grad, saved["first.weight"].grad)  # type: ignore[arg-type]
     assert not torch.equal(plain["first.weight"].grad, drawn["first.weight"].grad)  # type: ignore[arg-type]
     assert [int(model.norm.num_batches_tracked) for model in eager] == [1, 2, 2]  # type: ignore[arg-type]
     ours = Region({"preserve_rng_state": False})

@@ -162,7 +162,7 @@ class Late(PointToPoint):
 
 def delayed(case: Case, ordered: bool) -> Trained:
     original = GroupRanks.transport
-    GroupRanks.transport = lambda self, *given: Late(**vars(original(self, *given)))  # type: ignore[method-assign]
+    GroupRanks.transport = lambda self, *arguments: Late(**vars(original(self, *arguments)))  # type: ignore[method-assign]
     try:
         with mock.patch.dict(os.environ, {ORDERED.name: str(int(ordered))}):
             return quickly(case)

@@ -27,8 +27,8 @@ def made(shape: tuple[int, int]) -> zbcompile.Pipeline:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "pp"))
-    given = {"schedule": "1f1b", "microbatches": 2, "loss": mse_loss, "timeout": 60}
-    pipe = zbcompile.pipeline(model, mesh=mesh, **given)
+    arguments = {"schedule": "1f1b", "microbatches": 2, "loss": mse_loss, "timeout": 60}
+    pipe = zbcompile.pipeline(model, mesh=mesh, **arguments)
     return pipe.compile(torch.zeros(4, 2), target=torch.zeros(4, 2))
 
 
@@ -39,18 +39,20 @@ def step(pipe: zbcompile.Pipeline, count: int) -> float:
 
 def messages(shape: tuple[int, int]) -> Counter[str]:
     """What this rank tells all others in four steps like the first, outside of the actions."""
-    pipe, found = made(shape), Counter[str]()
+    pipe, results = made(shape), Counter[str]()
     step(pipe, 2)
 
     def counted(name: str) -> None:
         method = getattr(pipe.ranks, name)
-        setattr(pipe.ranks, name, lambda *given: (found.update([name]), method(*given))[1])
+        setattr(
+            pipe.ranks, name, lambda *arguments: (results.update([name]), method(*arguments))[1]
+        )
 
     for name in ("begin_largest", "gather", "gather_here"):
         counted(name)
     for _ in range(4):
         step(pipe, 2)
-    return found
+    return results
 
 
 @pytest.mark.slow
@@ -111,14 +113,14 @@ def called(kind: str) -> tuple[Counter[str], int]:
     outside, within = Counter[str](), Counter[str]()
 
     def counted(name: str, call: Any) -> Any:
-        def counting(*given: Any, **named: Any) -> Any:
+        def counting(*arguments: Any, **named: Any) -> Any:
             codes = {frame.f_code for frame, _ in traceback.walk_stack(None)}
             acts = Engine.run_step.__code__ in codes
             acts = acts or threading.current_thread().name.startswith(
                 "zbcompile-collectives"
             )  # begun by actions
             (within if acts else outside)[name] += 1
-            return call(*given, **named)
+            return call(*arguments, **named)
 
         return counting
 
@@ -161,22 +163,22 @@ def differs_once(overlap: bool) -> tuple[list[str], bool, list[float]]:
             losses.append(step(pipe, counts[pipe.ranks.mesh.index("dp")]))
         except PipelineError as error:
             said.append(str(error))
-            kept = all(map(torch.equal, before, pipe.parameters()))
-            kept = kept and all(parameter.grad is None for parameter in pipe.parameters())
+            saved = all(map(torch.equal, before, pipe.parameters()))
+            saved = saved and all(parameter.grad is None for parameter in pipe.parameters())
             continue
         if not overlap:
             optimizer.step()
             optimizer.zero_grad()
     dist.barrier()
-    return said, kept, losses
+    return said, saved, losses
 
 
 def test_a_step_that_differs_between_replicas_changes_nothing(pool: Pool) -> None:
     """It has run when that is found: nothing was summed over replicas, no parameter updated, and
     the next step runs."""
     for overlap in (False, True):
-        for said, kept, losses in pool.run(differs_once, overlap, ranks=4):
-            assert kept
+        for said, saved, losses in pool.run(differs_once, overlap, ranks=4):
+            assert saved
             first, last = losses
             assert last < first
             (text,) = said

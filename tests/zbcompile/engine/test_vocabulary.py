@@ -57,8 +57,8 @@ def test_what_cannot_be_is_refused() -> None:
             "vocab=1: .*Use vocab=.off",
         ),
     ):
-        given = {"loss": MODELS["gpt"][1], **options}
+        arguments = {"loss": MODELS["gpt"][1], **options}
         with pytest.raises((CompileError, PipelineError), match=reason):
             zbcompile.pipeline(
-                model_of(case), schedule="1f1b", microbatches=4, ranks=2, **given
+                model_of(case), schedule="1f1b", microbatches=4, ranks=2, **arguments
             ).compile(*batch.args, target=batch.target)

@@ -37,8 +37,8 @@ def replicated() -> tuple[Tensor, dict[str, Tensor], Tensor]:
     gradients."""
     mesh = mesh_of_replicas()
     pipe = zbcompile.pipeline(model(), mesh=mesh, **OPTIONS)
-    own = list(WHOLE.parts(REPLICAS))[mesh["dp"].get_local_rank()]
-    loss = pipe.step(*own.args, target=own.target)
+    local = list(WHOLE.parts(REPLICAS))[mesh["dp"].get_local_rank()]
+    loss = pipe.step(*local.args, target=local.target)
     gradients = {name: p.grad.clone() for name, p in pipe.named_parameters() if p.grad is not None}
     return loss, gradients, pipe.clip_grad_norm_(1.0)
 
@@ -58,7 +58,7 @@ def test_gradients_are_those_of_the_concatenated_batch(pool: Pool) -> None:
                 distance(its_norm.double(), norm.double()) < 1e-6
             )  # norms of gradients are float32
         for name, parameter in expected.named_parameters():
-            parts = [found[name] for _, found, _ in replica if name in found]
-            whole = parts[0] if parts[0].shape == parameter.shape else torch.cat(parts)
+            parts = [results[name] for _, results, _ in replica if name in results]
+            full = parts[0] if parts[0].shape == parameter.shape else torch.cat(parts)
             assert parameter.grad is not None
-            assert distance(whole, parameter.grad) < 1e-12, name
+            assert distance(full, parameter.grad) < 1e-12, name

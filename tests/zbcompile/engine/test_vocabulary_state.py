@@ -89,16 +89,16 @@ def test_a_rank_makes_its_own_rows_real(pool: Pool, tmp_path: Path) -> None:
     alone = pool.alone(on_meta, str(tmp_path / "alone"))
     seen = pool.run(on_meta, str(tmp_path / "ranks"))
     assert alone["words"] == seen[0]["words"] == seen[1]["words"]
-    for each in seen:
-        assert not {"head.weight", "token.weight"} & each["real"]
-        assert distance(each["loss"], alone["loss"]) < 1e-6
-        assert distance(each["output"], alone["output"]) < 1e-5
+    for item in seen:
+        assert not {"head.weight", "token.weight"} & item["real"]
+        assert distance(item["loss"], alone["loss"]) < 1e-6
+        assert distance(item["output"], alone["output"]) < 1e-5
         for key, value in alone["before"].items():
-            assert torch.equal(each["before"][key], value), key
-            assert torch.equal(each["restored"][key], each["trained"][key]), key
+            assert torch.equal(item["before"][key], value), key
+            assert torch.equal(item["restored"][key], item["trained"][key]), key
     joined = {}
     for name, gradient in alone["gradients"].items():
-        parts = [each["gradients"][name] for each in seen if name in each["gradients"]]
+        parts = [item["gradients"][name] for item in seen if name in item["gradients"]]
         joined[name] = torch.cat(parts) if len(parts) == 2 else parts[0]
         assert distance(joined[name], gradient) < 1e-6, name
     model = tall()

@@ -36,6 +36,6 @@ def _wait_for(rank: int, raised: threading.Event) -> None:
 
 
 def test_a_wait_ends_though_another_peer_has_gone(pool: Pool) -> None:
-    found = pool.run(wait_and_cut, ranks=3)
+    results = pool.run(wait_and_cut, ranks=3)
     pool.group = None  # its connections are closed
-    assert found == [True] * 3
+    assert results == [True] * 3

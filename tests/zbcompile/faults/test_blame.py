@@ -21,15 +21,15 @@ def test_a_busy_rank_and_one_in_an_earlier_call() -> None:
 
 
 def test_a_rank_in_another_call() -> None:
-    other = RankStatus(1, 3, "eval", "the exchange", waits=True)
-    fault = find_straggler(WAITS, {0: WAITS, 1: other}, 5.0, on_device=False)
+    second = RankStatus(1, 3, "eval", "the exchange", waits=True)
+    fault = find_straggler(WAITS, {0: WAITS, 1: second}, 5.0, on_device=False)
     assert (fault.rank, fault.where) == (1, "the exchange of eval")
     assert fault.cause.startswith("rank 0 is at B0.1 of step 2 meanwhile. Every rank must make")
 
 
 def test_no_rank_if_all_live_and_wait() -> None:
-    other = RankStatus(1, 3, "step 2", "F1.0", waits=True)
-    fault = find_straggler(WAITS, {0: WAITS, 1: other}, 5.0, on_device=False)
+    second = RankStatus(1, 3, "step 2", "F1.0", waits=True)
+    fault = find_straggler(WAITS, {0: WAITS, 1: second}, 5.0, on_device=False)
     assert fault.rank is None
     assert str(fault.error()).startswith(
         "the ranks' connection failed at B0.1 of step 2: every rank shows signs of life"

@@ -63,9 +63,9 @@ def broken_and_made_anew(store: str) -> tuple[str, Tensor, Tensor]:
 def test_a_new_process_group_in_the_same_processes(
     pool: Pool, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    found = pool.run(broken_and_made_anew, str(tmp_path_factory.mktemp("store") / "again"))
+    results = pool.run(broken_and_made_anew, str(tmp_path_factory.mktemp("store") / "again"))
     pool.group = None
-    for message, first, second in found:
+    for message, first, second in results:
         assert re.search(
             r"this pipeline has ended: rank 1 failed at F1.*Call pipe\.close\(\)", message
         )

@@ -31,10 +31,10 @@ class Dropless(nn.Module):
             0, chosen.flatten(), torch.ones_like(order)
         )
         ends = counts.cumsum(0).int()
-        made = F.grouped_mm(
+        built = F.grouped_mm(
             F.silu(F.grouped_mm(x[order // self.chosen], self.up, offs=ends)), self.down, offs=ends
         )
-        rows = torch.zeros_like(made).index_copy(0, order, made)
+        rows = torch.zeros_like(built).index_copy(0, order, built)
         return x + (rows.view(-1, self.chosen, x.shape[-1]) * weights.unsqueeze(-1)).sum(1)
 
 
@@ -80,7 +80,7 @@ def transformers_model(name: str) -> Any:
         "use_cache": False,
     }
     if name == "Qwen3Moe":
-        own = {"num_experts": 8, "head_dim": 8, "num_key_value_heads": 2}
+        local = {"num_experts": 8, "head_dim": 8, "num_key_value_heads": 2}
     else:
         heads = {
             "qk_rope_head_dim": 8,
@@ -89,9 +89,9 @@ def transformers_model(name: str) -> Any:
             "num_key_value_heads": 4,
         }
         experts = {"n_routed_experts": 8, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
-        own = {**heads, **experts, "q_lora_rank": 16, "kv_lora_rank": 16}
+        local = {**heads, **experts, "q_lora_rank": 16, "kv_lora_rank": 16}
     torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(**sizes, **layers, **own)
+    config = getattr(transformers, f"{name}Config")(**sizes, **layers, **local)
     model = getattr(transformers, f"{name}ForCausalLM")(config)
     model.set_experts_implementation("grouped_mm")
     return model

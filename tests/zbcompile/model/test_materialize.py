@@ -77,11 +77,11 @@ def test_each_rank_makes_its_own_share_real(pool: Pool) -> None:
     assert_same_tensors(gradients, gradients_of(eager), "gradient of")
     assert len(real) == len([*eager.named_parameters(), *eager.named_buffers()])
     shares = pool.run(filled_by_init)
-    for other in shares:
-        assert torch.equal(other[0], loss)
-        assert_same_tensors(other[2], state, "state")
-        assert set(other[3]) < set(real)
-    assert set().union(*(set(other[3]) for other in shares)) == set(real)
+    for second in shares:
+        assert torch.equal(second[0], loss)
+        assert_same_tensors(second[2], state, "state")
+        assert set(second[3]) < set(real)
+    assert set().union(*(set(second[3]) for second in shares)) == set(real)
 
 
 @pytest.mark.slow

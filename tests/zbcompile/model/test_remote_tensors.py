@@ -85,11 +85,11 @@ def refusals() -> tuple[dict[str, str], bool, set[str]]:
     }
     said = {name: said_by(read) for name, read in reads.items()}
     clip_grads_with_norm_(pipe.parameters(), 1.0, torch.ones(()))
-    own = {name for name, _ in pipe.named_parameters()}
+    local = {name for name, _ in pipe.named_parameters()}
     tensors = (*model.named_parameters(), *model.named_buffers())
     remote = {name for name, tensor in tensors if tensor.is_meta}
     pipe.close()
-    return said, own.isdisjoint(remote), remote
+    return said, local.isdisjoint(remote), remote
 
 
 def test_tensors_of_other_ranks_are_on_the_meta_device(pool: Pool) -> None:
@@ -127,17 +127,17 @@ def usual_life() -> tuple[list[Tensor], dict[str, Tensor]]:
     losses.append(pipe.step(ROWS, target=ROWS))
     last = pipe.state_dict(full=True)
     pipe.close()
-    other = Net()
-    other.load_state_dict(last)
-    return losses, {**last, "output": other.eval()(ROWS).detach()}
+    second = Net()
+    second.load_state_dict(last)
+    return losses, {**last, "output": second.eval()(ROWS).detach()}
 
 
 @pytest.mark.slow
 def test_everything_else_works_as_in_one_process(pool: Pool) -> None:
     losses, last = usual_life()
-    for theirs, other in pool.run(usual_life):
+    for theirs, second in pool.run(usual_life):
         assert all(map(torch.equal, theirs, losses))
-        assert_same_tensors(other, last, "at the end:")
+        assert_same_tensors(second, last, "at the end:")
 
 
 def one_after_the_other() -> tuple[str, Tensor]:
@@ -148,11 +148,11 @@ def one_after_the_other() -> tuple[str, Tensor]:
     weights = pipe.state_dict(full=True)
     pipe.close()
     second = pipe_of(model, balance=["body.3"]).compile(ROWS, target=ROWS)
-    says = said_by(second._binding.share.require_filled)
+    message = said_by(second._binding.share.require_filled)
     second.load_state_dict(weights)
     loss = second.step(ROWS, target=ROWS)
     second.close()
-    return says, loss
+    return message, loss
 
 
 @pytest.mark.slow
@@ -160,7 +160,7 @@ def test_a_second_pipeline_does_not_start_from_old_values(pool: Pool) -> None:
     _, loss = one_after_the_other()
     both = pool.run(one_after_the_other)
     assert "on another rank of an earlier pipeline), and not filled" in " ".join(
-        says for says, _ in both
+        message for message, _ in both
     )
     assert all(torch.equal(theirs, loss) for _, theirs in both)
 
@@ -175,16 +175,16 @@ def parallel_state() -> tuple[set[str], bool, bool, bool]:
     torch.manual_seed(1)
     x, y = torch.randint(VOCABULARY, (2, 4, LENGTH)).unbind()
     pipe.step(x, target=y)
-    shown, expected = get_model_state_dict(model), get_model_state_dict(eager)
+    displayed, expected = get_model_state_dict(model), get_model_state_dict(eager)
     unlike = {
         name
-        for name, value in shown.items()
+        for name, value in displayed.items()
         if isinstance(value, DTensor) != isinstance(expected[name], DTensor)
     }
-    same = all(torch.equal(whole(shown[name]), whole(expected[name])) for name in expected)
+    same = all(torch.equal(whole(displayed[name]), whole(expected[name])) for name in expected)
     set_model_state_dict(model, {name: value * 2 for name, value in expected.items()})
-    found = pipe.state_dict(full=True)
-    doubled = all(torch.equal(whole(found[name]), 2 * whole(expected[name])) for name in expected)
+    results = pipe.state_dict(full=True)
+    doubled = all(torch.equal(whole(results[name]), 2 * whole(expected[name])) for name in expected)
     model.load_state_dict(Llama(1).state_dict())
     again = all(
         torch.equal(whole(value), whole(expected[name]))
@@ -194,7 +194,7 @@ def parallel_state() -> tuple[set[str], bool, bool, bool]:
         zbcompile.PipelineError, match=r"differs from rank to rank"
     ):  # plain parts of DTensors
         clip_grad_norm_(model.parameters(), 1.0)
-    clip_grad_norm_([each for each in pipe.parameters() if isinstance(each, DTensor)], 1.0)
+    clip_grad_norm_([item for item in pipe.parameters() if isinstance(item, DTensor)], 1.0)
     pipe.close()
     return unlike, same, doubled, again
 

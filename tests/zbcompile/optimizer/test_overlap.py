@@ -23,9 +23,9 @@ def pipeline(problem: str = "mlp", schedule: str = "zb-v") -> tuple[zbcompile.Pi
     return pipe, PROBLEMS[problem].batches(3, MICROBATCHES * ROWS)
 
 
-def trained(overlap: bool, dtype: torch.dtype, *given: str) -> dict[str, Any]:
+def trained(overlap: bool, dtype: torch.dtype, *arguments: str) -> dict[str, Any]:
     """Groups, a scheduler, two optimizers; the second step inside no_sync."""
-    pipe, batches = pipeline(*given)
+    pipe, batches = pipeline(*arguments)
     pipe._model.to(dtype)
     options: dict[str, Any] = {
         "groups": [{"params": lambda _, p: p.ndim < 2, "weight_decay": 0.0}],
@@ -34,10 +34,10 @@ def trained(overlap: bool, dtype: torch.dtype, *given: str) -> dict[str, Any]:
     matrices = pipe.optimizer(
         Muon, params=lambda name, p: p.ndim == 2 and "embed" not in name, lr=1e-2, overlap=overlap
     )
-    others = pipe.optimizer(
+    rest = pipe.optimizer(
         AdamW, params=lambda name, p: p.ndim != 2 or "embed" in name, lr=1e-2, **options
     )
-    rate = torch.optim.lr_scheduler.ExponentialLR(others, 0.5)
+    rate = torch.optim.lr_scheduler.ExponentialLR(rest, 0.5)
     for number, batch in enumerate(batches):
         cast = [x.to(dtype) if x.is_floating_point() else x for x in (*batch.args, batch.target)]
         if number == 1:
@@ -45,9 +45,9 @@ def trained(overlap: bool, dtype: torch.dtype, *given: str) -> dict[str, Any]:
                 pipe.step(*cast[:-1], target=cast[-1])
             continue
         pipe.step(*cast[:-1], target=cast[-1])
-        for each in (matrices, others):
-            each.step()
-            each.zero_grad()
+        for item in (matrices, rest):
+            item.step()
+            item.zero_grad()
         rate.step()
     return pipe.state_dict(full=True)
 
@@ -59,7 +59,7 @@ def trained(overlap: bool, dtype: torch.dtype, *given: str) -> dict[str, Any]:
         (torch.bfloat16, ("mlp", "zb-h1")),
         (torch.float32, ("mlp", "dualpipe")),
     ],
-    ids=lambda each: str(each),
+    ids=lambda item: str(item),
 )
 def test_every_bit_is_that_of_an_update_after_the_step(
     dtype: torch.dtype, given: tuple[str, str]
@@ -171,8 +171,8 @@ def ahead(folder: str, options: dict[str, Any]) -> tuple[list[float], list[str],
         optimizer.step()
         optimizer.zero_grad()
     return (
-        [float(each) for each in losses],
-        [type(each).__name__ for each in losses],
+        [float(item) for item in losses],
+        [type(item).__name__ for item in losses],
         pipe.state_dict(full=True),
     )
 
@@ -189,11 +189,11 @@ def test_a_step_returns_before_other_ranks_have_updated(
         tmp_path / "overlap",
     )
     folder.mkdir()
-    found = [
-        pool.run(ahead, str(where), given, ranks=2)
-        for where, given in ((tmp_path, usual), (folder, options))
+    results = [
+        pool.run(ahead, str(where), arguments, ranks=2)
+        for where, arguments in ((tmp_path, usual), (folder, options))
     ]
-    for late, early in zip(*found, strict=True):
+    for late, early in zip(*results, strict=True):
         assert early[0] == late[0]
         assert (late[1][0], early[1][0]) == ("Tensor", "PendingLoss")
         assert_same_tensors(early[2], late[2], "state dict:")

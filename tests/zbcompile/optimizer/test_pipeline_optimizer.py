@@ -69,8 +69,8 @@ def test_groups_schedulers_and_clipping_are_those_of_eager(
         expected = eager_step(model, problem.loss, batch, MICROBATCHES, step)
         assert torch.equal(pipe.step(*batch.args, target=batch.target), expected)
         norm = clip(model)
-        for each in (theirs, ours, *rates):
-            each.step()
+        for item in (theirs, ours, *rates):
+            item.step()
         assert ours.norm is not None
         assert torch.equal(ours.norm, norm)
         assert all(p.grad is not None for p in pipe.parameters())
@@ -141,13 +141,13 @@ def test_half_precision_has_masters_in_single_precision(dtype: torch.dtype) -> N
             pipe.state_dict(full=True), model.state_dict(), f"state dict after step {step}:"
         )
         if step == 1:
-            kept = copy.deepcopy(ours.state_dict())
-            assert {each.dtype for key, each in kept.items() if key.endswith(".master")} == {
+            saved = copy.deepcopy(ours.state_dict())
+            assert {item.dtype for key, item in saved.items() if key.endswith(".master")} == {
                 torch.float32
             }
             for master in ours.param_groups[0]["params"]:
                 master.detach().zero_()
-            ours.load_state_dict(kept)
+            ours.load_state_dict(saved)
         if step == 2:
             changed = {name: value + 1 for name, value in model.state_dict().items()}
             model.load_state_dict(changed)
@@ -170,8 +170,8 @@ class Normalised(nn.Module):
         self.norms = nn.ModuleList(nn.RMSNorm(DIM) for _ in range(4))
         self.linears = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(4))
         if tie:
-            other = 1 if tie == "near" else 3
-            self.norms[other].weight, self.linears[other].weight = (
+            second = 1 if tie == "near" else 3
+            self.norms[second].weight, self.linears[second].weight = (
                 self.norms[0].weight,
                 self.linears[0].weight,
             )
@@ -204,8 +204,8 @@ def test_gradients_of_half_precision_are_rounded_where_eager_rounds_them(
     pipe.step(inputs, target=targets)
     for x, y in zip(inputs.chunk(MICROBATCHES), targets.chunk(MICROBATCHES), strict=True):
         (nn.functional.mse_loss(model(x), y) / MICROBATCHES).backward()
-    found, expected = ({n: p.grad for n, p in m.named_parameters()} for m in (pipe, model))
-    assert_same_tensors(found, expected, "gradients:")  # type: ignore[arg-type]
+    results, expected = ({n: p.grad for n, p in m.named_parameters()} for m in (pipe, model))
+    assert_same_tensors(results, expected, "gradients:")  # type: ignore[arg-type]
 
 
 def test_matrices_and_the_rest_have_an_optimizer_each() -> None:
@@ -223,9 +223,9 @@ def test_matrices_and_the_rest_have_an_optimizer_each() -> None:
     for step, batch in enumerate(problem.batches(STEPS, MICROBATCHES * ROWS)):
         eager_step(model, problem.loss, batch, MICROBATCHES, step)
         pipe.step(*batch.args, target=batch.target)
-        for each in (*theirs, *ours):
-            each.step()
-            each.zero_grad()
+        for item in (*theirs, *ours):
+            item.step()
+            item.zero_grad()
     assert_same_tensors(pipe.state_dict(full=True), model.state_dict(), "state dict:")
 
 

@@ -53,8 +53,8 @@ def steps(
 ) -> dict[str, Any]:
     for step, batch in enumerate(PROBLEMS["mlp"].batches(numbers.stop, MICROBATCHES * ROWS)):
         if step in numbers:
-            given = disturbed(batch, step)
-            pipe.step(*given.args, target=given.target)
+            arguments = disturbed(batch, step)
+            pipe.step(*arguments.args, target=arguments.target)
             optimizer.step()
             optimizer.zero_grad()
             if folder is not None:
@@ -85,9 +85,9 @@ def test_a_process_that_dies_before_the_validation_resumes_from_its_checkpoint(
         batch = PROBLEMS["mlp"].batches(1, MICROBATCHES * ROWS)[0]
         resumed.compile(*batch.args, target=batch.target)
         again = resumed.optimizer(AdamW, validate="after", **options)
-        found = zbcompile.load_checkpoint(tmp_path, resumed, again)
-        assert found is not None
-        assert found.step == step
+        results = zbcompile.load_checkpoint(tmp_path, resumed, again)
+        assert results is not None
+        assert results.step == step
         assert_same_tensors(steps(resumed, again, range(step, 7)), expected, "state dict:")
 
 
@@ -95,7 +95,7 @@ def beside_replicas(schedule: str) -> list[History]:
     torch.set_num_threads(1)
     mesh = mesh_of_replicas()
     problem = PROBLEMS["short-mlp"]
-    found = []
+    results = []
     with compiled_once("short-mlp", exact=True):
         for options in ({"zero": 0}, *({"zero": zero, "validate": "after"} for zero in (0, 1))):
             pipe = zbcompile.pipeline(
@@ -107,11 +107,11 @@ def beside_replicas(schedule: str) -> list[History]:
                 exact=True,
             )
             plain = problem.batches(12, REPLICAS * MICROBATCHES * ROWS)
-            own = [list(batch.parts(REPLICAS))[mesh["dp"].get_local_rank()] for batch in plain]
-            given = [disturbed(batch, step) for step, batch in enumerate(own)]
-            found.append(trained(pipe, given, **options))
+            local = [list(batch.parts(REPLICAS))[mesh["dp"].get_local_rank()] for batch in plain]
+            arguments = [disturbed(batch, step) for step, batch in enumerate(local)]
+            results.append(trained(pipe, arguments, **options))
             pipe.close()
-    return found
+    return results
 
 
 @pytest.mark.slow
@@ -121,6 +121,6 @@ def beside_replicas(schedule: str) -> list[History]:
 def test_every_bit_is_the_same_beside_replicas(schedule: str, pool: Pool) -> None:
     """Whole, and divided among replicas; the norms of the ranks before come as messages."""
     for late, *after in pool.run(beside_replicas, schedule, ranks=4):
-        for found in after:
-            assert_bitwise(found, late)
-            assert found[3]
+        for results in after:
+            assert_bitwise(results, late)
+            assert results[3]

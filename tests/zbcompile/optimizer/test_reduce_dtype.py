@@ -41,7 +41,7 @@ def trained(zero: int, overlap: bool) -> tuple[Named, Named, Named]:
     )
     with pipe.no_sync():
         pipe.step(x, target=x)
-    own = {name: p.grad.clone() for name, p in pipe.named_parameters() if p.grad is not None}
+    local = {name: p.grad.clone() for name, p in pipe.named_parameters() if p.grad is not None}
     for parameter in pipe.parameters():
         parameter.grad = None
     optimizer = pipe.optimizer(
@@ -52,7 +52,7 @@ def trained(zero: int, overlap: bool) -> tuple[Named, Named, Named]:
     optimizer.step()
     after = {name: p.detach().clone() for name, p in pipe.named_parameters()}
     pipe.close()
-    return own, before, after
+    return local, before, after
 
 
 @pytest.mark.parametrize(
@@ -62,10 +62,10 @@ def trained(zero: int, overlap: bool) -> tuple[Named, Named, Named]:
 def test_sums_are_those_of_rounded_gradients(pool: Pool, zero: int, overlap: bool) -> None:
     assert WIDTH * WIDTH * 4 > ALONE_BYTES > WIDTH * 4
     results = pool.run(trained, zero, overlap, ranks=4)
-    for here, other in ((0, 2), (1, 3), (2, 0), (3, 1)):
-        own, before, after = results[here]
-        theirs = results[other][0]
-        sums = {name: (own[name].bfloat16() + theirs[name].bfloat16()).float() for name in own}
+    for here, second in ((0, 2), (1, 3), (2, 0), (3, 1)):
+        local, before, after = results[here]
+        theirs = results[second][0]
+        sums = {name: (local[name].bfloat16() + theirs[name].bfloat16()).float() for name in local}
         assert_same_tensors(
             after, {name: before[name] - sums[name] for name in before}, "after the update:"
         )
@@ -73,9 +73,9 @@ def test_sums_are_those_of_rounded_gradients(pool: Pool, zero: int, overlap: boo
 
 def test_what_is_no_such_dtype_is_refused() -> None:
     pipe = zbcompile.pipeline(nn.Linear(2, 2), ranks=1, microbatches=1, loss=nn.functional.mse_loss)
-    for given in (torch.int8, "bfloat16", torch.add):
+    for arguments in (torch.int8, "bfloat16", torch.add):
         with pytest.raises(
             zbcompile.PipelineError,
             match=r"reduce_dtype=.*; expected a dtype of floating-point numbers",
         ):
-            pipe.optimizer(torch.optim.SGD, reduce_dtype=given)  # type: ignore[arg-type]
+            pipe.optimizer(torch.optim.SGD, reduce_dtype=arguments)  # type: ignore[arg-type]

@@ -118,10 +118,10 @@ def refusing(folder: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     pipe.step(batch, target=batch)
     optimizer.step()
     optimizer.close()
-    other = pipe.optimizer(torch.optim.AdamW)
+    second = pipe.optimizer(torch.optim.AdamW)
     with pytest.raises(zbcompile.PipelineError, match=r"has no optimizer state for"):
-        other.load_state_dict({})
-    other.close()
+        second.load_state_dict({})
+    second.close()
     pipe.optimizer(torch.optim.AdamW, zero=1).load_state_dict(before)
     return tensors_of(theirs[dist.get_rank()]), after
 
@@ -138,8 +138,8 @@ def test_what_is_refused_leaves_the_pipeline_as_it_was(pool: Pool, tmp_path: Pat
 def failing(fault: str) -> None:
     mesh = mesh_of_replicas()
     pipe, optimizer = pipeline_with(TRAINING, 1, mesh)
-    own = list(batches(TRAINING, 1)[0].parts(REPLICAS))[mesh["dp"].get_local_rank()]
-    FAULTS[fault](pipe, optimizer, own)
+    local = list(batches(TRAINING, 1)[0].parts(REPLICAS))[mesh["dp"].get_local_rank()]
+    FAULTS[fault](pipe, optimizer, local)
 
 
 @pytest.mark.slow

@@ -9,11 +9,11 @@ from tests.support.training import assert_same_tensors
 
 
 def assert_bitwise(runs: list[list[Result]]) -> None:
-    for whole, *sharded in runs:
-        for found in sharded:
-            assert_same_tensors(found.losses, whole.losses, "loss of step")
-            assert_same_tensors(found.norms, whole.norms, "norm of step")
-            assert_same_tensors(found.state, whole.state, "state dict:")
+    for full, *sharded in runs:
+        for results in sharded:
+            assert_same_tensors(results.losses, full.losses, "loss of step")
+            assert_same_tensors(results.norms, full.norms, "norm of step")
+            assert_same_tensors(results.state, full.state, "state dict:")
 
 
 SLOW = [
@@ -34,7 +34,7 @@ SLOW = [
     "training",
     [
         Training("short-mlp", "zb-h1", dtype="bfloat16", clip=0.05),
-        *(pytest.param(each, marks=pytest.mark.slow) for each in SLOW),
+        *(pytest.param(item, marks=pytest.mark.slow) for item in SLOW),
     ],
     ids=str,
 )
@@ -43,8 +43,8 @@ def test_every_bit_is_that_of_an_optimizer_that_is_not_divided(
 ) -> None:
     runs = pool.run(at_levels, training, ranks=4)
     assert_bitwise(runs)
-    for whole, *sharded in runs:
-        assert min(whole.gradients) > 0
-        for found in sharded:
-            assert set(found.gradients) == {0}
-            assert found.held <= whole.held / 2 + 2 * 4 * 64
+    for full, *sharded in runs:
+        assert min(full.gradients) > 0
+        for results in sharded:
+            assert set(results.gradients) == {0}
+            assert results.held <= full.held / 2 + 2 * 4 * 64

@@ -29,7 +29,7 @@ def compare(pipe: zbcompile.Pipeline, net: Net, loss: Any, step: int) -> None:
     """A step equals eager's: loss, gradients and buffers. The net goes on from ours."""
     buffers = {name: buffer.clone() for name, buffer in net.named_buffers()}
     ours = pipe.step(batch(step), target=batch(step))
-    found = {name: p.grad for name, p in net.named_parameters()}
+    results = {name: p.grad for name, p in net.named_parameters()}
     after = {name: buffer.clone() for name, buffer in net.named_buffers()}
     net.zero_grad()
     for name, buffer in net.named_buffers():
@@ -37,9 +37,9 @@ def compare(pipe: zbcompile.Pipeline, net: Net, loss: Any, step: int) -> None:
     theirs = eager(net, loss, batch(step), step)
     assert torch.equal(ours, theirs), f"{ours} and {theirs}"
     for name, parameter in net.named_parameters():
-        one, other = found[name], parameter.grad
-        assert (one is None) == (other is None), name
-        assert one is None or other is None or torch.equal(one, other), name
+        one, second = results[name], parameter.grad
+        assert (one is None) == (second is None), name
+        assert one is None or second is None or torch.equal(one, second), name
     for name, buffer in net.named_buffers():
         assert torch.equal(after[name], buffer), name
     net.zero_grad()
@@ -218,16 +218,16 @@ def test_what_forward_changes_is_put_back_with_a_warning(
 ) -> None:
     """And leaves the key: a change of it outside of forward compiles nothing."""
     net, before = Net(middle), copy.copy(seen)
-    own = dict(vars(net), table=dict(net.table))
+    local = dict(vars(net), table=dict(net.table))
     pipe = pipeline_of(net)
     with pytest.warns(
         UserWarning, match=rf"forward changes \S*{path}\. A compiled step runs no Python"
     ):
         pipe.step(batch(0), target=batch(0))
     assert seen == before
-    assert vars(net).keys() == own.keys()
-    assert all(vars(net)[name] is own[name] for name in ("shift", "alpha"))
-    assert net.table == own["table"]
+    assert vars(net).keys() == local.keys()
+    assert all(vars(net)[name] is local[name] for name in ("shift", "alpha"))
+    assert net.table == local["table"]
     assert net.drop.training
     net.table["a"] += middle is counts_in_a_list
     pipe.step(batch(1), target=batch(1))
@@ -334,8 +334,8 @@ def test_a_hook_that_changes_hooks_is_refused(hook: Callable[..., Any]) -> None:
 
 class Twice(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        return found * 2 if func is F.linear else found
+        results = func(*args, **(kwargs or {}))
+        return results * 2 if func is F.linear else results
 
 
 def test_a_function_mode_around_a_step_is_refused() -> None:

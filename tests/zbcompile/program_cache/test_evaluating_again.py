@@ -57,12 +57,12 @@ def assert_like_eager(pipe: zbcompile.Pipeline, x: Tensor) -> None:
 
 def test_hooks_that_come_and_go_are_seen(pipe: zbcompile.Pipeline) -> None:
     assert_like_eager(pipe, batch_of(8))
-    hook = pipe._model.layers[3].register_forward_hook(lambda module, given, output: output * 2)  # type: ignore[index, union-attr, operator]
+    hook = pipe._model.layers[3].register_forward_hook(lambda module, arguments, output: output * 2)  # type: ignore[index, union-attr, operator]
     assert_like_eager(pipe, batch_of(8))
     hook.remove()
     assert_like_eager(pipe, batch_of(8))
     everywhere = nn.modules.module.register_module_forward_hook(
-        lambda module, given, output: output * 2
+        lambda module, arguments, output: output * 2
     )
     try:
         with pytest.raises(zbcompile.CompileError, match="for all modules are registered"):
@@ -195,8 +195,8 @@ def calls_apart() -> tuple[list[str], Any]:
 @pytest.mark.slow
 def test_ranks_that_ask_for_different_things(pool: Pool) -> None:
     """Every rank says why, at once, and the pipeline stays whole."""
-    (reasons, first), (others, last) = pool.run(calls_apart)
-    assert reasons == others
+    (reasons, first), (rest, last) = pool.run(calls_apart)
+    assert reasons == rest
     words = ("outputs", "microbatches", "the inputs[0]", "the inputs", "the inputs[0]", "the call")
     for word, reason in zip(words, reasons, strict=True):
         assert f"the ranks evaluate different things: {word} is " in reason

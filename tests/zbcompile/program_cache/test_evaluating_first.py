@@ -61,40 +61,40 @@ def life(own_loss: bool) -> tuple[list[Tensor], dict[str, Tensor]]:
     model = Straight()
     pipe = pipe_of(model, **({} if own_loss else {"loss": F.mse_loss}))
     optimizer = pipe.optimizer(torch.optim.SGD, lr=0.1)
-    found = [pipe.eval(X[:3])]
+    results = [pipe.eval(X[:3])]
     pipe.load_state_dict({key: value * 2 for key, value in pipe.state_dict(full=True).items()})
-    found.append(pipe.eval(X))
+    results.append(pipe.eval(X))
     for _ in range(STEPS):
-        found.append(pipe.step(X, goal=X) if own_loss else pipe.step(X, target=X))
+        results.append(pipe.step(X, goal=X) if own_loss else pipe.step(X, target=X))
         optimizer.step()
         optimizer.zero_grad()
-    found.append(pipe.eval(X))
+    results.append(pipe.eval(X))
     state = pipe.state_dict(full=True)
     pipe.close()
-    return found, state
+    return results, state
 
 
 def eager_life() -> tuple[list[Tensor], dict[str, Tensor]]:
     """The same of the unsplit model, microbatch by microbatch."""
     model = Straight()
-    found = [evaluated(model, X[:3])]
+    results = [evaluated(model, X[:3])]
     model.load_state_dict({key: value * 2 for key, value in model.state_dict().items()})
-    found.append(evaluated(model, X))
+    results.append(evaluated(model, X))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(STEPS):
-        found.append(eager_step(model, F.mse_loss, Batch((X,), {}, X), MICROBATCHES, step))
+        results.append(eager_step(model, F.mse_loss, Batch((X,), {}, X), MICROBATCHES, step))
         optimizer.step()
         optimizer.zero_grad()
-    found.append(evaluated(model, X))
-    return found, dict(model.state_dict())
+    results.append(evaluated(model, X))
+    return results, dict(model.state_dict())
 
 
 def evaluated(model: nn.Module, x: Tensor) -> Tensor:
     model.eval()
     with torch.no_grad():
-        found = torch.cat([model(part) for part in x.chunk(MICROBATCHES)])
+        results = torch.cat([model(part) for part in x.chunk(MICROBATCHES)])
     model.train()
-    return found
+    return results
 
 
 @pytest.mark.slow
@@ -102,8 +102,8 @@ def evaluated(model: nn.Module, x: Tensor) -> Tensor:
 def test_training_after_an_evaluation_has_eagers_bits(own_loss: bool, pool: Pool) -> None:
     """In one process and on two ranks."""
     losses, state = eager_life()
-    for found, last in (life(own_loss), *pool.run(life, own_loss)):
-        pairs = enumerate(zip(found, losses, strict=True))
+    for results, last in (life(own_loss), *pool.run(life, own_loss)):
+        pairs = enumerate(zip(results, losses, strict=True))
         assert [i for i, pair in pairs if not torch.equal(*pair)] == []
         assert [key for key in state if not torch.equal(last[key], state[key])] == []
 

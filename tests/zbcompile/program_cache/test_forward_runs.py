@@ -52,21 +52,21 @@ def test_what_is_predicted_is_alive(pipe: zbcompile.Pipeline, count: int) -> Non
     pipe.eval(x, microbatches=count)
     with Alive([], [*pipe._model.parameters(), *pipe._model.buffers(), x]) as alive:
         pipe.eval(x, microbatches=count)
-    inside, beside = forward_bytes(list(pipe._compiled.evaluations.plans.values())[-1].program)
-    assert inside <= alive.most <= inside + beside
+    inside, extra = forward_bytes(list(pipe._compiled.evaluations.plans.values())[-1].program)
+    assert inside <= alive.most <= inside + extra
 
 
 def test_step_eval_step_has_the_bits_of_step_step() -> None:
-    one, other, x = made(), made(), batch_of(8)
-    for pipe in (one, other):
+    one, second, x = made(), made(), batch_of(8)
+    for pipe in (one, second):
         for _ in range(2):
             pipe.step(x, target=x)
             if pipe is one:
                 pipe.eval(x)
     assert_same_tensors(
-        {n: p.grad for n, p in one.named_parameters()}, dict(grads(other)), "gradient of"
+        {n: p.grad for n, p in one.named_parameters()}, dict(grads(second)), "gradient of"
     )
-    assert_same_tensors(one.state_dict(), other.state_dict(), "state dict:")
+    assert_same_tensors(one.state_dict(), second.state_dict(), "state dict:")
 
 
 def grads(pipe: zbcompile.Pipeline) -> list[tuple[str, Tensor | None]]:

@@ -60,15 +60,15 @@ def eager(model: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
         output = model(tokens)
     model.train()
     normal = torch.log_softmax(output if isinstance(output, Tensor) else output["logits"], -1)
-    found = normal.gather(-1, labels.clamp(min=0)[..., None])[..., 0]
-    return torch.where(labels == -100, 0.0, found)
+    results = normal.gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+    return torch.where(labels == -100, 0.0, results)
 
 
 @pytest.fixture(scope="module")
 def pipe() -> zbcompile.Pipeline:
-    made = zbcompile.pipeline(gpt(), schedule="zb-v", microbatches=4, ranks=2, loss=next_byte_loss)
+    built = zbcompile.pipeline(gpt(), schedule="zb-v", microbatches=4, ranks=2, loss=next_byte_loss)
     tokens, _ = batch_of(8)
-    return made.compile(tokens, target=tokens)
+    return built.compile(tokens, target=tokens)
 
 
 @pytest.mark.slow
@@ -97,16 +97,16 @@ def test_what_is_refused_says_why_in_one_line(pipe: zbcompile.Pipeline) -> None:
         ({"labels": labels, "microbatches": 0}, "microbatches=0"),
     ]
     pipe.log_probs(tokens, labels=labels)
-    kept = len(pipe._compiled.evaluations.entries)
-    for given, reason in wrong:
+    saved = len(pipe._compiled.evaluations.entries)
+    for arguments, reason in wrong:
         with pytest.raises(
             (zbcompile.PipelineError, zbcompile.CompileError), match=reason
         ) as raised:
-            pipe.log_probs(tokens, **given)
+            pipe.log_probs(tokens, **arguments)
         assert "\n" not in str(raised.value)
     with pytest.raises(zbcompile.PipelineError, match="got no inputs besides labels="):
         pipe.log_probs(labels=labels)
-    assert len(pipe._compiled.evaluations.entries) == kept
+    assert len(pipe._compiled.evaluations.entries) == saved
 
 
 class Odd(nn.Module):
@@ -143,33 +143,33 @@ def sharded(kind: str, vocab: int, frozen: bool) -> list[float]:
         (gpt(), VOCABULARY, next_byte_loss) if kind == "tied" else (Capped(), 37, loss_of)
     )
     ranks = None if dist.is_initialized() else 2
-    made = zbcompile.pipeline(
+    built = zbcompile.pipeline(
         model, schedule="zb-v", microbatches=4, ranks=ranks, loss=loss, vocab=vocab
     )
     tokens, labels = batch_of(8, words)
     model.requires_grad_(not frozen)
     if not frozen:
-        made.compile(tokens, target=tokens)
-    with made.recording() as records:
-        ours = made.log_probs(tokens, labels=labels)
-        logits = made.eval(tokens)
+        built.compile(tokens, target=tokens)
+    with built.recording() as records:
+        ours = built.log_probs(tokens, labels=labels)
+        logits = built.eval(tokens)
     assert ["S" in record.schedule.ops for record in records] == [True, False]
-    assert [parameter.requires_grad for parameter in made.parameters()] == [not frozen] * len(
-        list(made.parameters())
+    assert [parameter.requires_grad for parameter in built.parameters()] == [not frozen] * len(
+        list(built.parameters())
     )
     model.requires_grad_(True)
-    made.step(tokens, target=tokens)
-    assert "T" in made.program.schedule.ops  # what was placed frozen trains from its shards
-    assert all(parameter.requires_grad for parameter in made.parameters())
+    built.step(tokens, target=tokens)
+    assert "T" in built.program.schedule.ops  # what was placed frozen trains from its shards
+    assert all(parameter.requires_grad for parameter in built.parameters())
     reference = gpt() if kind == "tied" else Capped()
     theirs = eager(reference, tokens, labels)
-    whole = (
+    full = (
         reference.eval()(tokens).detach()
         if kind == "tied"
         else reference(tokens)["logits"].detach()
     )
-    found = [ours, logits if kind == "tied" else logits["logits"]]
-    return [distance(a, b) for a, b in zip(found, (theirs, whole), strict=True)]
+    results = [ours, logits if kind == "tied" else logits["logits"]]
+    return [distance(a, b) for a, b in zip(results, (theirs, full), strict=True)]
 
 
 @pytest.mark.slow
@@ -183,4 +183,4 @@ def test_from_shards_of_the_output_layer(kind: str, vocab: int, frozen: bool) ->
 
 @pytest.mark.slow
 def test_from_shards_in_processes(pool: Pool) -> None:
-    assert max(max(each) for each in pool.run(sharded, "tied", 1, True)) <= 1e-6
+    assert max(max(item) for item in pool.run(sharded, "tied", 1, True)) <= 1e-6

@@ -86,8 +86,8 @@ def test_packed_microbatches_share_the_valid_tokens_of_their_batch() -> None:
     holds them."""
 
     def loss(output: torch.Tensor, target: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        wanted, mask, count = target
-        return ((output - wanted).square().mean(-1) * mask).sum() / count
+        required, mask, count = target
+        return ((output - required).square().mean(-1) * mask).sum() / count
 
     torch.manual_seed(0)
     masks = [(torch.rand(1, length) < 0.7).float() for length in (5, 9, 5)]
@@ -97,15 +97,15 @@ def test_packed_microbatches_share_the_valid_tokens_of_their_batch() -> None:
     model, eager = MLP(2), MLP(2)
     eager.load_state_dict(model.state_dict())
     pipe = zbcompile.pipeline(model, schedule="zb-h1", **options)  # type: ignore[call-overload]
-    found = pipe.step(
+    results = pipe.step(
         microbatches=[
             ((x,), {}, (y, mask, count)) for (x, y), mask in zip(packed, masks, strict=True)
         ]
     )
-    x, y = (torch.cat(each, 1) for each in zip(*packed, strict=True))
-    whole = loss(eager(x), (y, torch.cat(masks, 1), count))
-    whole.backward()  # type: ignore[no-untyped-call]
-    torch.testing.assert_close(found, whole.detach())
+    x, y = (torch.cat(item, 1) for item in zip(*packed, strict=True))
+    full = loss(eager(x), (y, torch.cat(masks, 1), count))
+    full.backward()  # type: ignore[no-untyped-call]
+    torch.testing.assert_close(results, full.detach())
     torch.testing.assert_close(
         gradients(pipe), {name: p.grad for name, p in eager.named_parameters()}
     )
@@ -133,8 +133,8 @@ def test_what_a_step_cannot_take() -> None:
         pipe.step(*rows(6).args, target=rows(6).target)
     with pytest.raises(PipelineError, match="4 shapes, and max_shapes=3"):
         made(max_shapes=3).step(microbatches=parts)
-    own = replace(build("zb-h1", 2, 4), name="mine")
-    pipe = zbcompile.pipeline(PROBLEM.model(), schedule=own, loss=PROBLEM.loss, ranks=2)
+    local = replace(build("zb-h1", 2, 4), name="mine")
+    pipe = zbcompile.pipeline(PROBLEM.model(), schedule=local, loss=PROBLEM.loss, ranks=2)
     pipe.step(*EIGHT.args, target=EIGHT.target)
     with pytest.raises(PipelineError, match="the schedule mine is an order for 4 alone"):
         pipe.step(*rows(6).args, target=rows(6).target)
@@ -159,7 +159,7 @@ def on_each_replica(sizes: tuple[int, ...]) -> tuple[torch.Tensor, int] | str:
 
 @pytest.mark.slow
 def test_replicas_take_as_many_microbatches(pool: Pool) -> None:
-    assert all(found[1] == 1 for found in pool.run(on_each_replica, (6, 6), ranks=4))
-    for found in pool.run(on_each_replica, (6, 8), ranks=4):
-        assert "rank 0 runs 3 microbatches with" in found
-        assert "rank 2 runs 4 microbatches with" in found
+    assert all(results[1] == 1 for results in pool.run(on_each_replica, (6, 6), ranks=4))
+    for results in pool.run(on_each_replica, (6, 8), ranks=4):
+        assert "rank 0 runs 3 microbatches with" in results
+        assert "rank 2 runs 4 microbatches with" in results

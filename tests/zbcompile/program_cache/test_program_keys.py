@@ -61,9 +61,9 @@ def test_the_notice_says_what_changed(
     model = Net()
     pipe = zbcompile.pipeline(model, schedule="1f1b", ranks=2, microbatches=2, loss=F.mse_loss)
     pipe.step(torch.ones(4, 4), target=torch.ones(4, 4))
-    made = change(model)
+    built = change(model)
     rows = batch.get("rows", 4)
-    with made if isinstance(made, torch.autocast) else nullcontext():
+    with built if isinstance(built, torch.autocast) else nullcontext():
         pipe.step(torch.ones(rows, 4), target=torch.ones(rows, 4))
     (notice,) = [line for line in capsys.readouterr().out.splitlines() if "compiling again" in line]
     assert re.search(says, notice), notice

@@ -47,7 +47,7 @@ def test_a_bounded_number_of_programs(capsys: pytest.CaptureFixture[str]) -> Non
     pipe = zbcompile.pipeline(
         model, schedule="zb-h1", ranks=2, microbatches=2, loss=F.mse_loss, exact=True, max_shapes=2
     )
-    held = []
+    allocated = []
     for step, (size, length) in enumerate([(4, 5), (4, 3), (2, 5), (4, 5), (4, 3)]):
         batch = sequences(size, length)
         eager.zero_grad()
@@ -57,15 +57,17 @@ def test_a_bounded_number_of_programs(capsys: pytest.CaptureFixture[str]) -> Non
             eager_step(eager, F.mse_loss, batch, 2, step),
         )
         assert_same_tensors(gradients_of(pipe), gradients_of(eager), "gradient of")
-        held.append(
+        allocated.append(
             [weakref.ref(entry.graphs[0].program) for entry in pipe._compiled.steps.entries]
         )
     gc.collect()
-    assert [len(programs) for programs in held] == [1, 2, 2, 2, 2]
-    dropped = [program for programs in held for program in programs if program not in held[-1]]
+    assert [len(programs) for programs in allocated] == [1, 2, 2, 2, 2]
+    dropped = [
+        program for programs in allocated for program in programs if program not in allocated[-1]
+    ]
     assert dropped
     assert all(program() is None for program in dropped)
-    assert held[0][0]() is pipe.program
+    assert allocated[0][0]() is pipe.program
     out = capsys.readouterr().out
     assert out.count("compiling again for microbatches of args[0][2, 3, 32]") == 2
     assert out.count("evicted the least recently used program; max_shapes=2") == 2
@@ -82,8 +84,8 @@ class Readers(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = torch.tanh(self.first(x))
         weights, waves = self.second(x), (3 * x).sin()
-        made = x + weights * waves
-        return made.cos() if x.shape[1] > 3 else made
+        built = x + weights * waves
+        return built.cos() if x.shape[1] > 3 else built
 
 
 @pytest.mark.slow

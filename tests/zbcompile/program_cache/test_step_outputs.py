@@ -43,10 +43,10 @@ def test_outputs_and_metrics(schedule: str) -> None:
     assert torch.equal(logits, torch.cat(expected))
     assert not logits.requires_grad
     pairs = zip(expected, EIGHT.target.split(2), strict=True)  # type: ignore[union-attr]
-    own = [with_accuracy(each, target)[1] for each, target in pairs]
-    assert torch.equal(metrics["accuracy"], sum(each["accuracy"] / 4 for each in own))
-    assert torch.equal(metrics["of rows"], torch.cat([each["of rows"] for each in own]))
-    assert [int(each) for each in metrics["right"]] == [int(each["right"]) for each in own]
+    local = [with_accuracy(item, target)[1] for item, target in pairs]
+    assert torch.equal(metrics["accuracy"], sum(item["accuracy"] / 4 for item in local))
+    assert torch.equal(metrics["of rows"], torch.cat([item["of rows"] for item in local]))
+    assert [int(item) for item in metrics["right"]] == [int(item["right"]) for item in local]
     assert metrics["name"] == "bytes"
     gradients = dict(model.named_parameters())
     assert all(torch.equal(p.grad, gradients[name].grad) for name, p in pipe.named_parameters())  # type: ignore[arg-type]
@@ -54,13 +54,13 @@ def test_outputs_and_metrics(schedule: str) -> None:
 
 def test_metrics_are_weighed_as_the_loss() -> None:
     """Added up where the loss is; the mean of the microbatches' values otherwise."""
-    found = []
+    results = []
     for reduction in ("mean", "sum"):
         pipe = made(loss=with_accuracy, loss_reduction=reduction)
-        found.append(
+        results.append(
             pipe.step(*EIGHT.args, target=EIGHT.target, return_outputs=True)[1][1]["accuracy"]
         )
-    torch.testing.assert_close(found[1], 4 * found[0])
+    torch.testing.assert_close(results[1], 4 * results[0])
 
 
 class Own(nn.Module):
@@ -97,30 +97,30 @@ def test_metrics_that_cannot_be_returned() -> None:
 
 def on_each_rank(where: bool | str) -> tuple[bool, Any]:
     pipe = made("dualpipe-v" if where == "last" else "zb-h1", ranks=None, loss=with_accuracy)
-    _, found = pipe.step(*EIGHT.args, target=EIGHT.target, return_outputs=where)
-    return found is not None, None if found is None else (found[0], found[1]["right"])
+    _, results = pipe.step(*EIGHT.args, target=EIGHT.target, return_outputs=where)
+    return results is not None, None if results is None else (results[0], results[1]["right"])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("where", [True, "last"])
 def test_every_rank_or_the_last_one_gets_them(where: bool | str, pool: Pool) -> None:
-    found = pool.run(on_each_rank, where, ranks=2)
+    results = pool.run(on_each_rank, where, ranks=2)
     # the last stage of a V is on the first rank
     last = [True, True] if where is True else [True, False]
-    assert [has for has, _ in found] == last
+    assert [has for has, _ in results] == last
     model = PROBLEM.model()
-    for _, (logits, right) in (each for each in found if each[0]):
+    for _, (logits, right) in (item for item in results if item[0]):
         assert torch.equal(logits, torch.cat([model(x) for x in EIGHT.args[0].split(2)]))
         assert len(right) == 4
 
 
-def later_on_each_replica(asked: tuple[bool | str, bool | str]) -> str:
+def later_on_each_replica(requested: tuple[bool | str, bool | str]) -> str:
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp"))
     pipe = made("1f1b", ranks=None, mesh=mesh)
-    for where in (*asked, asked[dist.get_rank()]):
+    for where in (*requested, requested[dist.get_rank()]):
         try:
             pipe.step(*EIGHT.args, target=EIGHT.target, return_outputs=where)
         except zbcompile.PipelineError as error:
@@ -130,9 +130,9 @@ def later_on_each_replica(asked: tuple[bool | str, bool | str]) -> str:
 
 @pytest.mark.slow
 def test_replicas_ask_alike_in_later_steps(pool: Pool) -> None:
-    for found in pool.run(later_on_each_replica, (True, False), ranks=2):
-        assert "rank 0 runs 4 microbatches with return_outputs=True, of args" in found
-        assert "rank 1 runs 4 microbatches with return_outputs=False, of args" in found
+    for results in pool.run(later_on_each_replica, (True, False), ranks=2):
+        assert "rank 0 runs 4 microbatches with return_outputs=True, of args" in results
+        assert "rank 1 runs 4 microbatches with return_outputs=False, of args" in results
 
 
 @pytest.mark.parametrize("vocab", [1, 2])

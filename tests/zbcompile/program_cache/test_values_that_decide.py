@@ -96,8 +96,8 @@ def test_a_saved_program_refuses_other_values(tmp_path: Path) -> None:
     loaded = zbcompile.load(tmp_path / "program", state_dict=pipe.state_dict(full=True))
     x, mask, target = batch_of("full", 2, seed=5)
     loaded.step_index = pipe.step_index
-    for each in (pipe, loaded):
-        for parameter in each.parameters():
+    for item in (pipe, loaded):
+        for parameter in item.parameters():
             parameter.grad = None
     assert torch.equal(loaded.step(x, mask, target=target), pipe.step(x, mask, target=target))
     assert_same_tensors(gradients_of(loaded), gradients_of(pipe), "gradient of")
