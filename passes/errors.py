@@ -1,4 +1,5 @@
-"""The error family of the library; `zbcompile.errors` has all of it."""
+"""The errors of the compiler and their base class, below which are those of the runtime
+(`zbcompile.errors`)."""
 
 
 class PipelineError(RuntimeError):

@@ -1,4 +1,4 @@
-"""The error family of the front door and the runtime."""
+"""The errors that users may catch; a `ScheduleError` stands by itself."""
 
 from zbcompile.passes.errors import (
     CaptureError as CaptureError,

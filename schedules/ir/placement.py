@@ -30,7 +30,7 @@ class Placement:
 
     @classmethod
     def named(cls, kind: str, ranks: int, chunks: int = 1) -> "Placement":
-        """Returns the placement called
+        """Returns one of the placements that have a name:
 
         * `linear`: stage s on rank s (one chunk per rank);
         * `looped`: stage s on rank s mod p;

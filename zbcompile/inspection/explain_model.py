@@ -49,7 +49,7 @@ class Explanation:
         return to_text(self.tables()).rstrip("\n")
 
     def tables(self) -> list[Table]:
-        """The tables of the printed form; `zbcompile.tables` also writes them as JSON or HTML."""
+        """The tables of the printed form; `zbcompile.tables` also writes them as JSON."""
         verdict = (
             "can be compiled"
             if self.supported
