@@ -23,8 +23,10 @@ from zbcompile.passes.graph.source_location import is_users_name
 from zbcompile.passes.torch_private import (
     buffer_table,
     forward_hook_tables,
+    plain_hooks,
     storage_key,
     version_of,
+    without_torch_function,
 )
 
 MAX_ITEMS = 512  # of a container that are compared; of a longer one also the number of items
@@ -205,26 +207,17 @@ def _names(module: nn.Module) -> Iterator[str]:
 
 
 def functions_of(model: nn.Module, loss: Any = None) -> list[types.FunctionType]:
-    """Returns the user's functions: forwards of modules, functions that modules hold, and those of
-    the loss, with what decorators wrap."""
+    """Returns the user's functions: forwards of modules, functions that modules hold, hooks, and
+    those of the loss, with what decorators wrap."""
     functions: dict[int, types.FunctionType] = {}
     for _, module in _modules(model, loss):
         for function in (getattr(type(module), "forward", None), *vars(module).values()):
             if isinstance(function, types.FunctionType):
                 functions[id(function)] = function
-    while loss is not None and not isinstance(loss, types.FunctionType | nn.Module):
-        inner = (
-            getattr(loss, "func", None)
-            or getattr(loss, "__func__", None)
-            or vars(type(loss)).get("__call__")
-        )
-        loss = (
-            inner
-            if isinstance(inner, types.FunctionType | types.MethodType | functools.partial)
-            else None
-        )
-    if isinstance(loss, types.FunctionType):
-        functions[id(loss)] = loss
+    for called in (loss, *(hook for _, hook in _hooks(model, loss))):
+        function = _function_of(called)
+        if function is not None:
+            functions[id(function)] = function
     for function in list(functions.values()):
         while (
             isinstance(function := getattr(function, "__wrapped__", None), types.FunctionType)
@@ -232,6 +225,33 @@ def functions_of(model: nn.Module, loss: Any = None) -> list[types.FunctionType]
         ):
             functions[id(function)] = function
     return [function for function in functions.values() if is_users_name(function.__module__)]
+
+
+def _function_of(called: Any) -> types.FunctionType | None:
+    """Returns the function behind a partial, a method or an object that is called."""
+    while called is not None and not isinstance(called, types.FunctionType):
+        inner = (
+            getattr(called, "func", None)
+            or getattr(called, "__func__", None)
+            or vars(type(called)).get("__call__")
+        )
+        kinds = types.FunctionType | types.MethodType | functools.partial
+        is_wrapped = isinstance(inner, kinds) and not isinstance(called, nn.Module)
+        called = inner if is_wrapped else None
+    return called
+
+
+def _hooks(model: nn.Module | None, loss: Any) -> Iterator[tuple[str, Any]]:
+    """Yields the hooks of modules and of their parameters."""
+    for path, module in _modules(model, loss):
+        with without_torch_function():
+            parameters = [
+                plain_hooks(p) or {} for p in module._parameters.values() if p is not None
+            ]
+        tables = (*forward_hook_tables(module), *parameters)
+        hooks = [hook for table in tables for hook in table.values() if callable(hook)]
+        for number, hook in enumerate(hooks):
+            yield f"hook {number} of {path}", hook
 
 
 def globals_in(code: types.CodeType) -> frozenset[str]:
@@ -267,7 +287,8 @@ def _values(model: nn.Module, loss: Any) -> Iterator[Value]:
         yield f"{path}.training", _reader(vars(module), "training"), "training"
         for name in buffer_table(module):
             yield f"{path}.{name}", functools.partial(_registered, buffer_table(module)), name
-    yield from _of_loss("loss", loss)
+    for path, called in (("loss", loss), *_hooks(model, loss)):
+        yield from _of_callable(path, called)
     names: Counter[str] = Counter()
     for function in functions_of(model, loss):
         name = function.__qualname__
@@ -290,20 +311,20 @@ def _is_config(name: str, value: Any) -> bool:
     return (name == "config" or is_namespace) and not is_excluded and hasattr(value, "__dict__")
 
 
-def _of_loss(path: str, loss: Any) -> Iterator[Value]:
+def _of_callable(path: str, called: Any) -> Iterator[Value]:
     """Yields the values of a partial, a method or an object that is called."""
-    if isinstance(loss, functools.partial):
-        yield f"{path}.args", functools.partial(getattr, loss), "args"
-        for key in loss.keywords:
-            yield f"{path}.{key}", _reader(loss.keywords, key), key
-        yield from _of_loss(path, loss.func)
-    elif isinstance(loss, types.MethodType):
-        yield from _of_loss(path, loss.__self__)
-    elif not isinstance(loss, nn.Module | types.FunctionType | type) and is_users_name(
-        type(loss).__module__
+    if isinstance(called, functools.partial):
+        yield f"{path}.args", functools.partial(getattr, called), "args"
+        for key in called.keywords:
+            yield f"{path}.{key}", _reader(called.keywords, key), key
+        yield from _of_callable(path, called.func)
+    elif isinstance(called, types.MethodType):
+        yield from _of_callable(path, called.__self__)
+    elif not isinstance(called, nn.Module | types.FunctionType | type) and is_users_name(
+        type(called).__module__
     ):
-        yield from _of_object(path, loss)
-        for name, value in getattr(loss, "__dict__", {}).items():
+        yield from _of_object(path, called)
+        for name, value in getattr(called, "__dict__", {}).items():
             if _is_config(name, value):
                 yield from _of_object(f"{path}.{name}", value)
 

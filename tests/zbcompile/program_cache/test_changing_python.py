@@ -405,3 +405,29 @@ def test_buffers_stay_on_their_stages(change: str, capsys: pytest.CaptureFixture
     output = capsys.readouterr().out
     assert "compiling again for" in output
     assert "compiling again for microbatches" not in output
+
+
+class Scaling:
+    """A hook of modules and parameters with a number."""
+
+    def __init__(self) -> None:
+        self.factor = 1.0
+
+    def __call__(self, *args: Any) -> Tensor:
+        return args[-1] * self.factor
+
+
+@pytest.mark.parametrize("kind", ["module", "parameter"])
+@pytest.mark.parametrize("form", ["object", "closure"])
+def test_values_that_hooks_read_are_compared(kind: str, form: str) -> None:
+    net, scaling = Net(scaled), Scaling()
+    factor = 1.0
+    hook = scaling if form == "object" else lambda *args: args[-1] * factor
+    if kind == "module":
+        net.layers[1].register_forward_hook(hook)
+    else:
+        net.layers[1].weight.register_hook(hook)  # type: ignore[union-attr]
+    pipe = pipeline_of(net)
+    compare(pipe, net, F.mse_loss, 0)
+    scaling.factor = factor = 2.0
+    compare(pipe, net, F.mse_loss, 1)
