@@ -32,7 +32,7 @@ from zbcompile.program.program_data import (
     with_rank,
 )
 from zbcompile.safe_files import damage_in, read_bytes, sync, write_whole
-from zbcompile.schedules import from_json
+from zbcompile.schedules import check, from_json
 from zbcompile.schedules.ir.files import to_json
 from zbcompile.untrusted_text import parse_json
 
@@ -179,6 +179,8 @@ def read_program(
     with damage_in(folder / MANIFEST, AGAIN):
         program = program_from_data(fields["program"], lowered, device, operators)
         groups = dict.fromkeys(fields["dimensions"], "")
+    with damage_in(folder / SCHEDULE, AGAIN):  # its messages cannot deadlock either
+        check(lowered, weight_order=None if program.exact else "any")
     for rank in ranks:
         name = f"rank-{rank:04d}.json"
         with damage_in(folder / name, AGAIN):

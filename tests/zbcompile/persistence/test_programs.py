@@ -161,6 +161,13 @@ def rewrite(
         rewrite(directory, "manifest.json", lambda manifest: manifest["files"].update({name: new}))
 
 
+def swap_receives(data: dict[str, Any]) -> None:
+    """The last rank receives its first two messages in the opposite order."""
+    order = data["orders"][-1]
+    first, second, *_ = [i for i, action in enumerate(order) if action.startswith("RECV_F")]
+    order[first], order[second] = order[second], order[first]
+
+
 def truncate(directory: Path, name: str) -> None:
     content = (directory / name).read_bytes()
     (directory / name).write_bytes(content[: len(content) // 2])
@@ -229,6 +236,10 @@ DAMAGES: dict[str, Damage] = {
     ),
     "an edited graph": (lambda d: edit_byte(d, STAGE), "is not what was saved"),
     "an edited schedule": (lambda d: edit_byte(d, "schedule.json"), "is not what was saved"),
+    "two receives in the order of no sender": (
+        lambda d: rewrite(d, "schedule.json", swap_receives),
+        r"schedule\.json is damaged or incomplete \(ScheduleError",
+    ),
     "a seed": (
         lambda d: call(d, "aten.manual_seed.default"),
         "is not an operator that a graph may call",
