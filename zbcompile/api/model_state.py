@@ -1,5 +1,6 @@
 """The state of a pipeline's model: this process's parameters, and eager's state dict of all."""
 
+import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -7,6 +8,7 @@ import torch
 from torch import nn
 
 from zbcompile.api.optimizers import Optimizers
+from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
 from zbcompile.model.distributed_tensors import is_distributed
 from zbcompile.model.placements import SHARD, along
@@ -19,16 +21,21 @@ from zbcompile.program_cache.state_dict import stream_state
 
 
 class ModelState:
-    """This process's share of a model, once a program has placed it. Every method first completes
-    the last update."""
+    """The parameters and the state dicts of a pipeline's model.
 
-    def __init__(self, binding: ModelBinding, optimizers: Optimizers) -> None:
-        self._binding, self._optimizers = binding, optimizers
-        self._ranks, self._parts = binding.ranks, binding.parts
+    Of each process they are its share, once a program has placed it. Every method first completes
+    the last update of the optimizers.
+    """
+
+    step_index: int = 0
+    _binding: ModelBinding
+    _optimizers: Optimizers
+    _ranks: Ranks
 
     @property
     def program(self) -> Program:
-        """The program that placed the parameters. Raises PipelineError before there is one."""
+        """The compiled program (of the first shapes that were compiled). Raises PipelineError
+        before there is one."""
         if self._binding.program is None:
             raise PipelineError(
                 "the pipeline is not compiled yet, so it is unknown which parameters are this"
@@ -37,104 +44,149 @@ class ModelState:
             )
         return self._binding.program
 
-    def named_parameters(self) -> dict[str, nn.Parameter]:
-        """Returns this process's parameters by name, DTensors as such."""
-        self._wait()
-        parameters = {**self._binding.parameters, **self._parts.parameters}
-        return {name: parameters[name] for name in self._binding.local_names}
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """This process's parameters, for an optimizer. Tied parameters appear once.
 
-    def share(self) -> dict[str, Any]:
-        """Returns this process's part of eager's state dict."""
-        self._wait()
-        state, names = self._binding.local_state(), self.program.model.names
-        shards, group = self._binding.shards, self._ranks.group
-        if shards is not None and group is not None:
-            state = shards.sharded_state(state, names, group)  # the rows are DTensors
-        return self._parts.shown(state, names)
+        `torch.nn.utils.clip_grad_norm_` of them is refused where other processes have gradients
+        too.
+        """
+        return (parameter for _, parameter in self.named_parameters())
 
-    def require_named_parts(self) -> None:
-        """Raises PipelineError if ranks have different parts of a plain tensor under one name,
-        which torch.distributed.checkpoint takes for copies."""
-        program, mesh = self.program, self._ranks.mesh
-        for name in sorted(program.homes.keys() - self._parts.parts.keys()):
-            if any(mesh.size(dim) > 1 for dim in along(program.placement(name), SHARD)):
-                raise PipelineError(
-                    f"{name} is sharded by hand, so torch.distributed.checkpoint would take its"
-                    " parts for copies. Call zbcompile.save_checkpoint, or make it a DTensor."
-                )
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """This process's parameters under the model's own names; DTensors if the model had them as
+        such."""
+        self._complete_updates()
+        parameters = {**self._binding.parameters, **self._binding.parts.parameters}
+        return ((name, parameters[name]) for name in self._binding.local_names)
 
-    def full(self, frozen: bool) -> dict[str, Any]:
-        """Returns eager's state dict on every rank, with or without what is frozen."""
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears the gradients of this process's parameters, like `model.zero_grad`."""
+        for parameter in self.parameters():
+            if parameter.grad is not None and not set_to_none:
+                parameter.grad.zero_()
+            elif set_to_none:
+                parameter.grad = None
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Clips the gradients of the whole model, like `torch.nn.utils.clip_grad_norm_`.
+
+        Every rank clips its share by the norm of all gradients, with tied parameters counted once,
+        and returns that norm."""
+        self._optimizers.require_whole_gradients("clip_grad_norm_")
+        binding = self._binding
+        binding.parts.take_gradients()
+        with self._ranks.watch.region("clip_grad_norm_"):
+            norm = total_norm(
+                self.program,
+                binding.trained,
+                frozenset(binding.shards.own if binding.shards else ()),
+                binding.parameters,
+                self._ranks,
+                norm_type,
+                error_if_nonfinite,
+            )
+        local = [binding.parameters[name] for name in binding.local_names]
+        nn.utils.clip_grads_with_norm_(local, max_norm, norm)
+        return norm
+
+    def state_dict(self, full: bool = False, frozen: bool = True) -> dict[str, Any]:
+        """Eager's state dict: this process's share, or with `full=True` all of it, on every rank;
+        `frozen=False` then leaves out what is not trained, such as the base of adapters.
+
+        Of an output layer sharded over several processes the share is a DTensor of this process's
+        rows. torch.distributed.checkpoint calls this for `{"model": pipe}`.
+        """
+        if not (full or frozen):
+            raise PipelineError(
+                "state_dict(frozen=False) is for the whole model: pass full=True as well."
+            )
+        caller = (frame := inspect.currentframe()) and frame.f_back
+        if caller is not None and str(caller.f_globals.get("__name__")).startswith(
+            "torch.distributed.checkpoint."
+        ):
+            self._require_named_parts()
+        if not full:
+            return self._share()
         with self._ranks.watch.region("state_dict"):
-            return self._parts.shown(dict(self._stream(frozen)), self.program.model.names)
+            return self._binding.parts.shown(dict(self._stream(frozen)), self.program.model.names)
 
-    def stream(self) -> Iterator[tuple[str, Any]]:
-        """Yields eager's state dict, tensor by tensor."""
+    def stream_state_dict(self) -> Iterator[tuple[str, Any]]:
+        """The names and whole tensors of eager's state dict, one after the other on every rank: an
+        engine that generates takes them without the memory for all. Every rank must take all of
+        them.
+
+        >>> for name, tensor in pipe.stream_state_dict():  # doctest: +SKIP
+        ...     engine.load(name, tensor)
+        """
         stream = self._stream()
         while True:
             with self._ranks.watch.region("stream_state_dict"):
                 item = next(stream, None)
                 if item is None:
                     return
-                name, tensor = item
-                tensor = self._parts.shown({name: tensor}, self.program.model.names)[name]
+                shown = self._binding.parts.shown(dict([item]), self.program.model.names)
+                ((name, tensor),) = shown.items()
                 tensor = tensor.full_tensor() if is_distributed(tensor) else tensor
             yield name, tensor
 
-    def _stream(self, frozen: bool = True) -> Iterator[tuple[str, Any]]:
-        self._wait()
-        binding = self._binding
-        return stream_state(
-            binding.model, self._ranks, self.program.holders, binding.shards, frozen
-        )
-
-    def load(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Copies this process's share out of eager's state dict, in place.
 
         Strict over the whole model: raises PipelineError, before anything is copied, for keys that
-        it lacks or has in addition, and for tensors of another shape. The result of `share` is
-        accepted too.
+        it lacks or has in addition, and for tensors of another shape. The result of `state_dict()`
+        on this rank is accepted too.
         """
-        share = self.share()
+        binding, share = self._binding, self._share()
         if _is_share(state, share):
             for key, value in share.items():
                 if isinstance(value, torch.Tensor):
                     local_of(value).detach().copy_(local_of(state[key]).detach())
         else:
-            state = self._parts.cut(state, self.program.model.names)
-            _check_keys(local_state_dict(self._binding.model), state)
-            for key, value in self._binding.local_state().items():
+            state = binding.parts.cut(state, self.program.model.names)
+            _check_keys(local_state_dict(binding.model), state)
+            for key, value in binding.local_state().items():
                 if isinstance(value, torch.Tensor) and not value.is_meta:
                     value.detach().copy_(state[key].detach())
-            if self._binding.shards is not None:
-                self._binding.shards.load(state)
-        self.filled(state)
+            if binding.shards is not None:
+                binding.shards.load(state)
+        binding.share.filled(state)
 
-    def filled(self, names: Iterable[str]) -> None:
-        """Records that these tensors of this process's share have their values."""
-        self._binding.share.filled(names)
+    def resume(self, step: int, filled: Iterable[str]) -> None:
+        """Continues with step number `step`, now that the tensors `filled` of this process's share
+        have their values; `zbcompile.load_checkpoint` writes them in place."""
+        self.step_index = step
+        self._binding.share.filled(filled)
 
-    def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> torch.Tensor:
-        """Clips this process's gradients by the norm of all ranks', and returns that."""
-        self._optimizers.require_whole_gradients("clip_grad_norm_")
-        self._parts.take_gradients()
-        binding, parameters = self._binding, self._binding.parameters
-        with self._ranks.watch.region("clip_grad_norm_"):
-            rows = frozenset(binding.shards.own) if binding.shards else frozenset()
-            norm = total_norm(
-                self.program,
-                binding.trained,
-                rows,
-                parameters,
-                self._ranks,
-                norm_type,
-                error_if_nonfinite,
-            )
-        local = [parameters[name] for name in binding.local_names]
-        nn.utils.clip_grads_with_norm_(local, max_norm, norm)
-        return norm
+    def _share(self) -> dict[str, Any]:
+        """Returns this process's part of eager's state dict."""
+        self._complete_updates()
+        state, names = self._binding.local_state(), self.program.model.names
+        shards, group = self._binding.shards, self._ranks.group
+        if shards is not None and group is not None:
+            state = shards.sharded_state(state, names, group)  # the rows are DTensors
+        return self._binding.parts.shown(state, names)
 
-    def _wait(self) -> None:
+    def _require_named_parts(self) -> None:
+        """Raises PipelineError if ranks have different parts of a plain tensor under one name,
+        which torch.distributed.checkpoint takes for copies."""
+        program, mesh = self.program, self._ranks.mesh
+        for name in sorted(program.homes.keys() - self._binding.parts.parts.keys()):
+            if any(mesh.size(dim) > 1 for dim in along(program.placement(name), SHARD)):
+                raise PipelineError(
+                    f"{name} is sharded by hand, so torch.distributed.checkpoint would take its"
+                    " parts for copies. Call zbcompile.save_checkpoint, or make it a DTensor."
+                )
+
+    def _stream(self, frozen: bool = True) -> Iterator[tuple[str, Any]]:
+        self._complete_updates()
+        binding = self._binding
+        return stream_state(
+            binding.model, self._ranks, self.program.holders, binding.shards, frozen
+        )
+
+    def _complete_updates(self) -> None:
         """Blocks until the last update is complete. Raises PipelineError before compiling."""
         self.program  # noqa: B018
         self._optimizers.wait()

@@ -1,8 +1,7 @@
 """The pipeline object: a model's training step, compiled for the shapes it meets."""
 
-import inspect
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
@@ -42,7 +41,7 @@ if TYPE_CHECKING:  # torch's pipelining takes a second to import
 T = TypeVar("T")
 
 
-class Pipeline:
+class Pipeline(ModelState):
     """A model as a pipeline; made by `zbcompile.pipeline`. Not an nn.Module: it holds this
     process's share of one.
 
@@ -50,8 +49,6 @@ class Pipeline:
     hold the measured spans of the next steps. `step_index` counts steps; it enters
     `zbcompile.microbatch_seed`.
     """
-
-    step_index: int = 0
 
     def __init__(
         self,
@@ -76,7 +73,6 @@ class Pipeline:
             self._binding = ModelBinding(model, parts, options, self._ranks)
             self._compiled = ProgramCache(model, options, self._binding, schedule, saved)
             self._optimizers = Optimizers(self._binding)
-            self._state = ModelState(self._binding, self._optimizers)
             layout = BatchLayout(model, options, self._compiled)
             self._runner = StepRunner(
                 options, engine, self._compiled, layout, self._optimizers, self._observation
@@ -112,11 +108,6 @@ class Pipeline:
     def options(self) -> PipelineOptions:
         """The options that the pipeline was made with."""
         return self._options
-
-    @property
-    def program(self) -> Program:
-        """The compiled program (of the first shapes that were compiled)."""
-        return self._state.program
 
     @property
     def model(self) -> nn.Module:
@@ -341,14 +332,6 @@ class Pipeline:
         with self._watch.region("recompile"):
             self._compiled.recompile()
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears the gradients of this process's parameters, like `model.zero_grad`."""
-        for parameter in self.parameters():
-            if parameter.grad is not None and not set_to_none:
-                parameter.grad.zero_()
-            elif set_to_none:
-                parameter.grad = None
-
     def to(self, *args: Any, **kwargs: Any) -> Self:
         """Raises PipelineError: a pipeline's tensors stay where they are, and of their dtype."""
         raise PipelineError(
@@ -369,66 +352,6 @@ class Pipeline:
             yield
         finally:
             replicas.synchronise = before
-
-    def clip_grad_norm_(
-        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
-    ) -> torch.Tensor:
-        """Clips the gradients of the whole model, like `torch.nn.utils.clip_grad_norm_`.
-
-        Every rank clips its share by the norm of all gradients, with tied parameters counted once,
-        and returns that norm."""
-        return self._state.clip(max_norm, norm_type, error_if_nonfinite)
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """This process's parameters, for an optimizer. Tied parameters appear once.
-
-        `torch.nn.utils.clip_grad_norm_` of them is refused where other processes have gradients
-        too.
-        """
-        return iter(self._state.named_parameters().values())
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """This process's parameters under the model's own names; DTensors if the model had them as
-        such."""
-        return iter(self._state.named_parameters().items())
-
-    def state_dict(self, full: bool = False, frozen: bool = True) -> dict[str, Any]:
-        """Eager's state dict: this process's share, or with `full=True` all of it, on every rank;
-        `frozen=False` then leaves out what is not trained, such as the base of adapters.
-
-        Of an output layer sharded over several processes the share is a DTensor of this process's
-        rows. torch.distributed.checkpoint calls this for `{"model": pipe}`.
-        """
-        if not (full or frozen):
-            raise PipelineError(
-                "state_dict(frozen=False) is for the whole model: pass full=True as well."
-            )
-        caller = (frame := inspect.currentframe()) and frame.f_back
-        if caller is not None and str(caller.f_globals.get("__name__")).startswith(
-            "torch.distributed.checkpoint."
-        ):
-            self._state.require_named_parts()
-        return self._state.full(frozen) if full else self._state.share()
-
-    def stream_state_dict(self) -> Iterator[tuple[str, Any]]:
-        """The names and whole tensors of eager's state dict, one after the other on every rank: an
-        engine that generates takes them without the memory for all. Every rank must take all of
-        them.
-
-        >>> for name, tensor in pipe.stream_state_dict():  # doctest: +SKIP
-        ...     engine.load(name, tensor)
-        """
-        return self._state.stream()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load this process's share of a full state dict; strict over the whole model."""
-        self._state.load(state)
-
-    def resume(self, step: int, filled: Iterable[str]) -> None:
-        """Continue with step number `step`, now that the tensors `filled` of this process's share
-        have their values; `zbcompile.load_checkpoint` writes them in place."""
-        self.step_index = step
-        self._state.filled(filled)
 
     def optimizer(
         self,

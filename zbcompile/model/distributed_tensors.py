@@ -146,22 +146,14 @@ class Parts:
         )
 
     def shown(self, state: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-        """A state dict of plain parts as one of DTensors."""
-        return {
-            key: value
-            if (part := self.parts.get(names.get(key, key))) is None
-            else part.wrap(value)
-            for key, value in state.items()
-        }
+        """Returns a state dict of plain parts as one of DTensors."""
+        parts = {key: self.parts.get(names.get(key, key)) for key in state}
+        return {key: v if (p := parts[key]) is None else p.wrap(v) for key, v in state.items()}
 
     def cut(self, state: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-        """A state dict of whole tensors or DTensors as one of plain parts."""
-        return {
-            key: value
-            if (part := self.parts.get(names.get(key, key))) is None
-            else part.cut(key, value)
-            for key, value in state.items()
-        }
+        """Returns a state dict of whole tensors or DTensors as one of plain parts."""
+        parts = {key: self.parts.get(names.get(key, key)) for key in state}
+        return {key: v if (p := parts[key]) is None else p.cut(key, v) for key, v in state.items()}
 
 
 def _own(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

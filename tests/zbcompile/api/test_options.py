@@ -77,8 +77,8 @@ def test_flags(name: str) -> None:
     add_flags(parser, SPELLED)
     text, value = SPELLED[name]
     results = split_options(parser.parse_args([flag_of(name), *([text] if text else [])]))
-    assert results["given"].keys() == {name}
-    assert getattr(PipelineOptions(**results["given"]), name) == value
+    assert results["keywords"].keys() == {name}
+    assert getattr(PipelineOptions(**results["keywords"]), name) == value
     assert flag_of(name) in parser.format_help()
 
 
