@@ -64,12 +64,6 @@ def name_of_operator(target: Any) -> str:
     raise CompileError(f"{target} cannot be saved. Wrap it with torch.library.custom_op.")
 
 
-def is_foreign(name: str) -> bool:
-    """Returns True for an operator of a library that is not torch's: a reader must name it."""
-    library = name.partition(".")[0]
-    return name != GETITEM and library not in (*LIBRARIES, "higher_order")
-
-
 def _is_allowed(overload: OpOverload, function: str) -> bool:
     """Returns True if an operator of torch only computes tensors, and reads no file."""
     schema = schema_of(overload)

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from zbcompile.api.pipeline import Pipeline
-from zbcompile.distributed.mesh import Mesh
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
 from zbcompile.model.distributed_tensors import is_distributed
@@ -56,15 +55,18 @@ def local_state(source: Pipeline | nn.Module) -> LocalState:
 
 def _of_pipeline(pipe: Pipeline) -> LocalState:
     facts, ranks, mesh = pipe.program.model, pipe.ranks, pipe.ranks.mesh
-    shapes: dict[str, tuple[int, ...] | None] = {}
-    titles, by_hand = dict[str, str](), dict[str, tuple[str, ...]]()
+    shapes, titles = dict[str, tuple[int, ...] | None](), dict[str, str]()
     for name, shape in _shapes(facts).items():
-        split = tuple(d for d in along(pipe.program.placement(name), SHARD) if mesh.size(d) > 1)
-        by_hand[name] = () if name in pipe.parts else split
-        for place in product(*(range(mesh.size(dimension)) for dimension in by_hand[name])):
-            shapes[_title(name, by_hand[name], place, mesh)] = None
-        titles[name] = _title(name, by_hand[name], tuple(map(mesh.index, by_hand[name])), mesh)
-        shapes[titles[name]] = tuple(pipe.parts[name].whole.shape) if name in pipe.parts else shape
+        by_hand = [d for d in along(pipe.program.placement(name), SHARD) if mesh.size(d) > 1]
+        if name in pipe.parts:
+            by_hand, shape = [], tuple(pipe.parts[name].whole.shape)
+        # only the model knows how a tensor that it shards by hand would become whole
+        places = [[f"{d} {i} of {mesh.size(d)}" for i in range(mesh.size(d))] for d in by_hand]
+        suffix = ", ".join(place[mesh.index(d)] for d, place in zip(by_hand, places, strict=True))
+        for parts in product(*places) if by_hand else ():
+            shapes[f"{name} ({', '.join(parts)})"] = None
+        titles[name] = f"{name} ({suffix})" if by_hand else name
+        shapes[titles[name]] = shape
     names = {title: name for name, title in titles.items()}
     tensors = {titles[name]: tensor for name, tensor in _untied(pipe.state_dict(), facts).items()}
     parameters = {titles[name]: parameter for name, parameter in pipe.named_parameters()}
@@ -78,16 +80,6 @@ def _of_pipeline(pipe: Pipeline) -> LocalState:
         return has_first and mesh.index(*replicas) == 0
 
     return LocalState(facts, shapes, titles, tensors, parameters, is_writer, ranks)
-
-
-def _title(name: str, by_hand: tuple[str, ...], place: tuple[int, ...], mesh: Mesh) -> str:
-    """Returns the name of one part of a tensor sharded by hand: only the model knows how it would
-    become whole."""
-    where = [
-        f"{dimension} {index} of {mesh.size(dimension)}"
-        for dimension, index in zip(by_hand, place, strict=True)
-    ]
-    return f"{name} ({', '.join(where)})" if where else name
 
 
 def _shapes(facts: ModelFacts) -> dict[str, tuple[int, ...]]:

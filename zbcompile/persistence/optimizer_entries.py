@@ -71,19 +71,16 @@ def load_optimizer(
     entries: Values = {}
     for section in ("state", "param_groups"):
         for title, keys in by_name(stored, section, by_title).items():
-            member = by_member.get(title)
             for key, tensor in keys.items():
                 entry = f"{section}.{title}.{key}"
                 if tensor is None:
                     entries[entry] = from_data(values[f"optimizer.{entry}"], {})
-                elif section == "param_groups":
-                    entries[entry] = torch.empty(
-                        tensor.size, dtype=tensor.properties.dtype, device="cpu"
-                    )
-                elif member is not None:
-                    entries[entry] = empty_entry(
-                        member, key, tensor.size, tensor.properties.dtype, device
-                    )
+                    continue
+                size, dtype = tensor.size, tensor.properties.dtype
+                if section == "param_groups":
+                    entries[entry] = torch.empty(size, dtype=dtype, device="cpu")
+                elif title in by_member:
+                    entries[entry] = empty_entry(by_member[title], key, size, dtype, device)
     read({f"optimizer.{key}": v for key, v in entries.items() if isinstance(v, torch.Tensor)})
     entries = _renamed(entries, by_title)
     if not isinstance(optimizer, PipelineOptimizer):

@@ -25,7 +25,6 @@ from zbcompile.json_text import to_text
 from zbcompile.model.model_info import has_values
 from zbcompile.program.program import Program
 from zbcompile.program.program_data import (
-    operators_of,
     program_from_data,
     program_to_data,
     rank_to_data,
@@ -200,7 +199,6 @@ def _manifest(program: Program, hashes: Hashes, sizes: Mapping[str, int]) -> dic
         "torch": _torch_release(),
         "ranks": program.schedule.ranks,
         "device": program.device_type,
-        "operators": operators_of(program),
         "dimensions": dict(sizes),
         "compared": compared,
         "program": program_to_data(program),

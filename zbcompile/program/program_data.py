@@ -9,7 +9,6 @@ from dataclasses import fields, replace
 from typing import Any, get_type_hints
 
 import torch
-from torch.fx import GraphModule
 
 from zbcompile.json_text import Converters, from_plain, to_plain
 from zbcompile.model.model_info import has_values, on_meta
@@ -17,7 +16,6 @@ from zbcompile.passes.capture.structures import OutputStructure
 from zbcompile.passes.errors import CompileError
 from zbcompile.passes.graph.fx import output_values
 from zbcompile.passes.graph.roles import Slot, TensorSpec
-from zbcompile.passes.operators import is_foreign, name_of_operator
 from zbcompile.passes.serialize import graph_from_data, graph_to_data
 from zbcompile.passes.stage.pass_graph import PassGraph
 from zbcompile.passes.torch_names import dtype_named
@@ -125,17 +123,6 @@ def with_rank(
             values["buffer"][member.name] = on_meta(member)
     model = replace(model, constants=values["constant"], unsaved=values["buffer"])
     return replace(program, stages=tuple(stages), vocabulary=vocabulary, model=model)
-
-
-def operators_of(program: Program) -> list[str]:
-    """Returns the operators of other libraries that the graphs call, as `library::operator`."""
-    groups = [stage.pieces for stage in program.stages]
-    groups += program.vocabulary.pieces if program.vocabulary else ()
-    modules = [m for group in groups for piece in group.values() for m in piece.module.modules()]
-    graphs = [module.graph for module in modules if isinstance(module, GraphModule)]
-    calls = [node for graph in graphs for node in graph.nodes if node.op == "call_function"]
-    names = {name_of_operator(node.target) for node in calls}
-    return sorted({"::".join(name.split(".")[:2]) for name in names if is_foreign(name)})
 
 
 def _piece_to_data(piece: PassGraph) -> Data:
