@@ -44,8 +44,8 @@ class PipelineAccelerator(Accelerator):
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> Any:
-        """Returns the optimizer as it is: its state lives with the pipeline, and is empty until
-        that is compiled."""
+        """Returns the optimizer unchanged. Its state is the pipeline's, and empty until that is
+        compiled."""
         if self.mixed_precision == "fp16":
             raise PipelineError(
                 'PipelineAccelerator: mixed_precision="fp16"; train in bfloat16,'

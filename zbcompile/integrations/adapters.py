@@ -18,7 +18,7 @@ DEFAULT = (  # the adapter whose files lie in the folder itself; others have one
 
 
 def has_adapters(model: nn.Module) -> bool:
-    """Whether `peft.get_peft_model` made it."""
+    """Returns True for a model that `peft.get_peft_model` returned."""
     return hasattr(model, "peft_config")
 
 

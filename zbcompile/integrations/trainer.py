@@ -312,14 +312,13 @@ class PipelineTrainer(Trainer):
         self._fill(str(self.state.best_model_checkpoint))
 
     def end(self) -> None:
-        """As Trainer's; closes the pipeline first."""
+        """Closes the pipeline, and ends the training."""
         self.pipe.close()
         super().end()
 
 
 class PipelineModel:
-    """What Trainer takes for the wrapped model: its modes and gradients, and as a call its
-    evaluation."""
+    """The model that Trainer wraps. A call is an evaluation of the pipeline."""
 
     def __init__(self, trainer: PipelineTrainer) -> None:
         self._trainer = trainer

@@ -56,8 +56,8 @@ class BackgroundSave:
         self.pending: tuple[Path, Any, bool] | None = None
 
     def close(self) -> None:
-        """Waits for the save that is under way. Raises PipelineError if it failed, and removes what
-        it has written."""
+        """Blocks until the save in the thread has ended. Raises PipelineError if it failed, and
+        removes its files."""
         pending, self.pending = self.pending, None
         if pending is None:
             return
@@ -293,7 +293,7 @@ def _write(
     fields: Values,
     background: BackgroundSave | None,
 ) -> None:
-    """Writes at once; or copies what is to be written, and writes in a thread."""
+    """Writes a checkpoint, with `background` in a thread and from copies of the tensors."""
     from zbcompile.persistence.checkpoint_files import CheckpointWriter
 
     dcp, position = _torch_checkpoints(), ranks.watch.position

@@ -29,8 +29,8 @@ Convert = Callable[[Pieces], dict[str, torch.Tensor]]
 
 @dataclass(frozen=True)
 class HubTensor:
-    """A tensor of the model, and the stored tensors that it is made of, each with its pattern: one
-    that is stored as it is, or several that `convert` puts together."""
+    """A tensor of the model, and the names of its stored tensors with their patterns. `convert`
+    joins several."""
 
     name: str
     shape: Shape
@@ -116,7 +116,7 @@ def _converted(target: str, converter: Any, model: Any, tensors: Pieces) -> dict
 
 
 def as_stored(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """These tensors of the model under the names, and in the pieces, that `save_pretrained` writes.
+    """Returns tensors of the model under the names, and in the pieces, of `save_pretrained`.
     Raises PipelineError if a file's tensor is made of several, of which these are some."""
     if not is_pretrained(model) or not tensors:
         return dict(tensors)
@@ -146,14 +146,14 @@ def write_config(folder: Path, model: Any) -> None:
 
 
 def is_pretrained(model: nn.Module) -> bool:
-    """Whether this is a model of transformers, which is then imported already."""
+    """Returns True for a model of transformers, which is then imported."""
     base = getattr(sys.modules.get("transformers"), "PreTrainedModel", None)
     return base is not None and isinstance(model, base)
 
 
 def _is_ignored(name: str, model: Any) -> bool:
-    """Whether files may hold this tensor without need: the model says so, or it was a saved buffer
-    once."""
+    """Returns True for a stored tensor that the model ignores, or that was a saved buffer in an
+    older release."""
     ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     unneeded = {*ignored, r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$"}
     return any(re.search(pattern, name) for pattern in unneeded)

@@ -216,8 +216,8 @@ def _listed(index: Path) -> dict[str, Path]:
 def _sources(
     path: Path, stored: Mapping[str, HubTensor], state: LocalState
 ) -> dict[str, HubTensor]:
-    """What each of the model's tensors is read from, by name. Every rank looks for all of them, so
-    that all report the same error."""
+    """Returns the stored tensor of every tensor of the model, on every rank, so that all report
+    the same error."""
     names: dict[str, list[str]] = {}
     for member in state.model.members:
         if member.saved:

@@ -57,10 +57,10 @@ def compile_auto(
         (step for step in steps if step.seconds <= shortest * (1 + EQUAL)),
         key=lambda step: step.waiting,
     )
-    others = sorted(
+    slower = sorted(
         (step for step in steps if step.name != best.name), key=lambda step: step.seconds
     )
-    return replace(best.program, plan=_summary(best, others))
+    return replace(best.program, plan=_summary(best, slower))
 
 
 def names_by_placement(build_: Callable[..., Schedule]) -> dict[Placement, list[str]]:
@@ -68,22 +68,22 @@ def names_by_placement(build_: Callable[..., Schedule]) -> dict[Placement, list[
     model, or sum weight gradients in another order than that of the microbatches, are left out:
     they change memory and bits.
     """
-    found: dict[Placement, list[str]] = defaultdict(list)
+    by_placement: dict[Placement, list[str]] = defaultdict(list)
     for name in names():
         if name == "auto" or name in OWN_WEIGHT_ORDER:
             continue
         with suppress(ScheduleError):
             placement = build_(name).placement
             if placement.copies == 1:
-                found[placement].append(name)
-    return found
+                by_placement[placement].append(name)
+    return by_placement
 
 
 def _candidates(
     compile_: Compile, choices: Choices, names_: list[str], build_: Callable[..., Schedule]
 ) -> list[NamedStep]:
     """Returns the names of one placement that fit. Raises PartitionError if none does."""
-    found, needed = list[NamedStep](), dict[int, Program]()
+    steps, needed = list[NamedStep](), dict[int, Program]()
     for policy in policies_of(choices):
         program = compile_(build_(names_[0]), replace(choices, recompute=policy))
         costs = predicted_costs(program)
@@ -93,22 +93,22 @@ def _candidates(
                 needed[peak] = ordered
                 continue
             timeline = simulate(ordered.schedule, costs)
-            found.append(
+            steps.append(
                 NamedStep(name, float(timeline.makespan), max(timeline.peak_memory), ordered)
             )
-        if found:
-            return found
+        if steps:
+            return steps
     assert choices.memory is not None
     raise too_little_memory(choices.memory, needed)
 
 
-def _summary(best: NamedStep, others: list[NamedStep]) -> str:
+def _summary(best: NamedStep, slower: list[NamedStep]) -> str:
     """Returns what was chosen, what it was compared with, and how sure that is, in three lines."""
     shortest = best.seconds or 1.0
     compared = ", ".join(
-        f"{other.name} {other.seconds / shortest - 1:+.1%}" for other in others[:COMPARED]
+        f"{step.name} {step.seconds / shortest - 1:+.1%}" for step in slower[:COMPARED]
     )
-    more = f" and {len(others) - COMPARED} slower names" if len(others) > COMPARED else ""
+    more = f" and {len(slower) - COMPARED} slower names" if len(slower) > COMPARED else ""
     machine = hardware_of(best.program)
     return (
         f"auto: {best.name}, predicted step {best.seconds:.4g} s on {machine}\n"

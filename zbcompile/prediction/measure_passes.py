@@ -18,7 +18,7 @@ from zbcompile.program.program import Program
 from zbcompile.schedules.ir.costs import Costs
 
 PASSES = ("F", "B", "W")
-KEPT = ("parameter", "buffer")  # kinds of slots that all passes of a stage share
+RETAINED = ("parameter", "buffer")  # kinds of slots that all passes of a stage share
 
 
 def measure_passes(program: Program) -> Costs:
@@ -69,20 +69,22 @@ def measured_costs(program: Program, seconds: Mapping[str, float]) -> Costs:
 def _seconds(pieces: Mapping[str, PassGraph]) -> dict[str, float]:
     """Seconds of the passes of a stage, run in turn: a pass that is repeated alone finds all that
     it reads in the cache, as in no step."""
-    held: dict[Slot, Any] = {}
+    saved: dict[Slot, Any] = {}
     ops = [op for op in (*PASSES, "S", "T") if op in pieces and not pieces[op].empty]
     return dict(
-        zip(ops, run_seconds_in_turn([_run_of(pieces[op], held) for op in ops]), strict=True)
+        zip(ops, run_seconds_in_turn([_run_of(pieces[op], saved) for op in ops]), strict=True)
     )
 
 
-def _run_of(piece: PassGraph, held: dict[Slot, Any]) -> Callable[[], None]:
-    """One run of a pass, on the parameters and buffers `held` by its stage. Buffers that a graph
+def _run_of(piece: PassGraph, saved: dict[Slot, Any]) -> Callable[[], None]:
+    """One run of a pass, on the parameters and buffers `saved` by its stage. Buffers that a graph
     adds into grow in value from run to run, which does not change the time."""
     run, values, device = boxed(piece.module), [], device_of(piece.module.graph.nodes)
     for slot, node in zip(piece.inputs, piece.placeholders, strict=True):
         values.append(
-            held.setdefault(slot, values_like(node)) if slot.role in KEPT else values_like(node)
+            saved.setdefault(slot, values_like(node))
+            if slot.role in RETAINED
+            else values_like(node)
         )
 
     def once() -> None:

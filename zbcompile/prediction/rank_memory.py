@@ -209,7 +209,7 @@ class _Messages:
             self.waiting.pop(message, None)
 
     def after(self, action: Action) -> None:
-        """Counts what waits for a stage on this rank, and what only a send keeps from now on."""
+        """Counts the tensors that wait for a stage on this rank, or for a send to end."""
         stage = self.program.stages[action.stage]
         for message, peer in self.edges[action].makes:
             if peer == self.rank and message.kind in DIRECTION:

@@ -28,7 +28,7 @@ class ProcessRecord:
     begin: float
     end: float
     timed: dict[int, list[RecordedSpan]]
-    held: dict[int, list[int]]
+    live_bytes: dict[int, list[int]]
     sent: dict[int, int]
 
 
@@ -36,8 +36,8 @@ class ProcessRecord:
 class ActionTimes:
     """The actions of the ranks in this process during one step.
 
-    `marks` are the begin and end of each, `held` the bytes of activations behind it, `sent` the
-    bytes that each rank has sent.
+    `marks` are the begin and end of each, `live_bytes` the bytes of activations after it,
+    `sent` the bytes that each rank has sent.
     """
 
     program: Program
@@ -47,7 +47,7 @@ class ActionTimes:
     marks: defaultdict[int, list[tuple[Action, Any, Any]]] = field(
         default_factory=lambda: defaultdict(list)
     )
-    held: defaultdict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
+    live_bytes: defaultdict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
     sent: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))
     running: dict[tuple[int, Action], Any] = field(default_factory=dict)
 
@@ -55,24 +55,24 @@ class ActionTimes:
         """Records the begin of an action."""
         self.running[rank, action] = self.clock.mark()
 
-    def end(self, action: Action, rank: int, held: int) -> None:
-        """Records the end of an action, behind which the rank holds `held` bytes."""
+    def end(self, action: Action, rank: int, live_bytes: int) -> None:
+        """Records the end of an action, behind which the rank holds `live_bytes` bytes."""
         self.marks[rank].append((action, self.running.pop((rank, action)), self.clock.mark()))
-        self.held[rank].append(held)
+        self.live_bytes[rank].append(live_bytes)
 
     def record(self, ahead: float = 0.0) -> ProcessRecord:
         """Returns the record. This process's clock is `ahead` seconds of that of the first rank.
         Synchronizes with the device."""
         at = self.clock.seconds
         timed = {
-            r: [RecordedSpan(str(a), at(s) - ahead, at(e) - ahead) for a, s, e in found]
-            for r, found in self.marks.items()
+            r: [RecordedSpan(str(a), at(s) - ahead, at(e) - ahead) for a, s, e in spans]
+            for r, spans in self.marks.items()
         }
         return ProcessRecord(
             self.started - ahead,
             time.perf_counter() - ahead,
             timed,
-            dict(self.held),
+            dict(self.live_bytes),
             {rank: self.sent[rank] for rank in timed},
         )
 
@@ -82,12 +82,12 @@ def make_record(times: ActionTimes, parts: Sequence[ProcessRecord], in_process: 
     started = min(part.begin for part in parts)
     timed = _merged([part.timed for part in parts])
     spans = {
-        r: [RecordedSpan(a, s - started, e - started) for a, s, e in found]
-        for r, found in timed.items()
+        r: [RecordedSpan(a, s - started, e - started) for a, s, e in spans]
+        for r, spans in timed.items()
     }
     return StepRecord(
         spans=spans,
-        held_bytes=_merged([part.held for part in parts]),
+        held_bytes=_merged([part.live_bytes for part in parts]),
         bytes_sent=_merged([part.sent for part in parts]),
         step_time=max(part.end for part in parts) - started,
         started=started,
@@ -98,7 +98,7 @@ def make_record(times: ActionTimes, parts: Sequence[ProcessRecord], in_process: 
 
 
 def _merged(parts: Sequence[Mapping[int, Any]]) -> dict[int, Any]:
-    return dict(sorted((rank, found) for part in parts for rank, found in part.items()))
+    return dict(sorted((rank, spans) for part in parts for rank, spans in part.items()))
 
 
 class Observation:
