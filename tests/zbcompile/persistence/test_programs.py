@@ -5,7 +5,6 @@ import hashlib
 import json
 import multiprocessing
 import random
-import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -102,9 +101,9 @@ def own_part(directory: str, rank: int) -> str:
     """A copy without the parts of other ranks."""
     copy = f"{directory} of {rank}"
     shutil.copytree(directory, copy)
-    for other in Path(copy).glob("rank-*"):
-        if other.stem != f"rank-{rank:04d}":
-            other.unlink()
+    for second in Path(copy).glob("rank-*"):
+        if second.stem != f"rank-{rank:04d}":
+            second.unlink()
     return copy
 
 
@@ -133,14 +132,14 @@ def step_replicas(directory: str) -> None:
     """Two replicas of a pipeline of two ranks: the first one saves, both load."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
     problem = problem_of("small-tied")
-    own = list(problem.batches(1, 16)[0].parts(2))[mesh["dp"].get_local_rank()]
+    local = list(problem.batches(1, 16)[0].parts(2))[mesh["dp"].get_local_rank()]
     options = {"schedule": "zb-h1", "microbatches": 4, "loss": problem.loss, "exact": True}
     pipe = zbcompile.pipeline(problem.model(), mesh=mesh, **options)
-    loss = pipe.step(*own.args, target=own.target)
+    loss = pipe.step(*local.args, target=local.target)
     pipe.program.save(directory)
-    other = zbcompile.load(directory, problem.model().state_dict(), mesh=mesh)
-    assert torch.equal(other.step(*own.args, target=own.target), loss)
-    assert_same_tensors(gradients_of(other), gradients_of(pipe), "gradient of")
+    second = zbcompile.load(directory, problem.model().state_dict(), mesh=mesh)
+    assert torch.equal(second.step(*local.args, target=local.target), loss)
+    assert_same_tensors(gradients_of(second), gradients_of(pipe), "gradient of")
 
 
 @pytest.mark.slow
@@ -324,9 +323,9 @@ def test_random_edits_are_refused_or_have_no_effect(tmp_path: Path) -> None:
 @pytest.fixture
 def library() -> Iterator[None]:
     """An operator of another library, `zbtests::doubled`."""
-    with torch.library._scoped_library("zbtests", "DEF") as made:
-        made.define("doubled(Tensor x) -> Tensor")
-        made.impl("doubled", lambda x: 2 * x, "CompositeExplicitAutograd")
+    with torch.library._scoped_library("zbtests", "DEF") as created:
+        created.define("doubled(Tensor x) -> Tensor")
+        created.impl("doubled", lambda x: 2 * x, "CompositeExplicitAutograd")
         yield
 
 
@@ -335,17 +334,17 @@ def reach_exec(directory: Path, packet: str, code: str) -> None:
     the methods of an operator's packet: its constructor makes a packet of anything, and what it
     does not have it asks of that.
     """
-    whole = packet.replace(".", "::", 1)
+    complete = packet.replace(".", "::", 1)
 
     def insert(data: dict[str, Any]) -> None:
         first = len(forward_of(data)["inputs"])
         calls: list[tuple[str, list[Any]]] = [
             (f"{packet}.__getattribute__", ["__init__"]),
-            (f"{packet}.__init__", [whole, "x", {"node": first}, []]),
+            (f"{packet}.__init__", [complete, "x", {"node": first}, []]),
             (f"{packet}.__getattr__", ["__globals__"]),
             ("getitem", [{"node": first + 2}, "__builtins__"]),
             ("getitem", [{"node": first + 3}, "exec"]),
-            (f"{packet}.__init__", [whole, "x", {"node": first + 4}, []]),
+            (f"{packet}.__init__", [complete, "x", {"node": first + 4}, []]),
             (f"{packet}.__call__", [code]),
         ]
         forward_of(data)["nodes"][:0] = [{"call": target, "args": args} for target, args in calls]
@@ -410,9 +409,9 @@ def test_a_program_is_read_as_it_was_saved(saved: Callable[[Case], Path]) -> Non
 def test_operators_of_other_libraries_must_be_named(saved: Callable[[Case], Path]) -> None:
     case = Case("custom-op", "1f1b", 2, 2, steps=1)
     directory, state = saved(case), problem_of(case.problem).model().state_dict()
-    with pytest.raises(zbcompile.CompileError, match="pass operators=") as refused:
+    named = [f"zbcompile_tests::{name}" for name in ("bend", "bend_backward")]
+    with pytest.raises(zbcompile.CompileError, match=r'pass operators=\["zbcompile_tests::bend'):
         zbcompile.load(directory, state)
-    named = re.findall(r'operators=\["(.*?)"\]', str(refused.value))
     assert zbcompile.inspect.main([str(directory)]) == 0
     assert_bitwise(train(zbcompile.load(directory, state, operators=named), case), reference(case))
 
@@ -482,14 +481,14 @@ def test_values_that_no_state_dict_holds(tmp_path: Path) -> None:
     )
     pipe.compile(x, target=x)
     pipe.program.save(tmp_path)
-    other = zbcompile.load(tmp_path, state_dict=model.state_dict())
-    assert torch.equal(pipe.step(x, target=x), other.step(x, target=x))
+    second = zbcompile.load(tmp_path, state_dict=model.state_dict())
+    assert torch.equal(pipe.step(x, target=x), second.step(x, target=x))
     theirs = {name: parameter.grad for name, parameter in pipe.named_parameters()}
     assert_same_tensors(
-        {name: p.grad for name, p in other.named_parameters()}, theirs, "gradient of"
+        {name: p.grad for name, p in second.named_parameters()}, theirs, "gradient of"
     )
-    assert_same_tensors(other.state_dict(), pipe.state_dict(), "state dict:")
-    assert "table" not in other.state_dict()
+    assert_same_tensors(second.state_dict(), pipe.state_dict(), "state dict:")
+    assert "table" not in second.state_dict()
 
 
 def _mean(output: Tensor, target: Tensor) -> Tensor:
@@ -501,12 +500,12 @@ def learn_both(directory: str, case: VocabularyCase) -> None:
     pipe = vocabulary_training.pipeline_of(case)
     losses, gradients = vocabulary_training.learn(pipe, case)
     pipe.program.save(directory)
-    other = zbcompile.load(directory, state_dict=vocabulary_training.model_of(case).state_dict())
-    again, differently = vocabulary_training.learn(other, case)
+    second = zbcompile.load(directory, state_dict=vocabulary_training.model_of(case).state_dict())
+    again, differently = vocabulary_training.learn(second, case)
     assert_same_tensors(again, losses, "loss of step")
     for our, their in zip(differently, gradients, strict=True):
         assert_same_tensors(our, their, "gradient of")
-    assert_same_tensors(other.state_dict(full=True), pipe.state_dict(full=True), "state dict:")
+    assert_same_tensors(second.state_dict(full=True), pipe.state_dict(full=True), "state dict:")
 
 
 @pytest.mark.slow
@@ -525,18 +524,18 @@ def load_with_threads(directory: str) -> None:
         torch.set_num_threads(before)
 
 
-def load_for_others(directory: str, own: str) -> None:
-    zbcompile.load(directory if torch.distributed.get_rank() == 0 else own)
+def load_for_others(directory: str, local: str) -> None:
+    zbcompile.load(directory if torch.distributed.get_rank() == 0 else local)
 
 
 def test_ranks_that_differ_are_refused_on_every_rank(
     saved: Callable[[Case], Path], pool: Pool, tmp_path: Path
 ) -> None:
-    directory, other = str(saved(SMALL)), str(saved(CASES[0]))
-    whole = "Every rank must load the same directory, with the same torch and number of threads"
+    directory, second = str(saved(SMALL)), str(saved(CASES[0]))
+    complete = "Every rank must load the same directory, with the same torch and number of threads"
     for outcomes, reason in (
         (pool.outcomes(load_with_threads, directory), "threads is 1 on rank 0 and 2 on rank 1"),
-        (pool.outcomes(load_for_others, directory, other), "loaded different programs: digest is"),
+        (pool.outcomes(load_for_others, directory, second), "loaded different programs: digest is"),
         (
             pool.outcomes(load_for_others, directory, str(tmp_path / "nowhere")),
             "nowhere has no manifest.json",
@@ -544,7 +543,9 @@ def test_ranks_that_differ_are_refused_on_every_rank(
     ):
         assert [outcome.error for outcome in outcomes] == ["PipelineError"] * 2
         assert all(reason in outcome.text for outcome in outcomes), outcomes
-        assert whole in outcomes[0].text or "Compile and save the program again" in outcomes[0].text
+        assert (
+            complete in outcomes[0].text or "Compile and save the program again" in outcomes[0].text
+        )
     outcomes = pool.outcomes(load_parts, directory, ranks=4)
     assert ["compiled for 2 ranks, but there are 4" in outcome.text for outcome in outcomes] == [
         True
@@ -570,7 +571,7 @@ def test_a_save_that_is_killed_leaves_a_whole_program_or_none(tmp_path: Path) ->
     program, moments = compiled(SMALL).program, random.Random(0)
     began = time.monotonic()
     program.save(tmp_path)
-    duration, whole = time.monotonic() - began, bytes_of(tmp_path)
+    duration, complete = time.monotonic() - began, bytes_of(tmp_path)
     context, refusals = multiprocessing.get_context("fork"), []
     for _ in range(6):
         begun = context.Event()
@@ -583,7 +584,7 @@ def test_a_save_that_is_killed_leaves_a_whole_program_or_none(tmp_path: Path) ->
         refusals.append(refusal(tmp_path))
     assert any(refusals)
     assert all(
-        not each or "is not a program, or saving it was interrupted" in each for each in refusals
+        not item or "is not a program, or saving it was interrupted" in item for item in refusals
     ), refusals
     program.save(tmp_path)
-    assert bytes_of(tmp_path) == whole
+    assert bytes_of(tmp_path) == complete
