@@ -1,5 +1,5 @@
-"""Weights that are scaled by a buffer which every forward changes: W reads the microbatch's own
-value."""
+"""Weights that are scaled by a buffer which every forward changes: the backward reads the value of
+its microbatch."""
 
 import copy
 
@@ -11,30 +11,35 @@ from torch import Tensor, nn
 import zbcompile
 
 RANKS, MICROBATCHES, STEPS = 2, 4, 3
+CHANGES = ("written", "assigned", "written later", "written later")
 
 
 class Scaled(nn.Module):
-    """A layer whose weight is scaled by a buffer; `assigns`: the buffer is assigned anew."""
+    """A layer whose weight is scaled by a buffer, which changes before it is read (it is assigned
+    or written in place) or afterwards."""
 
-    def __init__(self, width: int, assigns: bool) -> None:
+    def __init__(self, width: int, change: str) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(width, width) / width)
         self.register_buffer("scale", torch.ones(()))
-        self.assigns = assigns
+        self.change = change
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.assigns:
+        if self.change == "assigned":
             self.scale = self.scale * 0.9
-        else:
+        elif self.change == "written":
             self.scale.mul_(0.9)
-        return x + torch.tanh(F.linear(x, self.weight * self.scale))
+        y = x + torch.tanh(F.linear(x, self.weight * self.scale))
+        if self.change == "written later":
+            self.scale = self.scale * 0.9
+        return y
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
 @pytest.mark.parametrize("schedule", ["zb-h1", "zb-v"])
 def test_products_with_changing_buffers_are_bitwise(schedule: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    eager = nn.Sequential(*(Scaled(8, assigns=bool(i % 2)) for i in range(4))).to(dtype)
+    eager = nn.Sequential(*(Scaled(8, change) for change in CHANGES)).to(dtype)
     pipe = zbcompile.pipeline(
         copy.deepcopy(eager),
         loss=F.mse_loss,

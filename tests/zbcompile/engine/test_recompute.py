@@ -148,3 +148,28 @@ def test_a_budget_that_cannot_be_met_names_the_smallest() -> None:
         zbcompile.CompileError, match=rf"stage 1 keeps at least {least:,} bytes per microbatch"
     ):
         train("small-dropout", least - 1)
+
+
+class Noise(nn.Module):
+    """A layer whose inputs are scaled by random numbers, which torch draws without reading any
+    tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.layer(x * torch.randn(x.shape)))
+
+
+def test_random_numbers_are_not_drawn_again() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Noise(), Noise()), torch.randn(MICROBATCHES * 2, 16)
+    options = {"schedule": "zb-h1", "ranks": 1, "microbatches": MICROBATCHES, "exact": True}
+    ours = copy.deepcopy(model)
+    pipe = zbcompile.pipeline(ours, loss=F.mse_loss, recompute="full", **options)
+    pipe.step(x, target=-x)
+    for i, part in enumerate(x.chunk(MICROBATCHES)):
+        torch.manual_seed(zbcompile.microbatch_seed(0, i))
+        (F.mse_loss(model(part), -part) / MICROBATCHES).backward()
+    assert_same_tensors(gradients_of(ours), gradients_of(model), "gradient of")
