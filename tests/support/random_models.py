@@ -31,6 +31,8 @@ class RandomModel(nn.Module):
     """The model of a seed. Its forward follows `recipe`; the last value gathers what nobody else
     has used."""
 
+    width = WIDTH
+
     def __init__(self, seed: int, steps: int = 14) -> None:
         super().__init__()
         with torch.random.fork_rng(devices=[]):

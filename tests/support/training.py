@@ -4,18 +4,20 @@ bit by bit."""
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
 import zbcompile
-from tests.support.oracle import PROBLEMS, Gradients, Problem, eager_step, optimizer_of
+from tests.support.oracle import PROBLEMS, Batch, Gradients, Problem, eager_step, optimizer_of
 from tests.support.pool import Pool
+from tests.support.random_models import RandomModel
 from tests.support.shared_parameters import SHARED_PARAMETERS
 from tests.support.zoo import ZOO
 from zbcompile.compiler.compile_model import ExportedModel, compile_program, export_step
@@ -53,8 +55,15 @@ class Trained:
     state: dict[str, Tensor]
 
 
+def rows(size: int) -> Batch:
+    return Batch((torch.randn(size, RandomModel.width),), {}, torch.randn(size, RandomModel.width))
+
+
 def problem_of(name: str) -> Problem:
-    """One of the oracle's own problems, a model that shares parameters, or a model of the zoo."""
+    """Returns one of the oracle's problems, a model that shares parameters, a model of the zoo, or
+    the random model of a seed, such as "random-7"."""
+    if name.startswith("random-"):
+        return Problem(partial(RandomModel, int(name.removeprefix("random-"))), F.mse_loss, rows)
     return {**ZOO, **SHARED_PARAMETERS, **PROBLEMS}[name]
 
 
