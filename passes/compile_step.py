@@ -4,18 +4,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
-
 from zbcompile.passes.capture.autocast_casts import merge_autocast_casts
-from zbcompile.passes.capture.export import ExportOptions, export_training_step
-from zbcompile.passes.capture.forward_only import Function, export_forward
 from zbcompile.passes.capture.refusals import refuse_inexact
-from zbcompile.passes.capture.training_step import LossFunction
 from zbcompile.passes.check import check_pass_graphs
 from zbcompile.passes.cost.hardware import Hardware, default_hardware
 from zbcompile.passes.partition.assign_stages import (
     assign_stages,
-    cuts_of_owners,
     keep_updated_buffers,
     parameter_owners,
 )
@@ -93,36 +87,11 @@ class CompiledStep:
         return len(self.ranks_of)
 
 
-def compile_step(
-    model: nn.Module,
-    args: tuple[Any, ...] = (),
-    kwargs: Mapping[str, Any] | None = None,
-    target: Any = None,
-    loss_fn: LossFunction | None = None,
-    *,
-    ranks_of: Sequence[int],
-    exact: bool = False,
-    options: ExportOptions | None = None,
-    recompute: Policy | Sequence[Policy] = "hints",
-) -> CompiledStep:
-    """Compiles the training step of one microbatch.
-
-    Args:
-        ranks_of: The rank of each stage, such as `(0, 1, 1, 0)` for a V on two ranks.
-        exact: Whether gradients of parameters that several stages read are added in autograd's
-            order.
-        recompute: What the backward recomputes, for all stages or for each.
-    """
-    step = export_training_step(model, args, kwargs, target, loss_fn, options)
-    return compile_graph(step, ranks_of=ranks_of, exact=exact, recompute=recompute)
-
-
 def compile_graph(
     step: StepGraph,
     *,
     ranks_of: Sequence[int],
     exact: bool = False,
-    owners: Mapping[str, Sequence[int]] | None = None,
     recompute: Policy | Sequence[Policy] = "hints",
     choose_cuts: Callable[[StepGraph, ForwardLine], Sequence[int]] | None = None,
     hardware: Hardware | None = None,
@@ -131,7 +100,6 @@ def compile_graph(
     """Compiles an exported training step. The passes change its graph in place.
 
     Args:
-        owners: The stages of every parameter if another program of the model has placed them.
         choose_cuts: Returns the cuts of the line; balanced if None.
         hardware: The machine whose seconds are balanced; a nominal one if None.
         observe: Called after each pass.
@@ -148,9 +116,7 @@ def compile_graph(
     observe("split_convolutions", step)
     line = forward_line(step)
     observe("forward_line", step)
-    if owners is not None:
-        cuts = cuts_of_owners(step, line, owners, len(ranks_of))
-    elif choose_cuts is not None:
+    if choose_cuts is not None:
         cuts = tuple(choose_cuts(step, line))
     else:
         cuts = balanced_cuts(step, line, ranks_of, hardware)
@@ -175,24 +141,3 @@ def compile_graph(
     return CompiledStep(
         step, passes, fused, ranks, parameter_stages, line, cuts, loads, parts, saved
     )
-
-
-def compile_forward(
-    model: nn.Module,
-    args: tuple[Any, ...] = (),
-    kwargs: Mapping[str, Any] | None = None,
-    target: Any = None,
-    function: Function | None = None,
-    *,
-    ranks_of: Sequence[int],
-    owners: Mapping[str, Sequence[int]] | None = None,
-    options: ExportOptions | None = None,
-) -> CompiledStep:
-    """Compiles the forward of one microbatch in eval mode; its passes are the F of every stage.
-
-    Args:
-        function: Maps `(output, target)` to what is returned instead of the output.
-        owners: The stages of every parameter, if a training step has placed them.
-    """
-    step = export_forward(model, args, kwargs, target, function, options)
-    return compile_graph(step, ranks_of=ranks_of, owners=owners, recompute="off")

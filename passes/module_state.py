@@ -257,13 +257,9 @@ def _hooks(model: nn.Module | None, loss: Any) -> Iterator[tuple[str, Any]]:
 def globals_in(code: types.CodeType) -> frozenset[str]:
     """Returns the globals that code reads, with the functions inside of it; `co_names` has
     attributes as well."""
-    inner = (globals_in(each) for each in code.co_consts if isinstance(each, types.CodeType))
-    read = (
-        each.argval
-        for each in dis.get_instructions(code)
-        if each.opname in ("LOAD_GLOBAL", "LOAD_NAME")
-    )
-    return frozenset(read).union(*inner)
+    inner = (globals_in(item) for item in code.co_consts if isinstance(item, types.CodeType))
+    loads = [i for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")]
+    return frozenset(load.argval for load in loads).union(*inner)
 
 
 def _values(model: nn.Module, loss: Any) -> Iterator[Value]:

@@ -70,11 +70,7 @@ DATA_DEPENDENT_ERRORS = (
 
 # Shapes are static: these nodes compute nothing.
 ASSERTIONS = frozenset(
-    {
-        aten._assert_tensor_metadata.default,
-        aten._assert_scalar.default,
-        aten._assert_async.msg,
-    }
+    {aten._assert_tensor_metadata.default, aten._assert_scalar.default, aten._assert_async.msg}
 )
 
 # Checkpointed regions of torch.utils.checkpoint. 2.14 renamed the generator; the old name is still

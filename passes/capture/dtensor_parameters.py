@@ -52,12 +52,7 @@ class Sharding:
     def wrap(self, local: Tensor) -> Tensor:
         """Returns the DTensor of a local tensor."""
         wrapped: Tensor = self.dtensor.from_local(
-            local,
-            self.mesh,
-            self.placements,
-            run_check=False,
-            shape=self.shape,
-            stride=self.stride,
+            local, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride
         )
         return wrapped
 

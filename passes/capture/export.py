@@ -14,11 +14,7 @@ from torch.fx import Node
 from zbcompile.passes.capture.autocast_casts import AUTOCAST
 from zbcompile.passes.capture.backward_marks import BACKWARD_OF, forward_number
 from zbcompile.passes.capture.batch_inputs import BatchStructure
-from zbcompile.passes.capture.checkpoint_hints import (
-    CHECKPOINT,
-    REENTRANT,
-    reentrant_calls,
-)
+from zbcompile.passes.capture.checkpoint_hints import CHECKPOINT, REENTRANT, reentrant_calls
 from zbcompile.passes.capture.dtensor_parameters import (
     exportable_tensors,
     warn_of_random_numbers_on_shards,
@@ -162,8 +158,7 @@ def export_step(
 
 
 def _export(step: TrainingStep, example: tuple[Any, ...], device: torch.device) -> ExportedProgram:
-    tensors = exportable_tensors(step, step.tied)
-    with tensors, functional_collectives(), _without_gradients(step):
+    with exportable_tensors(step, step.tied), functional_collectives(), _without_gradients(step):
         try:
             program = _export_with_hooks(step, example, device)
         except Exception:
@@ -201,53 +196,35 @@ def _export_with_hooks(
 def describe(program: ExportedProgram, step: TrainingStep) -> StepGraph:
     """Returns the step graph of an exported training step: every input and output by its role."""
     signature = program.graph_signature
-    graph = program.graph_module.graph
-    nodes = {node.name: node for node in graph.nodes}
-    for output in signature.output_specs:
-        line = line_of(nodes[output.arg.name]) if output.target else ""
-        if output.kind.name == "PARAMETER_MUTATION":
-            raise CaptureError(WRITES_A_PARAMETER.format(line=line or output.target))
-        if output.kind.name == "USER_INPUT_MUTATION":
-            position = list(signature.user_inputs).index(output.target)
-            path = step.batch.paths[position - len(signature.user_inputs)]
-            raise CaptureError(WRITES_AN_INPUT.format(path=path, line=line))
-    parameters: dict[str, Node] = {}
-    buffers: dict[str, Node] = {}
-    for table, names in (
-        (parameters, signature.inputs_to_parameters),
-        (buffers, signature.inputs_to_buffers),
-    ):
-        for node_name, name in names.items():
-            table[public_name(name)] = nodes[node_name]
-    constants = {
-        name: nodes[node_name]
-        for node_name, name in signature.inputs_to_lifted_tensor_constants.items()
-    }
-    inputs = [nodes[str(name)] for name in signature.user_inputs]
-    batch_nodes = inputs[len(inputs) - len(step.batch.paths) :]
-    tangent = inputs[0] if len(inputs) > len(batch_nodes) else None
-    loss, gradients, outputs, fits = _results(program, step, nodes)
-    buffer_updates = {
-        public_name(name): nodes[node_name]
-        for node_name, name in signature.buffers_to_mutate.items()
-    }
+    nodes = {node.name: node for node in program.graph_module.graph.nodes}
+    _refuse_writes(program, step, nodes)
+
+    def named(names: Mapping[str, str]) -> dict[str, Node]:
+        return {public_name(name): nodes[node_name] for node_name, name in names.items()}
+
+    buffers, updates = named(signature.inputs_to_buffers), named(signature.buffers_to_mutate)
+    lifted = signature.inputs_to_lifted_tensor_constants
+    constants = {name: nodes[node_name] for node_name, name in lifted.items()}
     constant_values = {name: program.constants[name] for name in constants}
-    for name in [name for name in buffers if _is_of_loss(name) and name not in step.tied]:
+    for name in [name for name in buffers if _name_in_loss(name) and name not in step.tied]:
         # A step reads its present value. It belongs to no stage.
-        if name in buffer_updates:
+        if name in updates:
             raise CaptureError(LOSS_WRITES_ITS_BUFFER.format(name=_name_in_loss(name)))
         constants[name], constant_values[name] = buffers.pop(name), step.get_buffer(name)
+    inputs = [nodes[str(name)] for name in signature.user_inputs]
+    batch_nodes = inputs[len(inputs) - len(step.batch.paths) :]
+    loss, gradients, outputs, fits = _results(program, step, nodes)
     described = StepGraph(
         module=program.graph_module,
-        parameters=parameters,
+        parameters=named(signature.inputs_to_parameters),
         buffers=buffers,
         constants=constants,
         constant_values=constant_values,
         batch_inputs=dict(zip(step.batch.paths, batch_nodes, strict=True)),
-        tangent=tangent,
+        tangent=inputs[0] if len(inputs) > len(batch_nodes) else None,
         loss=loss,
         gradients=gradients,
-        buffer_updates=buffer_updates,
+        buffer_updates=updates,
         outputs=[*outputs],
         fits=fits,
         output_structure=step.output_structure,
@@ -256,10 +233,8 @@ def describe(program: ExportedProgram, step: TrainingStep) -> StepGraph:
         changed_state=step.python_effects.changed,
         inexact_calls=tuple(step.inexact_calls),
         unused_outputs=step.unused_outputs,
-        shardings={public_name(name): sharding for name, sharding in step.shardings.items()},
-        gradient_placements={
-            public_name(name): placements for name, placements in step.gradient_placements.items()
-        },
+        shardings={public_name(name): value for name, value in step.shardings.items()},
+        gradient_placements={public_name(n): x for n, x in step.gradient_placements.items()},
     )
     refuse_dynamic_shapes(described.graph.nodes, step.questions)
     refuse_mixed_dtypes(described.calls())
@@ -269,12 +244,23 @@ def describe(program: ExportedProgram, step: TrainingStep) -> StepGraph:
     return described
 
 
-def _is_of_loss(name: str) -> bool:
-    return name.startswith(f"{LOSS_MODULE}.")
+def _refuse_writes(program: ExportedProgram, step: TrainingStep, nodes: Mapping[str, Node]) -> None:
+    """Raises CaptureError if the step writes a parameter or an input in place."""
+    signature = program.graph_signature
+    for output in signature.output_specs:
+        line = line_of(nodes[output.arg.name]) if output.target else ""
+        if output.kind.name == "PARAMETER_MUTATION":
+            raise CaptureError(WRITES_A_PARAMETER.format(line=line or output.target))
+        if output.kind.name == "USER_INPUT_MUTATION":
+            position = list(signature.user_inputs).index(output.target)
+            path = step.batch.paths[position - len(signature.user_inputs)]
+            raise CaptureError(WRITES_AN_INPUT.format(path=path, line=line))
 
 
 def _name_in_loss(name: str) -> str:
-    return name.removeprefix(f"{LOSS_MODULE}.")
+    """Returns the name of a tensor in the loss module; "" for tensors of the model."""
+    module, _, attribute = name.partition(".")
+    return attribute if module == LOSS_MODULE else ""
 
 
 def _results(

@@ -10,10 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from zbcompile.passes.capture.autocast_casts import AutocastRegions
-from zbcompile.passes.capture.backward_marks import (
-    grad_fns_below,
-    mark_backward_nodes,
-)
+from zbcompile.passes.capture.backward_marks import grad_fns_below, mark_backward_nodes
 from zbcompile.passes.capture.batch_inputs import BatchStructure
 from zbcompile.passes.capture.checkpoint_hints import checkpoint_hints
 from zbcompile.passes.capture.dtensor_parameters import (
@@ -28,11 +25,7 @@ from zbcompile.passes.capture.known_values import KnownValues
 from zbcompile.passes.capture.parameter_hooks import GradWrites, traced_hooks
 from zbcompile.passes.capture.python_effects import PythonEffects
 from zbcompile.passes.capture.refusals import InexactCalls, Questions, refuse_assigned_data
-from zbcompile.passes.capture.structures import (
-    OutputStructure,
-    flatten_output,
-    output_names,
-)
+from zbcompile.passes.capture.structures import OutputStructure, flatten_output, output_names
 from zbcompile.passes.capture.unsupported import (
     LOSS_HAS_A_SHAPE,
     LOSS_IS_AN_INTEGER,

@@ -32,7 +32,9 @@ class StageCost:
 
 def stage_cost(stage: StageProgram, hardware: Hardware) -> StageCost:
     """Returns the cost of a stage on a machine."""
-    seconds = {op: graph_seconds(each.module.graph, hardware) for op, each in stage.pieces.items()}
+    seconds = {
+        op: graph_seconds(piece.module.graph, hardware) for op, piece in stage.pieces.items()
+    }
     hideable = dict.fromkeys(stage.pieces, 0.0)
     for collective in collectives_of(stage):
         duration = hardware.collective_seconds(collective.bytes, collective.kind)

@@ -137,10 +137,10 @@ class RoutedExchanges:
 
 def _are_routed(sizes: Any) -> bool:
     """Returns True if a list has all numbers of one tensor, in order."""
-    kinds = [type(each) is RoutedCount for each in sizes or ()]
+    kinds = [type(size) is RoutedCount for size in sizes or ()]
     if not any(kinds) or not all(kinds):
         return False
     counts = sizes[0].counts
-    return all(each.counts is counts and each.place == at for at, each in enumerate(sizes)) and len(
+    return all(size.counts is counts and size.place == at for at, size in enumerate(sizes)) and len(
         sizes
     ) == len(counts)

@@ -187,13 +187,13 @@ class _Vee:
     def cuts(self) -> list[int] | None:
         if max(b - a for a, b in pairwise(self.at)) > self.limit:
             return None
-        cuts = None if self.few else self._found()
+        cuts = None if self.few else self._search()
         if cuts is None and (self.few or self.row.stages <= THOROUGH):
             self.thorough = True
-            cuts = self._found()
+            cuts = self._search()
         return cuts
 
-    def _found(self) -> list[int] | None:
+    def _search(self) -> list[int] | None:
         states = [_Outer(0, len(self.at) - 1)]
         for rank in range(self.ranks - 1):
             states = self._next_rank(states, rank)
@@ -245,13 +245,13 @@ class _Vee:
             and self.at[edge] - self.at[edge - 1] > self.limit - self.chunk
         )
 
-    def _worth_keeping(self, found: dict[tuple[int, int], _Outer]) -> list[_Outer]:
+    def _worth_keeping(self, states_by_edges: dict[tuple[int, int], _Outer]) -> list[_Outer]:
         if self.few:
-            return list(found.values())
+            return list(states_by_edges.values())
         states, least = [], len(self.at)
-        for a, b in sorted(found, key=lambda ab: (-ab[0], ab[1])):
+        for a, b in sorted(states_by_edges, key=lambda ab: (-ab[0], ab[1])):
             if b < least or self._sticks(least):
-                states.append(found[a, b])
+                states.append(states_by_edges[a, b])
                 least = min(least, b)
         return states
 

@@ -148,15 +148,15 @@ class Collective:
 
 def collectives_of(program: StageProgram) -> list[Collective]:
     """The collectives of a stage, pass by pass, in the order in which they are issued."""
-    found = []
+    collectives = []
     for name, node in (
         (name, node) for name, piece in program.pieces.items() for node in piece.module.graph.nodes
     ):
         if (group := group_of(node)) is not None:
             kind = node.target.overloadpacket.__name__
-            found.append(
+            collectives.append(
                 Collective(
                     name, kind, group, exchanged_bytes(node), node.name, is_async_collective(node)
                 )
             )
-    return found
+    return collectives

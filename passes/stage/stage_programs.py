@@ -109,7 +109,7 @@ def _stage_program(
 ) -> StageProgram:
     step = compiled.step
     values = step.vocabulary_values or VocabularyValues()
-    held = [slot for graph in finished.values() for slot in graph.inputs]
+    input_slots = [slot for graph in finished.values() for slot in graph.inputs]
     trained = [
         slot.name
         for graph in graphs.values()
@@ -128,8 +128,8 @@ def _stage_program(
         gradients_in=_messages(compiled, Label(stage + 1, "B"), roles.GRADIENT)
         | (_from_shards(values.hidden_gradient) if stage == compiled.stages - 1 else {}),
         gradients_out=_messages(compiled, Label(stage, "B"), roles.GRADIENT),
-        parameters=_names(held, roles.PARAMETER),
-        buffers=tuple(dict.fromkeys((*_names(held, roles.BUFFER), *updates))),
+        parameters=_names(input_slots, roles.PARAMETER),
+        buffers=tuple(dict.fromkeys((*_names(input_slots, roles.BUFFER), *updates))),
         random=any(map(is_random, graphs["F"].calls)) and step.tangent is not None,
         flops={kind: graphs[kind].flops if kind in graphs else 0 for kind in ("F", "B", "W", "BW")},
         trained=tuple(dict.fromkeys(trained)),
@@ -142,14 +142,15 @@ def _stage_program(
 
 def _summed_over(step: StepGraph) -> dict[str, tuple[str, ...]]:
     """Returns the mesh dimensions over which the engine sums each gradient after a step."""
-    found = {name: {dimension} for name, dimension in step.deferred_sums.items()}
+    summed = {name: {dimension} for name, dimension in step.deferred_sums.items()}
     for name, placements in step.gradient_placements.items():
         sharding = step.shardings[name]
-        names = sharding.mesh.mesh_dim_names or ()
-        for dimension, placement, own in zip(names, placements, sharding.placements, strict=True):
-            if placement != own:  # partial, where the parameter is a replica
-                found.setdefault(name, set()).add(dimension)
-    return {name: tuple(sorted(dimensions)) for name, dimensions in found.items()}
+        dimensions = sharding.mesh.mesh_dim_names or ()
+        pairs = zip(placements, sharding.placements, strict=True)
+        for dimension, (gradient, parameter) in zip(dimensions, pairs, strict=True):
+            if gradient != parameter:  # partial, where the parameter is a replica
+                summed.setdefault(name, set()).add(dimension)
+    return {name: tuple(sorted(dimensions)) for name, dimensions in summed.items()}
 
 
 def _names(slots: Iterable[Slot], role: Role) -> tuple[str, ...]:
@@ -164,7 +165,7 @@ def _from_shards(node: Node | None) -> dict[str, TensorSpec]:
 def _messages(compiled: CompiledStep, sender: Label, role: Role) -> dict[str, TensorSpec]:
     """Returns what a pass sends, in order. Values keep their strides, also those with gaps."""
     graph = compiled.passes.get(sender)
-    found: dict[str, TensorSpec] = {}
+    sent: dict[str, TensorSpec] = {}
     pairs = zip(graph.outputs, graph.results, strict=True) if graph is not None else ()
     for slot, node in pairs:
         if slot.role != role:
@@ -175,8 +176,8 @@ def _messages(compiled: CompiledStep, sender: Label, role: Role) -> dict[str, Te
                 f"the cut behind stage {sender.stage} would send {node.name}, whose elements "
                 "overlap in memory. Cut elsewhere (balance=), or call .contiguous() on it."
             )
-        found[slot.name] = tensor_spec(value, role == roles.ACTIVATION)
-    return found
+        sent[slot.name] = tensor_spec(value, role == roles.ACTIVATION)
+    return sent
 
 
 def _crossing(graphs: Mapping[str, PassGraph]) -> Crossing:

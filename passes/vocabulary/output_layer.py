@@ -57,7 +57,8 @@ class OutputLayer:
         weight: The placeholder of the weight, one row per word.
         bias: The placeholder of the bias, or None.
         logits: The nodes of the forward with one column per word.
-        statistics: What each operation of the loss reads of the logits, and of which logits.
+        statistics: What each operation of the loss reads of the logits. Of log-probabilities it
+            reads the log-sum-exp as well.
         labels: The labels of the operations that read a label's logit.
     """
 
@@ -66,7 +67,7 @@ class OutputLayer:
     weight: Node
     bias: Node | None
     logits: dict[Node, Logits] = field(default_factory=dict)
-    statistics: dict[Node, tuple[tuple[str, ...], Logits]] = field(default_factory=dict)
+    statistics: dict[Node, str] = field(default_factory=dict)
     labels: dict[Node, Node] = field(default_factory=dict)
 
 
@@ -97,41 +98,19 @@ def find_output_layers(step: StepGraph) -> list[OutputLayer]:
 
 def _refuse_missing_layer(forward: list[Node]) -> NoReturn:
     for node in reversed(forward):
-        if operator_name(node) not in SOFTMAXES or not node.args:
-            continue
-        source = without(node.args[0], COPIES | VIEWS | CASTS)
-        if len(shape_of(node)) > 1 and not _is_last(node, *_dims(node)):
-            refuse(node, "a softmax over words that are not the last dimension", _LAST_DIMENSION)
-        if operator_name(source) == "slice" and _is_last(source, source.args[1]):
-            refuse(source, "a softmax over a part of the columns of the logits", _COLUMNS)
-        if operator_name(source) in ("bmm", "baddbmm"):
-            refuse(source, "logits that are no product with one matrix", _LINEAR_LAYER)
-        _refuse_between(node)
+        if operator_name(node) in SOFTMAXES and node.args:
+            source = _before_softmax(node)
+            name = operator_name(source)
+            if name in ("mm", "addmm"):
+                refuse(source, "a softmax over a part of the columns of the logits", UNSHARDED)
+            refuse(source, f"{name} of the logits before their softmax", UNSHARDED)
     raise NotShardableError(
         "the vocabulary cannot be sharded: no softmax normalizes the product of a hidden state and "
-        f"a parameter. {_LINEAR_LAYER}"
+        "a parameter. Compute the logits by torch.nn.Linear or F.linear, with the words in the "
+        "last dimension."
     )
 
 
-def _refuse_between(softmax: Node) -> None:
-    """Raises NotShardableError if an operation stands between an output layer and a softmax."""
-    words = shape_of(softmax)[-1:]
-    node, blocking = softmax, None
-    while node.op == "call_function" and operator_name(node) not in ("mm", "addmm"):
-        if node is not softmax and operator_name(node) not in _BEFORE_SOFTMAX:
-            blocking = node
-        tensors = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
-        wide = [source for source in tensors if shape_of(source)[-1:] == words]
-        if not wide:
-            return
-        node = max(wide, key=lambda source: source.meta["val"].numel())
-    if blocking is not None and node.op == "call_function" and _weight_of(node) is not None:
-        refuse(blocking, f"{operator_name(blocking)} of the logits before their softmax", UNSHARDED)
-
-
-_LAST_DIMENSION = "Pass logits of shape [rows, words] to the loss: logits.flatten(0, 1)."
-_COLUMNS = "Give the output layer as many rows as the loss has words."
-_LINEAR_LAYER = "Compute the logits by torch.nn.Linear or F.linear."
 UNSHARDED = 'Change the model there, or leave the output layer whole: vocab="off".'
 _STATISTICS = (
     "A sharded loss reads only the log-sum-exp, the logit of the label and the sum of the logits "
@@ -139,18 +118,22 @@ _STATISTICS = (
 )
 
 
+def _before_softmax(softmax: Node) -> Any:
+    """Returns the product that a softmax normalizes, or an operation between them of another
+    kind."""
+    node = softmax.args[0]
+    while isinstance(node, Node) and operator_name(node) in _BEFORE_SOFTMAX:
+        node = node.args[0]
+    return node
+
+
 def _products_below(softmax: Node) -> Iterator[Node]:
     """Yields the product with a parameter whose rows a softmax over words normalizes, if any."""
-    if operator_name(softmax) not in SOFTMAXES:
-        return
-    node = softmax.args[0]
-    words = shape_of(node)[-1:]
-    while isinstance(node, Node) and operator_name(node) not in ("mm", "addmm"):
-        if operator_name(node) not in _BEFORE_SOFTMAX:
-            return
-        node = node.args[0]
-    if isinstance(node, Node) and shape_of(node)[-1:] == words and _weight_of(node) is not None:
-        yield node
+    if operator_name(softmax) in SOFTMAXES:
+        node = _before_softmax(softmax)
+        is_product = operator_name(node) in ("mm", "addmm") and _weight_of(node) is not None
+        if is_product and shape_of(node)[-1:] == shape_of(softmax.args[0])[-1:]:
+            yield node
 
 
 def _weight_of(product: Node) -> Node | None:
@@ -190,8 +173,9 @@ def _follow_logits(layer: OutputLayer, forward: list[Node], results: set[Node]) 
             logits[node] = derived
         elif source is None or not _reads_statistics(layer, node, source):
             refuse(node, f"{operator_name(node)} of the logits")
-    for node, (_, read) in layer.statistics.items():
-        if read.has_bias != (layer.bias is not None):
+    for node in layer.statistics:
+        source = logits[node.args[0]]  # type: ignore[index]
+        if source.has_bias != (layer.bias is not None):
             refuse(node, "a loss that reads logits before the bias is added")
     for node in logits.keys() & results:
         refuse(node, "an output of the size of the vocabulary")
@@ -231,22 +215,17 @@ def _derived_logits(node: Node, source: Logits) -> Logits | None:
 
 
 def _reads_statistics(layer: OutputLayer, node: Node, source: Logits) -> bool:
-    """Adds the statistics that a node reads to `layer`; returns False if it reads something else.
-
-    A log-probability is the label's logit minus the log-sum-exp.
-    """
-    name = operator_name(node)
-    shift = (LOG_SUM_EXP,) if source.normalized else ()
+    """Adds the statistic that a node reads to `layer`; returns False if it reads something
+    else."""
+    name, args = operator_name(node), node.args
     if name == "logsumexp" and not source.normalized and _is_last(node, *_dims(node)):
-        layer.statistics[node] = ((LOG_SUM_EXP,), source)
-    elif name == "sum" and len(node.args) > 1 and _is_last(node, *_dims(node)):
-        layer.statistics[node] = ((LOGIT_SUM, *shift), source)
-    elif name == "gather" and _is_last(node, node.args[1]) and shape_of(node)[-1] == 1:
-        layer.statistics[node] = ((LABEL_LOGIT, *shift), source)
-        layer.labels[node] = node.args[2]  # type: ignore[assignment]
-    elif name == "nll_loss_forward" and source.normalized and node.args[2] is None:
-        layer.statistics[node] = ((LABEL_LOGIT, *shift), source)
-        layer.labels[node] = node.args[1]  # type: ignore[assignment]
+        layer.statistics[node] = LOG_SUM_EXP
+    elif name == "sum" and len(args) > 1 and _is_last(node, *_dims(node)):
+        layer.statistics[node] = LOGIT_SUM
+    elif name == "gather" and _is_last(node, args[1]) and shape_of(node)[-1] == 1:
+        layer.statistics[node], layer.labels[node] = LABEL_LOGIT, args[2]  # type: ignore[assignment]
+    elif name == "nll_loss_forward" and source.normalized and args[2] is None:
+        layer.statistics[node], layer.labels[node] = LABEL_LOGIT, args[1]  # type: ignore[assignment]
     else:
         return False
     return True

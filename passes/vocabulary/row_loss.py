@@ -1,27 +1,33 @@
-"""The loss of a step as a function of a few statistics of each row of logits, and its gradient.
+"""The loss of a step as a function of a few statistics of each row of logits.
 
-The operations of the loss, and of its backward, are evaluated with row statistics in place of the
-logits. A gradient with one column per word then is a sum of three terms, each with one factor per
-row: the softmax, one at the label, and one at every word. Vocabulary shards compute the terms.
+The operations of the loss are evaluated with row statistics in place of the logits. The gradient of
+a product has three terms, each with one factor per row: the derivative by the log-sum-exp is the
+factor of the softmax, that by the label's logit is added at the label, and that by the sum of
+logits at every word. Vocabulary shards compute the terms.
+
+The exported backward must be the derivative of the exported loss. It is not for a loss with a part
+under `no_grad`, or with a Function or a hook: such a loss is refused.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_arg
 
+from zbcompile.passes.capture.dtensor_parameters import tangent_like
 from zbcompile.passes.graph.fx import is_random, operator_name
 from zbcompile.passes.step_graph import StepGraph
+from zbcompile.passes.torch_private import make_fx
 from zbcompile.passes.vocabulary.output_layer import (
     CASTS,
     COPIES,
     LABEL_LOGIT,
-    LOG_SUM_EXP,
     LOGIT_SUM,
+    UNSHARDED,
     VIEWS,
     Logits,
     OutputLayer,
@@ -52,29 +58,10 @@ class Statistics(NamedTuple):
     total: Tensor
 
 
-class Factors(NamedTuple):
-    """A value with one column per word, as three factors per row.
-
-    It is `softmax` times the probabilities, plus `label` at the label, plus `words` at every word.
-    `undone` counts the elementwise operations between logits and product through which a gradient
-    has already passed.
-    """
-
-    softmax: Tensor
-    label: Tensor
-    words: Tensor
-    undone: int = 0
-
-    def map(self, function: Callable[..., Tensor], *further: "Factors") -> "Factors":
-        rows = map(function, self[:3], *(factors[:3] for factors in further))
-        return Factors(*rows, self.undone)  # type: ignore[call-arg, arg-type]
-
-
 class RowLoss:
     """The loss, and outputs, behind the output layers of a step; several layers share one weight.
 
     Attributes:
-        gradients: The gradient of each layer's product; empty for a forward alone.
         trained: Values that depend on parameters, and no logits.
         derived: Values that depend on the logits.
         linear: Linear operations at the end of the loss, the last one first. Their sums may have
@@ -85,10 +72,13 @@ class RowLoss:
     def __init__(
         self, step: StepGraph, layers: Sequence[OutputLayer], gradients: Sequence[Node]
     ) -> None:
-        self.step, self.layers, self.gradients = step, list(layers), gradients
+        """`gradients` are those of the layers' products; there are none for a forward alone."""
+        self.step, self.layers = step, layers
         self.layer_of = {node: layer for layer in layers for node in layer.logits}
+        self.statistics = {node: name for x in layers for node, name in x.statistics.items()}
         self.counts = [shape_of(layer.product)[0] for layer in layers]
         self.rows, self.words = sum(self.counts), shape_of(layers[0].product)[1]
+        self.has_total = LOGIT_SUM in self.statistics.values()
         self.derived = {layer.product for layer in layers}
         self.trained = set(step.parameters.values())
         self.trained |= {step.buffers[name] for name in step.buffer_updates if name in step.buffers}
@@ -101,21 +91,22 @@ class RowLoss:
         self.linear: list[Node] = []
         if step.loss is not None:
             self._find_linear_end(step.loss, step.backward_nodes())
-        statistics = [item for layer in layers for item in layer.statistics.items()]
-        self.form = statistics[0][1][1].elementwise
-        self.has_total = any(LOGIT_SUM in names for _, (names, _) in statistics)
-        for node, (_, logits) in statistics:
-            if list(map(_operation, logits.elementwise)) != list(map(_operation, self.form)):
+        forms = {node: self.logits_of(node).elementwise for node in self.statistics}
+        self.form = next(iter(forms.values()))
+        for node, form in forms.items():
+            if list(map(_operation, form)) != list(map(_operation, self.form)):
                 refuse(node, "a loss that reads logits before and after a scale, cap or cast")
         for layer in layers:
-            labels = {_label_order(layer, node) for node in layer.labels}
-            if len(labels) > 1:
+            if len({_label_order(layer, node) for node in layer.labels}) > 1:
                 refuse(next(iter(layer.labels)), "terms of the loss with different labels")
         self._check_on_fake_tensors()
+        if gradients:
+            self._check_gradients(gradients)
 
-    def at(self, values: Values, statistics: Statistics | None = None) -> "Evaluation":
-        """Returns the loss of one microbatch. `values` are of placeholders."""
-        return Evaluation(self, values, statistics)
+    def logits_of(self, node: Node) -> Logits:
+        """Returns the logits that an operation reads."""
+        source: Any = node.args[0]
+        return self.layer_of[source].logits[source]
 
     def with_trunk_loss(self) -> set[Node]:
         """Returns the values that contain a loss of the layers before."""
@@ -132,6 +123,7 @@ class RowLoss:
             is_linear = len(shapes) == 1 and not node.kwargs
         else:
             is_linear = operator_name(node) in _LINEAR and sources == [node.args[0]]
+            is_linear = is_linear and not self.trained.intersection(node.all_input_nodes)
         if is_linear:
             self.linear.append(node)
             for source in sources:
@@ -146,78 +138,115 @@ class RowLoss:
         dtype = torch.promote_types(product.dtype, torch.float32)
         with torch.no_grad():
             statistics = Statistics(*(product.new_empty(self.rows, dtype=dtype) for _ in range(4)))
-            self.at(values, statistics).labels()
-            self.at(values, statistics).results()
+            evaluation = Evaluation(self, values, statistics)
+            evaluation.labels()
+            evaluation.outputs()
+            if self.step.tangent is not None:
+                evaluation.derivatives()
+
+    def _check_gradients(self, gradients: Sequence[Node]) -> None:
+        """Refuses a loss whose backward is not its derivative."""
+        products: list[Any] = [layer.product for layer in self.layers]
+        inner = [node for node in self.step.forward_nodes() if node in self.derived - {*products}]
+        read = dict.fromkeys(source for node in inner for source in node.all_input_nodes)
+        outer = [node for node in read if node not in self.derived]
+        inputs = [*products, self.step.tangent, *outer]
+
+        def run(*tensors: Tensor) -> Sequence[Tensor]:
+            values: dict[Any, Any] = dict(zip(inputs, tensors, strict=True))
+            with torch.enable_grad():
+                leaves = [values[node].detach().requires_grad_() for node in products]
+                values |= zip(products, leaves, strict=True)
+                for node in inner:
+                    args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
+                    values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+                loss = values[self.step.loss]
+                tangent = tangent_like(loss, values[self.step.tangent])
+                return torch.autograd.grad(loss, leaves, tangent)
+
+        traced = make_fx(run)(*(node.meta["val"] for node in inputs)).graph
+        holders = traced.find_nodes(op="placeholder")
+        names = [node.name for node in inputs]
+        derivatives: Any = traced.output_node().args[0]
+        numbers: dict[str, str] = {}
+        derived = _numbers_of(derivatives, dict(zip(holders, names, strict=True)), numbers)
+        exported = _numbers_of(gradients, dict(zip(inputs, names, strict=True)), numbers)
+        if derived != exported and self.step.loss is not None:
+            reason = "a loss with a hook, an autograd.Function, or parts without gradients"
+            refuse(self.step.loss, reason, UNSHARDED)
 
 
 class Evaluation:
-    """Evaluates nodes of a step with row statistics in place of logits."""
+    """Evaluates nodes of a step with row statistics in place of logits. `values` are of
+    placeholders, for one microbatch."""
 
-    def __init__(self, loss: RowLoss, values: Values, statistics: Statistics | None) -> None:
-        self.row_loss, self.statistics = loss, statistics
-        self.known: dict[Node, Any] = dict(values)
-        self.split: Sequence[Node] = ()
+    def __init__(self, loss: RowLoss, values: Values, statistics: Statistics | None = None) -> None:
+        self.loss, self.statistics, self._holders = loss, statistics, values
+        self._values: dict[Node, Any] = dict(values)
+        self._sums: Sequence[Node] = ()  # they may have losses of the layers before as terms
 
     def labels(self) -> Tensor:
         """Returns the label of every row; `NO_LABEL` for rows without one."""
-        return torch.cat([self._labels_of(layer) for layer in self.row_loss.layers])
+        return torch.cat([self._labels_of(layer) for layer in self.loss.layers])
 
-    def results(self) -> tuple[dict[int, Tensor], Tensor | None, Factors | None]:
-        """Returns outputs that depend on the logits, by number, the loss, and the gradient of the
-        products, [rows] each. The loss is without losses of the layers before."""
-        loss = self.row_loss
-        outputs = enumerate(loss.step.outputs)
-        outputs_by_index = {i: self.value(node) for i, node in outputs if node in loss.derived}
-        if not loss.gradients:
-            return outputs_by_index, None, None
-        self.split = loss.linear
-        first, *further = map(self._product_gradient, loss.gradients)
-        joined = first.map(lambda *rows: torch.cat(rows), *further)
-        return outputs_by_index, self.value(loss.step.loss), joined
+    def outputs(self) -> dict[int, Tensor]:
+        """Returns outputs that depend on the logits, by number."""
+        outputs = enumerate(self.loss.step.outputs)
+        return {i: self.value(node) for i, node in outputs if node in self.loss.derived}
+
+    def derivatives(self) -> tuple[Tensor, Sequence[Tensor]]:
+        """Returns the loss, without losses of the layers before, and its derivatives by the
+        log-sum-exp, the label's logit and the sum of the logits, [rows] each."""
+        assert self.statistics is not None
+        maximum, *rest = self.statistics
+        with torch.enable_grad():
+            leaves = [rows.detach().requires_grad_() for rows in rest]
+            inner = Evaluation(self.loss, self._holders, Statistics(maximum, *leaves))
+            inner._sums = self.loss.linear
+            loss = inner.value(self.loss.step.loss)
+            tangent = tangent_like(loss, inner.value(self.loss.step.tangent))
+            options: Any = {"allow_unused": True, "materialize_grads": True}
+            return loss.detach(), torch.autograd.grad(loss, leaves, tangent, **options)
 
     def value(self, node: Any) -> Any:
         """Returns a value without a column per word."""
-        if node not in self.known:
-            self.known[node] = self._compute(node)
-        return self.known[node]
+        if node not in self._values:
+            self._values[node] = self._compute(node)
+        return self._values[node]
 
     def _compute(self, node: Node) -> Any:
-        loss = self.row_loss
-        if any(node in layer.statistics for layer in loss.layers):
+        loss = self.loss
+        if node in loss.statistics:
             return self._statistic(node)
-        if node in loss.layer_of:
-            refuse(node, f"{operator_name(node)} of the logits in the backward")
         if node in loss.trained:
             refuse(node, f"a loss that also reads {node.name}, which depends on parameters")
         if node.op == "get_attr":
             return getattr(loss.step.module, str(node.target))
-        if node in self.split and loss.trained.intersection(node.all_input_nodes):
+        if node in self._sums and loss.trained.intersection(node.all_input_nodes):
             [source] = [source for source in node.all_input_nodes if source not in loss.trained]
             return self.value(source).to(node.meta["val"].dtype)
         args, kwargs = map_arg((node.args, node.kwargs), self.value)
         return node.target(*args, **kwargs)  # type: ignore[operator]
 
     def _rows_of(self, logits: Any, rows: Tensor) -> Tensor:
-        """Returns rows of all logits in the order and shape of the rows of some logits."""
-        layer = self.row_loss.layer_of[logits]
-        rows = rows.split(self.row_loss.counts)[self.row_loss.layers.index(layer)]
+        """Returns rows of all layers in the order and shape of the rows of some logits."""
+        layer = self.loss.layer_of[logits]
+        rows = rows.split(self.loss.counts)[self.loss.layers.index(layer)]
         return _select_rows(layer.logits[logits], rows)
 
     def _statistic(self, node: Node) -> Any:
         """Returns what an operation of the loss computes of the statistics."""
         source: Any = node.args[0]
-        layer, value = self.row_loss.layer_of[source], node.meta["val"]
-        (name, *_), logits = layer.statistics[node]
+        layer, value, words = self.loss.layer_of[source], node.meta["val"], self.loss.words
+        name, logits = self.loss.statistics[node], layer.logits[source]
         maximum, log_sum, *further = (self._rows_of(source, rows) for rows in self.statistics or ())
         result = dict(zip((LABEL_LOGIT, LOGIT_SUM), further, strict=True)).get(name, log_sum)
-        count = self.row_loss.words if name == LOGIT_SUM else 1
-        result = result + count * (-log_sum if logits.normalized else maximum)
+        shift = -log_sum if logits.normalized else maximum
+        result = result + (words if name == LOGIT_SUM else 1) * shift
         if name == LABEL_LOGIT:
             label = self.value(layer.labels[node])
-            is_word = (label >= 0) & (label < self.row_loss.words)
-            result = torch.where(
-                is_word.reshape(result.shape), result, math.nan
-            )  # eager mode raises
+            is_word = ((label >= 0) & (label < words)).reshape(result.shape)
+            result = torch.where(is_word, result, math.nan)  # eager mode raises
         if operator_name(node) != "nll_loss_forward":
             return result.reshape(value.shape).to(value.dtype)
         *_, reduction, ignored = node.args
@@ -231,139 +260,30 @@ class Evaluation:
         count = shape_of(layer.product)[0]
         for node, label in layer.labels.items():
             source: Any = node.args[0]
-            numbers = self.value(label).long().reshape(shape_of(source)[:-1])
-            return _spread_rows(layer.logits[source], numbers).reshape(count)
+            labels = self.value(label).long().reshape(shape_of(source)[:-1])
+            return _spread_rows(layer.logits[source], labels).reshape(count)
         device = layer.hidden.meta["val"].device
         return torch.full((count,), NO_LABEL, dtype=torch.int64, device=device)
 
-    def _product_gradient(self, node: Node) -> Factors:
-        factors = self._gradient(node)
-        if factors.undone != len(self.row_loss.form):
-            refuse(node, "a gradient of the logits that bypasses a scale or cap")
-        return factors.map(lambda rows: rows.expand(shape_of(node)[:1]))
 
-    def _gradient(self, node: Any) -> Factors:
-        """Returns a value of the backward with one column per word."""
-        rule = _RULES.get(operator_name(node)) or self._refuse(node)
-        return rule(self, node, *node.args)
+def _numbers_of(
+    nodes: Sequence[Node], leaves: Mapping[Node, str], numbers: dict[str, str]
+) -> list[str]:
+    """Returns a number for each value. Values computed by the same operations of `leaves`, which
+    have names, have the same one. `numbers` has those of operations."""
+    memo: dict[Node, str] = dict(leaves)
 
-    def _refuse(self, node: Node) -> NoReturn:
-        refuse(node, f"{operator_name(node)} in the gradient of the logits")
+    def number(node: Node) -> str:
+        node = node if node in memo else without(node, COPIES)
+        if node not in memo:
+            args = map_arg(node.args, number)
+            name = operator_name(node).rstrip("_")  # the export removes writes in place
+            args = sorted(args, key=str) if name == "add" else args
+            key = repr((name, args, map_arg(node.kwargs, number)))
+            memo[node] = numbers.setdefault(key, f"%{len(numbers)}")
+        return memo[node]
 
-    def _require(self, node: Node, condition: bool) -> None:
-        if not condition:
-            self._refuse(node)
-
-    def _is_wide(self, value: Any) -> bool:
-        return isinstance(value, Node) and shape_of(value)[-1:] == (self.row_loss.words,)
-
-    def _factors(self, place: int, rows: Tensor) -> Factors:
-        """Returns factors with one that is not zero, in the dtype of the statistics."""
-        assert self.statistics is not None
-        rows = rows.to(self.statistics.maximum.dtype)
-        factors = [torch.zeros_like(rows)] * 3
-        factors[place] = rows
-        return Factors(*factors)  # type: ignore[arg-type]
-
-    def _view(self, node: Node, source: Node, *_: Any) -> Factors:
-        self._require(node, self._is_wide(node) and self._is_wide(source))
-        return self._gradient(source).map(lambda rows: rows.reshape(shape_of(node)[:-1]))
-
-    def _unslice(self, node: Any, source: Node, sizes: Any, dim: int, *at: Any) -> Factors:
-        """The backward of a slice of rows."""
-        dim %= len(sizes)
-        self._require(node, dim < len(sizes) - 1)
-        return self._gradient(source).map(lambda rows: node.target(rows, sizes[:-1], dim, *at))
-
-    def _add(self, node: Node, first: Node, second: Node) -> Factors:
-        one, second_factors = self._gradient(first), self._gradient(second)
-        self._require(node, not node.kwargs and one.undone == second_factors.undone)
-        return one.map(torch.add, second_factors)
-
-    def _scale(self, node: Any, first: Any, second: Any) -> Factors:
-        wide, factor = (first, second) if self._is_wide(first) else (second, first)
-        if isinstance(factor, Node):
-            divided_by = operator_name(node) == "div" and wide is second
-            self._require(node, shape_of(factor)[-1:] in ((), (1,)) and not divided_by)
-            factor = self.value(factor).reshape(shape_of(factor)[:-1])
-        elif (undone := self._undone(node, wide)) is not None:
-            return undone
-        return self._gradient(wide).map(lambda rows: node.target(rows, factor))
-
-    def _negate(self, node: Node, source: Node) -> Factors:
-        return self._gradient(source).map(torch.neg)
-
-    def _undo(self, node: Node, source: Node, *_: Any) -> Factors:
-        return self._undone(node, source) or self._refuse(node)
-
-    def _undone(self, node: Node, source: Node) -> Factors | None:
-        """Takes a gradient through the next operation of the form; None if `node` is another."""
-        factors, form = self._gradient(source), self.row_loss.form
-        forward = form[-1 - factors.undone] if factors.undone < len(form) else node.args[0]
-        same = operator_name(node).removesuffix("_backward") == operator_name(forward)  # type: ignore
-        if operator_name(node) in ("mul", "div"):
-            same = same and node.args[1:] == forward.args[1:]  # type: ignore[union-attr]
-        return factors._replace(undone=factors.undone + 1) if same else None
-
-    def _unsoftmax(self, node: Node, source: Node, logits: Node, *_: Any) -> Factors:
-        """The gradient minus the probabilities times its sum over the words."""
-        self._require(node, without(logits, COPIES) in self.row_loss.layer_of)
-        factors = self._gradient(source)
-        return factors._replace(softmax=-(factors.label + self.row_loss.words * factors.words))
-
-    def _unpick(self, node: Node, tangent: Node, logits: Node, *args: Any) -> Factors:
-        """The backward of nll_loss."""
-        label, weight, reduction, ignored, count = args
-        self._require(node, weight is None)
-        assert self.statistics is not None
-        factor = -self.value(tangent).to(self.statistics.maximum.dtype)
-        factor = factor / self.value(count) if reduction == 1 else factor
-        return self._at_label(node, label, torch.where(self.value(label) != ignored, factor, 0.0))
-
-    def _ungather(self, node: Node, zeros: Node, _: int, label: Node, source: Node) -> Factors:
-        self._require(node, shape_of(label)[-1] == 1 and operator_name(zeros) == "new_zeros")
-        return self._at_label(node, label, self.value(source).squeeze(-1))
-
-    def _at_label(self, node: Node, label: Node, rows: Tensor) -> Factors:
-        labels = [
-            node_label for layer in self.row_loss.layers for node_label in layer.labels.values()
-        ]
-        label_nodes = [without(node_label, _RESHAPES) for node_label in labels]
-        self._require(node, without(label, _RESHAPES) in label_nodes)
-        return self._factors(1, rows)
-
-    def _unsum(self, node: Node, source: Node, *_: Any) -> Factors:
-        """The backward of a sum over the words."""
-        rows = self.value(source)
-        self._require(node, rows.shape[-1:] in ((), (1,)))
-        return self._factors(2, rows.reshape(rows.shape[:-1]).expand(shape_of(node)[:-1]))
-
-    def _probabilities(self, node: Node, shifted: Any) -> Factors:
-        """The exp(logits - logsumexp(logits)) in the backward of logsumexp."""
-        self._require(node, operator_name(shifted) == "sub" and not shifted.kwargs)
-        logits, statistic = (without(arg, _RESHAPES) for arg in shifted.args)
-        layer = self.row_loss.layer_of.get(logits)
-        self._require(node, layer is not None and statistic in layer.statistics)
-        (name, *_), form = layer.statistics[statistic]  # type: ignore[union-attr]
-        of_these = without(statistic.args[0], _RESHAPES) is logits
-        self._require(node, name == LOG_SUM_EXP and of_these and not form.normalized)
-        rows = self._rows_of(without(shifted.args[0], COPIES), self.statistics[0])  # type: ignore
-        return self._factors(0, torch.ones_like(rows))
-
-
-_RULES: Mapping[str, Callable[..., Factors]] = {
-    **dict.fromkeys(COPIES | VIEWS, Evaluation._view),
-    **dict.fromkeys(("slice_backward", "select_backward"), Evaluation._unslice),
-    **dict.fromkeys(("mul", "div"), Evaluation._scale),
-    **dict.fromkeys(("tanh_backward", *CASTS), Evaluation._undo),
-    "add": Evaluation._add,
-    "neg": Evaluation._negate,
-    "_log_softmax_backward_data": Evaluation._unsoftmax,
-    "nll_loss_backward": Evaluation._unpick,
-    "scatter_add": Evaluation._ungather,
-    "expand": Evaluation._unsum,
-    "exp": Evaluation._probabilities,
-}
+    return [number(node) for node in nodes]
 
 
 def _operation(node: Node) -> tuple[Any, ...]:

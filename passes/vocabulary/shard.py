@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from zbcompile.passes.graph.fx import operator_name
-from zbcompile.passes.graph.roles import Slot
+from zbcompile.passes.graph.roles import Role, Slot
 from zbcompile.passes.stage.pass_graph import PassGraph
 from zbcompile.passes.stage.stage_program import tensor_spec
 from zbcompile.passes.torch_private import FakeTensorMode, LazyGraphModule, make_fx
@@ -73,29 +73,20 @@ def shard_passes(
         sum_dtype: The dtype in which gradients of a parameter are accumulated, by its dtype.
     """
     ranks = [_RankPasses(sharded, bounds, rank, barriers, sum_dtype) for rank in range(len(bounds))]
-    pieces = tuple(rank.pieces() for rank in ranks)
-    values, lookup, fakes = sharded.trunk.vocabulary_values, None, ranks[0].fakes
-    assert values is not None
-    assert values.hidden is not None
-    if sharded.lookups is not None and values.lookup is not None:
-        rows = tensor_spec(values.lookup.meta["val"], needs_gradient=barriers > 0)
-        lookup = InputLayer(sharded.lookups.weight, values.lookup.name, rows)
-    loss = sharded.whole.loss
+    pieces, fakes, lookup = tuple(rank.pieces() for rank in ranks), ranks[0].fakes, None
+    if sharded.lookups is not None:
+        rows = tensor_spec(fakes[OF_LOOKUP], needs_gradient=barriers > 0)
+        lookup = InputLayer(sharded.lookups.weight, rows)
     return VocabularyProgram(
-        text=f"{sharded.weight} {list(shape_of(sharded.loss.layers[0].weight))}",
         weight=sharded.weight,
         bias=sharded.bias,
         bounds=bounds,
         barriers=barriers,
-        activation=values.hidden.name,
         hidden=tensor_spec(fakes[HIDDEN]),
         statistics=tensor_spec(fakes[GATHERED][0]),
         gradient=tensor_spec(fakes[HIDDEN].to(fakes[GATHERED].dtype)),
-        loss_dtype="float32" if loss is None else tensor_spec(loss.meta["val"]).dtype,
         pieces=pieces,
-        flops=tuple(
-            {name: piece.flops for name, piece in rank_passes.items()} for rank_passes in pieces
-        ),
+        flops=tuple({name: x.flops for name, x in passes.items()} for passes in pieces),
         lookup=lookup,
     )
 
@@ -122,16 +113,16 @@ class _RankPasses:
         self.shard = shard = Shard(
             rank, bounds, self.loss.form, dtype, barriers, self.loss.has_total
         )
-        self.weight, self.bias = (
-            Slot("parameter", sharded.weight),
-            Slot("parameter", sharded.bias or ""),
-        )
-        tables: tuple[tuple[Any, dict[str, Node]], ...] = (
-            ("batch", step.batch_inputs),
-            ("buffer", step.buffers),
-            ("constant", step.constants),
-        )
-        self.nodes = {Slot(kind, n): node for kind, table in tables for n, node in table.items()}
+        names = (sharded.weight, sharded.bias or "")
+        self.weight, self.bias = (Slot("parameter", name) for name in names)
+        tables: dict[Role, dict[str, Node]] = {
+            "batch": step.batch_inputs,
+            "buffer": step.buffers,
+            "constant": step.constants,
+        }
+        self.nodes: dict[Slot, Node] = {
+            Slot(kind, name): node for kind, table in tables.items() for name, node in table.items()
+        }
         if step.tangent is not None:
             self.nodes[TANGENT] = step.tangent
         device = layer.hidden.meta["val"].device
@@ -187,12 +178,13 @@ class _RankPasses:
 
     def _combine(self, values: SlotValues) -> Results:
         statistics, share = combine(self.shard, values[GATHERED])
-        outputs, loss, gradient = self._at(values, statistics).results()
+        evaluation = self._at(values, statistics)
+        outputs = evaluation.outputs()
         results = {Slot("output", str(index)): value for index, value in outputs.items()}
-        if loss is None or gradient is None:
+        if not self.shard.barriers:
             return results
-        results[Slot("loss", "loss")] = loss
-        results[COEFFICIENTS] = coefficients = coefficients_of(statistics, gradient, share)
+        results[Slot("loss", "loss")], derivatives = evaluation.derivatives()
+        results[COEFFICIENTS] = coefficients = coefficients_of(statistics, derivatives, share)
         if self.shard.barriers == 1:
             saved = {slot.name: value for slot, value in values.items() if slot.role == "saved"}
             results[GRADIENT] = input_gradient(self.shard, coefficients, saved)
@@ -247,7 +239,7 @@ class _RankPasses:
 
     def _at(self, values: SlotValues, statistics: Statistics | None = None) -> Evaluation:
         nodes = {node: values[slot] for slot, node in self.nodes.items()}
-        return self.loss.at(nodes, statistics)
+        return Evaluation(self.loss, nodes, statistics)
 
     def _trace(self, name: str, function: Callable[[SlotValues], Results]) -> PassGraph:
         outputs: list[Slot] = []

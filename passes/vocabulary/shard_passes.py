@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from zbcompile.passes.gpu import is_gpu
-from zbcompile.passes.vocabulary.row_loss import Factors, Statistics
+from zbcompile.passes.vocabulary.row_loss import Statistics
 
 
 @dataclass(frozen=True)
@@ -113,17 +113,17 @@ def scan(
     label = torch.where(is_local, logits.gather(1, number), 0.0).squeeze(1)
     total = [logits.sum(1)] if shard.has_total else []
     statistics = [logits.amax(1), 1 / probabilities.amax(1), label, *total]
-    found = {"statistics": torch.stack(statistics), "product": product}
+    results = {"statistics": torch.stack(statistics), "product": product}
     if "others" in shard.parts:
         at_label = torch.where(is_local, 0.0, probabilities.gather(1, number))
         pulled = shard.pull_back(product, probabilities.scatter_(1, number, at_label))
-        found["others"] = shard.times_weight(pulled, weight)
+        results["others"] = shard.times_weight(pulled, weight)
         slope = shard.pull_back(product.gather(1, number), is_local.to(shard.wide)).to(shard.wide)
-        found["label_rows"] = slope * weight[number.squeeze(1)].to(shard.dtype).to(shard.wide)
+        results["label_rows"] = slope * weight[number.squeeze(1)].to(shard.dtype).to(shard.wide)
     if "total_rows" in shard.parts:
         ones = shard.pull_back(product, torch.ones_like(logits))
-        found["total_rows"] = shard.times_weight(ones, weight)
-    return found
+        results["total_rows"] = shard.times_weight(ones, weight)
+    return results
 
 
 def combine(shard: Shard, gathered: Tensor) -> tuple[Statistics, Tensor]:
@@ -138,10 +138,10 @@ def combine(shard: Shard, gathered: Tensor) -> tuple[Statistics, Tensor]:
     return Statistics(maximum, summed.log(), label, total), parts[shard.rank] / summed
 
 
-def coefficients_of(statistics: Statistics, gradient: Factors, share: Tensor) -> Tensor:
+def coefficients_of(statistics: Statistics, derivatives: Sequence[Tensor], share: Tensor) -> Tensor:
     """Returns what T needs of every row, [3, rows]: the factor of the shard's softmax, the gradient
     at the label, and the gradient at every word."""
-    softmax, label, words = (rows.to(share.dtype) for rows in gradient[:3])
+    softmax, label, words = derivatives
     at_label = softmax * torch.expm1(statistics.label - statistics.log_sum) + (softmax + label)
     return torch.stack([softmax * share, at_label, words])
 

@@ -27,11 +27,10 @@ class InputLayer:
 
     Attributes:
         weight: Name of the parameter.
-        activation: Name of the looked up rows in the first stage, and `rows` their form.
+        rows: The form of the looked up rows.
     """
 
     weight: str
-    activation: str
     rows: TensorSpec
 
 
@@ -43,20 +42,17 @@ class VocabularyProgram:
         bounds: First and last word, plus one, of every rank; `pieces` has the passes of every rank
             and `flops` their FLOPs for one microbatch.
         barriers: Between F and B of the last stage. 0: a forward alone, STATS makes the outputs.
-        activation: Name in the last stage of what it sends to all shards, and `hidden` its form.
+        hidden: The form of what the last stage sends to all shards.
         lookup: The embedding, if that is sharded too.
     """
 
-    text: str
     weight: str
     bias: str | None
     bounds: Bounds
     barriers: int
-    activation: str
     hidden: TensorSpec
     statistics: TensorSpec
     gradient: TensorSpec
-    loss_dtype: str
     pieces: tuple[Mapping[str, PassGraph], ...]
     flops: tuple[Mapping[str, int], ...]
     lookup: InputLayer | None = None
@@ -65,27 +61,21 @@ class VocabularyProgram:
     def parameters(self) -> tuple[str, ...]:
         """Returns the parameters that are sharded by rows, each once."""
         table = None if self.lookup is None else self.lookup.weight
-        return tuple(
-            name for name in dict.fromkeys((self.weight, self.bias, table)) if name is not None
-        )
+        return tuple(name for name in dict.fromkeys((self.weight, self.bias, table)) if name)
 
     @property
     def resident(self) -> tuple[str, ...]:
         """Returns the parameters and buffers that every rank reads."""
-        slots = [
-            slot for pieces in self.pieces for piece in pieces.values() for slot in piece.inputs
-        ]
-        return (
-            *self.parameters,
-            *dict.fromkeys(slot.name for slot in slots if slot.role == "buffer"),
-        )
+        passes = [piece for pieces in self.pieces for piece in pieces.values()]
+        buffers = [slot.name for piece in passes for slot in piece.inputs if slot.role == "buffer"]
+        return (*self.parameters, *dict.fromkeys(buffers))
 
     def stages_of(self, rank: int) -> list[StageProgram]:
         """Returns a rank's shard as a stage with S, STATS and T, and with a sharded embedding one
         with LOOKUP and SPREAD. Both have the number -1."""
-        one = self.statistics
+        one, ranks = self.statistics, len(self.bounds)
         gathered = one._replace(
-            shape=(len(self.bounds), *one.shape), stride=(math.prod(one.shape), *one.stride)
+            shape=(ranks, *one.shape), stride=(math.prod(one.shape), *one.stride)
         )
         stages = [
             StageProgram(
@@ -110,15 +100,15 @@ class VocabularyProgram:
 
     def _common(self, rank: int, *passes: str) -> dict[str, Any]:
         """Returns the fields of both stages."""
-        pieces = {name: piece for name, piece in self.pieces[rank].items() if name in passes}
-        fields = {
+        return {
             "stage": -1,
             "original": -1,
-            "pieces": pieces,
+            "pieces": {name: x for name, x in self.pieces[rank].items() if name in passes},
             "flops": self.flops[rank],
             "random": False,
+            "parameters": self.parameters,
+            "buffers": (),
         }
-        return {**fields, "parameters": self.parameters, "buffers": ()}
 
     def state_bytes(self, rank: int) -> int:
         """Returns the bytes that a shard keeps of a microbatch between S and T."""

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.support.pass_graph_runner import Batch, Runner, differences, eager_step
+from tests.support.pass_graph_runner import Batch, Runner, compile_step, differences, eager_step
 from zbcompile import schedules
 from zbcompile.passes.capture.export import export_training_step
-from zbcompile.passes.compile_step import CompiledStep, compile_graph, compile_step
+from zbcompile.passes.compile_step import CompiledStep, compile_graph
 
 MICROBATCHES = 4
 

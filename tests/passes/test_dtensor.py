@@ -27,11 +27,11 @@ from tests.support import parallel_models
 from tests.support.dtensor_models import LENGTH, VOCABULARY, Llama, parallelised
 from tests.support.meshes import mesh_of
 from tests.support.parallel_models import ContextParallel, Dispatched, Enter, TensorParallel
-from tests.support.pass_graph_runner import Batch, Runner, differences, eager_step
+from tests.support.pass_graph_runner import Batch, Runner, compile_step, differences, eager_step
 from tests.support.pool import Pool
 from zbcompile import schedules
 from zbcompile.passes.capture.export import ExportOptions, export_training_step
-from zbcompile.passes.compile_step import CompiledStep, compile_step
+from zbcompile.passes.compile_step import CompiledStep
 from zbcompile.passes.errors import CaptureError
 from zbcompile.passes.graph.process_groups import collective_name, groups_of_meshes, is_collective
 
@@ -118,8 +118,8 @@ def by_hand(name: str, form: str) -> dict[str, Any]:
     ],
 )
 def test_bits_of_collectives_in_the_model(name: str, form: str, pool: Pool) -> None:
-    for found in pool.run(by_hand, name, form, ranks=2):
-        assert found == {"differences": [], "groups": [name]}
+    for actual in pool.run(by_hand, name, form, ranks=2):
+        assert actual == {"differences": [], "groups": [name]}
 
 
 class Summed(torch.autograd.Function):
@@ -236,10 +236,10 @@ def deferred(exact: bool) -> dict[str, Any]:
 
 
 def test_sums_that_concern_a_weight_alone_run_once_per_step(pool: Pool) -> None:
-    for found in pool.run(deferred, False, ranks=2):
-        assert found == {"collectives": [], "deferred": {"weight": "tp"}, "right": True}
-    for found in pool.run(deferred, True, ranks=2):
-        assert found == {"collectives": ["all_reduce"], "deferred": {}, "right": True}
+    for actual in pool.run(deferred, False, ranks=2):
+        assert actual == {"collectives": [], "deferred": {"weight": "tp"}, "right": True}
+    for actual in pool.run(deferred, True, ranks=2):
+        assert actual == {"collectives": ["all_reduce"], "deferred": {}, "right": True}
 
 
 class Drops(nn.Module):

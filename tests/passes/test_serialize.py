@@ -13,8 +13,9 @@ from torch.fx import GraphModule
 
 from gpt import GPT, next_byte_loss
 from tests.passes.test_bits import text
+from tests.support.pass_graph_runner import compile_step
 from tests.support.zoo import ZOO
-from zbcompile.passes.compile_step import CompiledStep, compile_step
+from zbcompile.passes.compile_step import CompiledStep
 from zbcompile.passes.errors import CompileError
 from zbcompile.passes.graph.fx import graph_text, tensors_of
 from zbcompile.passes.operators import HIGHER_ORDER, name_of_operator, operator_named
@@ -234,15 +235,21 @@ PACKETS = ("aten._assert_async", "aten.relu", "exported_serialize.twice")
 def test_of_a_packet_only_its_overloads_are_found(packet: str) -> None:
     """No method or attribute of what `torch.ops` holds is reached."""
     library, _, function = packet.partition(".")
-    found = getattr(getattr(torch.ops, library), function)
+    actual = getattr(getattr(torch.ops, library), function)
     inner = ["__globals__", "__getattr__", "__builtins__", "__wrapped__", "op", "_op"]
-    for attribute in {*dir(found), *dir(type(found)), *dir(found.op), *inner, *found.overloads()}:
+    for attribute in {
+        *dir(actual),
+        *dir(type(actual)),
+        *dir(actual.op),
+        *inner,
+        *actual.overloads(),
+    }:
         name = f"{packet}.{attribute}"
         try:
             target = operator_named(name, {"exported_serialize::twice"})
         except CompileError:
             continue
-        assert attribute in found.overloads()
+        assert attribute in actual.overloads()
         assert name_of_operator(target) == name
 
 

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.support.pass_graph_runner import Runner
-from zbcompile.passes.compile_step import compile_step
+from tests.support.pass_graph_runner import Runner, compile_step
 from zbcompile.passes.errors import CaptureError
 from zbcompile.passes.torch_private import pytree, replaced
 from zbcompile.schedules.ir.actions import Action

@@ -2,7 +2,7 @@
 compares the results with eager mode bit for bit."""
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,10 @@ from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
 
 from zbcompile.passes.capture.batch_inputs import leaves_with_paths
-from zbcompile.passes.compile_step import CompiledStep
+from zbcompile.passes.capture.export import ExportOptions, export_training_step
+from zbcompile.passes.capture.training_step import LossFunction
+from zbcompile.passes.compile_options import Policy
+from zbcompile.passes.compile_step import CompiledStep, compile_graph
 from zbcompile.passes.graph.process_groups import with_process_groups
 from zbcompile.passes.graph.roles import (
     ACTIVATION,
@@ -265,6 +268,30 @@ def run_uncut(step: StepGraph, model: nn.Module, batch: Batch, seed: int = 0) ->
     gradients = {name: values[node] for name, node in step.gradients.items() if node is not None}
     buffers |= {name: values[node] for name, node in step.buffer_updates.items()}
     return StepResult([values[step.loss]], gradients, buffers)
+
+
+def compile_step(
+    model: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    target: Any = None,
+    loss_fn: LossFunction | None = None,
+    *,
+    ranks_of: Sequence[int],
+    exact: bool = False,
+    options: ExportOptions | None = None,
+    recompute: Policy | Sequence[Policy] = "hints",
+) -> CompiledStep:
+    """Compiles the training step of one microbatch.
+
+    Args:
+        ranks_of: The rank of each stage, such as `(0, 1, 1, 0)` for a V on two ranks.
+        exact: Whether gradients of parameters that several stages read are added in autograd's
+            order.
+        recompute: What the backward recomputes, for all stages or for each.
+    """
+    step = export_training_step(model, args, kwargs, target, loss_fn, options)
+    return compile_graph(step, ranks_of=ranks_of, exact=exact, recompute=recompute)
 
 
 def run_forward(compiled: CompiledStep, model: nn.Module, batch: Batch) -> Any:

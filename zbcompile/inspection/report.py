@@ -153,7 +153,9 @@ class Summary:
             yield f"on several stages, gradients summed over them: {names}."
         if program.vocabulary is not None:
             words = ", ".join(str(high - low) for low, high in program.vocabulary.bounds)
-            yield f"output layer over all ranks: {program.vocabulary.text}; words by rank: {words}."
+            weight, width = program.vocabulary.weight, program.vocabulary.hidden.shape[-1]
+            shape = [program.vocabulary.bounds[-1][1], width]
+            yield f"output layer over all ranks: {weight} {shape}; words by rank: {words}."
         yield from _recomputation(program)
         yield from _collectives(program)
         yield from (f"warning while capturing: {text}" for text in self.inspected.warnings)

@@ -37,12 +37,12 @@ class Attention(nn.Module):
 
     def _options(self, x: Tensor) -> dict[str, Any]:
         mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool, device=x.device).tril()
-        given = {
+        case = {
             "bool": {"attn_mask": mask},
             "float": {"attn_mask": mask.float()},
             "causal": {"is_causal": True},
         }
-        return given.get(self.mask, {"dropout_p": 0.2} if self.mask == "dropout" else {})
+        return case.get(self.mask, {"dropout_p": 0.2} if self.mask == "dropout" else {})
 
     def _heads(self, i: int, x: Tensor) -> tuple[Tensor, ...]:
         return tuple(
@@ -79,15 +79,15 @@ def kernels_of(pipe: zbcompile.Pipeline) -> set[bool]:
 @pytest.mark.mostly_slow(every=2)
 @pytest.mark.parametrize("mask", ["", "bool", "float", "causal", "dropout"])
 def test_the_formula_where_the_model_asks_for_it(mask: str) -> None:
-    model, eager, given = made(SDPBackend.MATH, mask), made(SDPBackend.MATH, mask), batch()
+    model, eager, case = made(SDPBackend.MATH, mask), made(SDPBackend.MATH, mask), batch()
     pipe = pipeline(model)
     assert torch.equal(
-        pipe.step(*given.args, target=given.target), eager_step(eager, F.mse_loss, given, 2, 0)
+        pipe.step(*case.args, target=case.target), eager_step(eager, F.mse_loss, case, 2, 0)
     )
     assert_same_tensors(gradients_of(pipe), gradients_of(eager), "gradient of")
     assert kernels_of(pipe) == {False, True}
     if mask != "dropout":
-        assert torch.equal(pipe.eval(*given.args), eager.eval()(*given.args))
+        assert torch.equal(pipe.eval(*case.args), eager.eval()(*case.args))
 
 
 class Biased(nn.Module):
@@ -117,11 +117,11 @@ def test_a_mask_that_is_trained() -> None:
     """Eager computes it by the formula, whose result and gradients have other strides than the
     kernel's."""
     torch.manual_seed(0)
-    model, given = Biased(), Batch((torch.randn(4, ODD, WIDTH),), {}, torch.randn(4, ODD, WIDTH))
+    model, case = Biased(), Batch((torch.randn(4, ODD, WIDTH),), {}, torch.randn(4, ODD, WIDTH))
     eager = copy.deepcopy(model)
     pipe = pipeline(model)
     assert torch.equal(
-        pipe.step(*given.args, target=given.target), eager_step(eager, F.mse_loss, given, 2, 0)
+        pipe.step(*case.args, target=case.target), eager_step(eager, F.mse_loss, case, 2, 0)
     )
     assert_same_tensors(gradients_of(pipe), gradients_of(eager), "gradient of")
 
@@ -129,22 +129,22 @@ def test_a_mask_that_is_trained() -> None:
 @pytest.mark.slow
 def test_a_region_around_the_step() -> None:
     """Steps inside and outside of a region are compiled apart."""
-    model, eager, given = made(ALL), made(ALL), batch()
+    model, eager, case = made(ALL), made(ALL), batch()
     model.kernels = eager.kernels = SDPBackend.MATH
     pipe = pipeline(model)
     for step, kernels in enumerate((ALL, SDPBackend.MATH, ALL)):
         model.zero_grad()
         eager.zero_grad()
         with sdpa_kernel(kernels):
-            loss = pipe.step(*given.args, target=given.target)
-            assert torch.equal(loss, eager_step(eager, F.mse_loss, given, 2, step))
+            loss = pipe.step(*case.args, target=case.target)
+            assert torch.equal(loss, eager_step(eager, F.mse_loss, case, 2, step))
         assert_same_tensors(gradients_of(pipe), gradients_of(eager), "gradient of")
 
 
 def test_a_kernel_that_is_not_there_is_said_by_line() -> None:
     """As in eager mode, which has no such kernel on a CPU."""
-    given = batch()
+    case = batch()
     with pytest.raises(
         CaptureError, match=r"fails \(.*test_attention_kernels\.py:\d+\) .*No viable backend"
     ):
-        pipeline(made(SDPBackend.EFFICIENT_ATTENTION)).compile(*given.args, target=given.target)
+        pipeline(made(SDPBackend.EFFICIENT_ATTENTION)).compile(*case.args, target=case.target)

@@ -158,10 +158,10 @@ def test_outputs_of_every_kind(kind: Callable[..., Any], schedule: str) -> None:
     known to torch."""
     pipe = assert_equals_eager(lambda: Returning(kind), schedule, nested, loss=None)
     args, kwargs, _ = nested()
-    found = pipe.eval(*args, **kwargs)
+    actual = pipe.eval(*args, **kwargs)
     expected = pipe._model.eval()(*args, **kwargs)
-    assert type(found) is type(expected)
-    torch.testing.assert_close(found.loss, expected.loss)
+    assert type(actual) is type(expected)
+    torch.testing.assert_close(actual.loss, expected.loss)
 
 
 def test_one_tensor_passed_twice_is_two_inputs() -> None:
@@ -193,10 +193,8 @@ def test_inputs_with_gaps_keep_their_strides() -> None:
 
     torch.manual_seed(0)
     wide, square = torch.randn(8, 2 * WIDTH), torch.randn(WIDTH, 8).t()
-    for given in (wide[:, ::2], square):
-        assert_equals_eager(
-            Viewing, "1f1b", lambda given=given: ((given,), {}, torch.randn(8, WIDTH))
-        )  # type: ignore[misc]
+    for case in (wide[:, ::2], square):
+        assert_equals_eager(Viewing, "1f1b", lambda case=case: ((case,), {}, torch.randn(8, WIDTH)))  # type: ignore[misc]
 
 
 # What forward may do

@@ -32,8 +32,10 @@ def as_eager(model: nn.Module, batch: Tensor, **options: Any) -> zbcompile.Pipel
     options = {"ranks": 1, "microbatches": MICROBATCHES, **options}
     pipe = zbcompile.pipeline(model, loss=F.mse_loss, exact=True, **options)
     loss = pipe.step(batch, target=target)
-    wanted = eager_step(eager, F.mse_loss, Batch((batch,), {}, target), options["microbatches"], 0)
-    assert torch.equal(loss, wanted)
+    reference = eager_step(
+        eager, F.mse_loss, Batch((batch,), {}, target), options["microbatches"], 0
+    )
+    assert torch.equal(loss, reference)
     assert_same_tensors(
         gradients_of(pipe), {n: p.grad for n, p in eager.named_parameters()}, "gradient"
     )

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from tests.support.pass_graph_runner import run_forward
 from zbcompile.passes.capture.export import ExportOptions, export_training_step
-from zbcompile.passes.compile_step import compile_forward
+from zbcompile.passes.capture.forward_only import export_forward
+from zbcompile.passes.compile_step import compile_graph
 from zbcompile.passes.errors import CaptureError
 
 Call = Callable[[Tensor, Tensor], Any]
@@ -70,9 +71,10 @@ def batch(seed: int) -> tuple[Tensor, Tensor]:
 def test_results_with_a_static_mask_are_eagers() -> None:
     model, options = All(*CALLS).eval(), ExportOptions(static_inputs=("args[1]",))
     for seed in range(2):
-        compiled = compile_forward(model, batch(seed), {}, ranks_of=(0,), options=options)
-        found = run_forward(compiled, model, (batch(seed), {}, None))
-        for number, (ours, theirs) in enumerate(zip(found, model(*batch(seed)), strict=True)):
+        step = export_forward(model, batch(seed), options=options)
+        compiled = compile_graph(step, ranks_of=(0,), recompute="off")
+        actual = run_forward(compiled, model, (batch(seed), {}, None))
+        for number, (ours, theirs) in enumerate(zip(actual, model(*batch(seed)), strict=True)):
             assert torch.equal(ours, theirs), (number, seed)
 
 

@@ -116,9 +116,9 @@ class Generator:
 
 
 def model_of(source: str) -> nn.Module:
-    found: dict[str, Any] = {}
-    exec(source, {"torch": torch, "fit": fit}, found)
-    model = type("Generated", (nn.Module,), found)()
+    actual: dict[str, Any] = {}
+    exec(source, {"torch": torch, "fit": fit}, actual)
+    model = type("Generated", (nn.Module,), actual)()
     torch.manual_seed(0)
     model.layer, model.weight = nn.Linear(4, 4), nn.Parameter(torch.randn(4, 4))
     model.register_buffer("buffer", torch.randn(4, 4))
@@ -163,11 +163,11 @@ def test_what_eager_runs_is_equal_or_refused() -> None:
         if expected is None:
             continue
         try:
-            found = exported(model, inputs)
+            actual = exported(model, inputs)
         except CaptureError as error:
             refused.append(str(error))
             continue
-        for one, other, what in zip(found, expected, ("loss", "gradients", "buffer"), strict=True):
+        for one, other, what in zip(actual, expected, ("loss", "gradients", "buffer"), strict=True):
             named = [{what: each} if isinstance(each, Tensor) else each for each in (one, other)]
             assert_same_tensors(*named, f"{source}\n{what}:")
         compared += 1

@@ -124,9 +124,9 @@ class Forked(Net):
 def test_a_fork_in_which_nothing_is_drawn_changes_nothing() -> None:
     net, rows, loss = Forked(lambda net: 0.0), ROWS[:4], torch.nn.functional.mse_loss
     pipe = zbcompile.pipeline(net, schedule="1f1b", ranks=2, microbatches=1, loss=loss, exact=True)
-    found = pipe.step(rows, target=rows)
+    actual = pipe.step(rows, target=rows)
     torch.manual_seed(zbcompile.microbatch_seed(0, 0))
-    assert torch.equal(found, loss(net(rows), rows))
+    assert torch.equal(actual, loss(net(rows), rows))
 
 
 class Remembering(Net):

@@ -58,10 +58,10 @@ def test_a_file_is_named(tmp_path: Path) -> None:
             zbcompile.pipeline(nn.Linear(2, 2), hardware=str(file))
 
 
-@pytest.mark.parametrize("given", ["nope", 3, {}, "nowhere.toml"])
-def test_whatever_is_wrong_is_one_kind_of_error(given: Any) -> None:
+@pytest.mark.parametrize("case", ["nope", 3, {}, "nowhere.toml"])
+def test_whatever_is_wrong_is_one_kind_of_error(case: Any) -> None:
     with pytest.raises(zbcompile.PipelineError, match="hardware"):
-        zbcompile.pipeline(nn.Linear(2, 2), hardware=given)
+        zbcompile.pipeline(nn.Linear(2, 2), hardware=case)
 
 
 def test_profiles_come_back_from_files_and_plain_data(tmp_path: Path) -> None:

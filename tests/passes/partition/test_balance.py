@@ -54,12 +54,12 @@ def test_no_cuts_are_better(placement: Placement, loads: list[int], data: st.Dat
     inner = [i for i in range(1, len(loads)) if data.draw(st.integers(0, 9)) > 1]
     edges = [0, *inner, len(loads)]
     all_cuts = list(combinations(inner, placement.stages - 1))
-    found = best_cuts(row_of(loads, placement, edges), edges)
+    actual = best_cuts(row_of(loads, placement, edges), edges)
     if not all_cuts:
-        assert found is None
+        assert actual is None
         return
     best = min(heaviest(loads, cuts, placement, edges) for cuts in all_cuts)
-    assert found is not None
-    assert found[0] == pytest.approx(best, rel=1e-8, abs=1e-12)
-    assert heaviest(loads, found[1], placement, edges) == pytest.approx(best, rel=1e-8, abs=1e-12)
-    assert set(found[1]) <= set(inner)
+    assert actual is not None
+    assert actual[0] == pytest.approx(best, rel=1e-8, abs=1e-12)
+    assert heaviest(loads, actual[1], placement, edges) == pytest.approx(best, rel=1e-8, abs=1e-12)
+    assert set(actual[1]) <= set(inner)

@@ -191,8 +191,8 @@ def test_cuts_by_name(exported: dict[str, StepGraph]) -> None:
     line = problem.line
     chosen = problem.plan()
     assert problem.plan(balance=tuple(line.nodes[cut - 1].name for cut in chosen)) == chosen
-    found = [line.nodes[cut] for cut in problem.plan(balance=("blocks.3.mlp_norm", "blocks.1"))]
-    paths = [list(node.meta["nn_module_stack"].values())[-1][0] for node in found]
+    actual = [line.nodes[cut] for cut in problem.plan(balance=("blocks.3.mlp_norm", "blocks.1"))]
+    paths = [list(node.meta["nn_module_stack"].values())[-1][0] for node in actual]
     assert paths == ["model.blocks.1.attention_norm", "model.blocks.3.mlp_norm"]
 
 

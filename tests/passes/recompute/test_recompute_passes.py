@@ -11,10 +11,10 @@ from torch.utils.checkpoint import checkpoint
 
 from gpt import GPT, next_byte_loss
 from tests.passes.test_bits import MICROBATCHES, batches_of, text
-from tests.support.pass_graph_runner import Batch, Runner, differences, eager_step
+from tests.support.pass_graph_runner import Batch, Runner, compile_step, differences, eager_step
 from tests.support.plain_versions import every_choice
 from zbcompile import schedules
-from zbcompile.passes.compile_step import CompiledStep, compile_step
+from zbcompile.passes.compile_step import CompiledStep
 from zbcompile.passes.errors import CompileError
 from zbcompile.passes.graph.fx import is_random
 from zbcompile.passes.graph.roles import SAVED
@@ -68,9 +68,9 @@ def test_policies_keep_fewer_and_fewer_bytes() -> None:
     batches = batches_of(text)
     policies: Sequence[Any] = ("off", 0.7, "selective", "full")
     compiled = {p: check(gpt(), batches, next_byte_loss, p) for p in policies}
-    kept = [sum(saved_bytes(compiled[p])) for p in policies]
-    assert kept == sorted(kept, reverse=True)
-    assert len(set(kept)) == 4
+    is_kept = [sum(saved_bytes(compiled[p])) for p in policies]
+    assert is_kept == sorted(is_kept, reverse=True)
+    assert len(set(is_kept)) == 4
     assert not operations_of(compiled["off"])
     assert "aten.mm.default" not in operations_of(compiled["selective"])
     assert not any("addmm" in name for name in operations_of(compiled["selective"]))
@@ -166,10 +166,10 @@ def test_no_choice_is_better(seed: int) -> None:
     weights = [(a, b) for a in range(1, 40) for b in range(1, 40)]
     corners = {min(choices, key=lambda c, w=w: (w[0] * c[0] + w[1] * c[1], c)) for w in weights}
     for budget in range(few.bytes, cheap.bytes + 1):
-        found = least_cost_within(candidates, budget)
-        assert found is not None
-        assert (found.bytes, found.cost) in choices
-        assert found.bytes <= budget
-        assert found.cost >= min(cost for size, cost in choices if size <= budget)
-        assert found.cost <= min(c for s, c in {*corners, min(choices)} if s <= budget)
+        actual = least_cost_within(candidates, budget)
+        assert actual is not None
+        assert (actual.bytes, actual.cost) in choices
+        assert actual.bytes <= budget
+        assert actual.cost >= min(cost for size, cost in choices if size <= budget)
+        assert actual.cost <= min(c for s, c in {*corners, min(choices)} if s <= budget)
     assert least_cost_within(candidates, few.bytes - 1) is None

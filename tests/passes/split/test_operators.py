@@ -43,11 +43,11 @@ def samples(names: str) -> list[Case]:
         for info in torchs_operators()
         if info.name in names.split() and not info.variant_test_name
     ]
-    found = []
+    actual = []
     for number, info in enumerate(chosen):
         turn = [dtype for dtype in list(OF_TWO)[:: -1 if number % 2 else 1] if dtype in info.dtypes]
-        found += [cases_of(info, dtype, 2)[OF_TWO[dtype]] for dtype in turn[:1]]
-    return found
+        actual += [cases_of(info, dtype, 2)[OF_TWO[dtype]] for dtype in turn[:1]]
+    return actual
 
 
 @pytest.mark.slow

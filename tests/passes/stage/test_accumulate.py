@@ -56,13 +56,13 @@ def pipeline(model: nn.Module, **options: Any) -> zbcompile.Pipeline:
 
 def microbatch_gradients(model: nn.Module, x: Tensor, y: Tensor) -> list[dict[str, Tensor]]:
     """Eager's gradient of every parameter for every microbatch alone."""
-    found = []
+    actual = []
     for part, target in zip(x.chunk(MICROBATCHES), y.chunk(MICROBATCHES), strict=True):
         gradients = torch.autograd.grad(
             loss(model(part), target) / MICROBATCHES, list(model.parameters())
         )
-        found.append(dict(zip(dict(model.named_parameters()), gradients, strict=True)))
-    return found
+        actual.append(dict(zip(dict(model.named_parameters()), gradients, strict=True)))
+    return actual
 
 
 @pytest.mark.slow

@@ -65,11 +65,11 @@ def test_what_makes_a_difference(other: tuple[Callable[..., list[Tensor]], Tenso
 def test_constants_become_inputs() -> None:
     weight = torch.arange(6.0).view(2, 3)
     module = make_fx(lambda x: [x + weight])(torch.zeros(2, 3))
-    found = bare(module)
-    assert torch.equal(*found.constants, weight)
-    assert [tuple(value.shape) for value in found.inputs] == [(2, 3), (2, 3)]
-    assert torch.equal(found.module(torch.ones(2, 3), *found.constants)[0], weight + 1)
-    assert bare(make_fx(lambda x: [x + weight * 0])(torch.zeros(2, 3))).text != found.text
+    actual = bare(module)
+    assert torch.equal(*actual.constants, weight)
+    assert [tuple(value.shape) for value in actual.inputs] == [(2, 3), (2, 3)]
+    assert torch.equal(actual.module(torch.ones(2, 3), *actual.constants)[0], weight + 1)
+    assert bare(make_fx(lambda x: [x + weight * 0])(torch.zeros(2, 3))).text != actual.text
 
 
 def test_branches_count_by_what_they_do() -> None:

@@ -8,9 +8,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.passes.test_bits import Loop, batches_of, check, rows
+from tests.support.pass_graph_runner import compile_step
 from zbcompile.passes.capture.export import export_training_step
-from zbcompile.passes.compile_step import CompiledStep, compile_graph, compile_step
+from zbcompile.passes.compile_step import CompiledStep, compile_graph
 from zbcompile.passes.errors import CaptureError, PartitionError
+from zbcompile.passes.partition.assign_stages import cuts_of_owners
 from zbcompile.passes.step_graph import Label
 
 WIDTH = 8
@@ -138,7 +140,11 @@ def test_a_further_program_keeps_the_owners_of_parameters() -> None:
     longer = export_training_step(
         model, (torch.randn(9, WIDTH),), {}, torch.randn(9, WIDTH), F.mse_loss
     )
-    again = compile_graph(longer, ranks_of=range(4), owners=compiled.owners)
+    again = compile_graph(
+        longer,
+        ranks_of=range(4),
+        choose_cuts=lambda step, line: cuts_of_owners(step, line, compiled.owners, 4),
+    )
     assert again.owners == compiled.owners
 
 

@@ -1,7 +1,7 @@
 """A step whose output layer is sharded computes the loss and the gradients of eager mode."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -99,9 +99,9 @@ def nll(logits: Tensor, target: Tensor) -> Tensor:
 
 
 def gathered(logits: Tensor, target: Tensor) -> Tensor:
-    kept = target >= 0
+    saved = target >= 0
     labels = target.clamp(min=0)[..., None]
-    return -(F.log_softmax(logits, -1).gather(-1, labels).squeeze(-1) * kept).sum() / 7
+    return -(F.log_softmax(logits, -1).gather(-1, labels).squeeze(-1) * saved).sum() / 7
 
 
 def without_softmax(logits: Tensor, target: Tensor) -> Tensor:
@@ -111,9 +111,34 @@ def without_softmax(logits: Tensor, target: Tensor) -> Tensor:
 
 def focal(logits: Tensor, target: Tensor) -> Tensor:
     chosen = F.log_softmax(logits, -1).gather(-1, target.clamp(min=0)[..., None]).squeeze(-1)
-    with torch.no_grad():  # which a second differentiation of the loss would lose
+    return -((1 - chosen.exp()).square() * chosen).mean()
+
+
+def partly_without_gradients(logits: Tensor, target: Tensor) -> Tensor:
+    chosen = F.log_softmax(logits, -1).gather(-1, target.clamp(min=0)[..., None]).squeeze(-1)
+    with torch.no_grad():
         weight = (1 - chosen.exp()).square()
     return -(weight * chosen).mean()
+
+
+def hooked(logits: Tensor, target: Tensor) -> Tensor:
+    loss = cross_entropy(logits, target)
+    loss.register_hook(lambda gradient: gradient * 2)
+    return loss * 0.5
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 3.0
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * 2.0
+
+
+def by_a_function(logits: Tensor, target: Tensor) -> Any:
+    return Doubled.apply(cross_entropy(logits, target))
 
 
 def with_router(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
@@ -160,12 +185,16 @@ def run_step(
     return ShardedRunner(sharded, compiled, program, model, batches)
 
 
-def check(model: nn.Module, loss: Loss, ranks: int, barriers: int, **options: Any) -> None:
+def check(model: nn.Module, loss: Loss, shards: Sequence[tuple[int, int]], **options: Any) -> None:
+    """Compares steps with some numbers of ranks and barriers with eager mode."""
     torch.manual_seed(1)
     batches = [batch_of(getattr(model, "words", WORDS)) for _ in range(2)]
-    result = run_sharded(model, loss, batches, ranks, barriers, **options)
-    wrong = errors(result, eager_step(model, batches, loss, seed=0))
-    assert max(wrong.values()) <= 1e-6, wrong
+    step = export_training_step(model, *batches[0], loss)
+    expected = eager_step(model, batches, loss, seed=0)
+    for ranks, barriers in shards:
+        result = run_step(step, model, batches, ranks, barriers, **options).run()
+        wrong = errors(result, expected)
+        assert max(wrong.values()) <= 1e-6, (ranks, barriers, wrong)
 
 
 LOSSES = [
@@ -174,10 +203,9 @@ LOSSES = [
 ]
 
 
-@pytest.mark.parametrize("barriers", [1, 2])
 @pytest.mark.parametrize("loss", LOSSES)
-def test_losses(loss: Loss, barriers: int) -> None:
-    check(Model(), loss, 2, barriers)
+def test_losses(loss: Loss) -> None:
+    check(Model(), loss, [(2, 1), (2, 2)])
 
 
 @pytest.mark.parametrize(
@@ -195,14 +223,12 @@ def test_losses(loss: Loss, barriers: int) -> None:
         ("two heads", of_two_heads),
     ],
 )
-@pytest.mark.parametrize(("ranks", "barriers"), [(3, 1), (2, 2)])
-def test_forms_of_the_layer(form: str, loss: Loss, ranks: int, barriers: int) -> None:
-    check(Model(form), loss, ranks, barriers)
+def test_forms_of_the_layer(form: str, loss: Loss) -> None:
+    check(Model(form), loss, [(3, 1), (2, 2)])
 
 
-@pytest.mark.parametrize("barriers", [1, 2])
-def test_more_ranks_than_words(barriers: int) -> None:
-    check(Model("bias", words=3), smoothed, 5, barriers)
+def test_more_ranks_than_words() -> None:
+    check(Model("bias", words=3), smoothed, [(5, 1), (5, 2)])
 
 
 @pytest.mark.parametrize(
@@ -215,7 +241,7 @@ def test_more_ranks_than_words(barriers: int) -> None:
     ids=str,
 )
 def test_stages_of_the_trunk(options: dict[str, Any]) -> None:
-    check(Model("tied twice"), cross_entropy, 2, 1, **options)
+    check(Model("tied twice"), cross_entropy, [(2, 1)], **options)
 
 
 @pytest.mark.slow
@@ -289,7 +315,7 @@ def test_large_logits_keep_their_digits() -> None:
     model = Model()
     with torch.no_grad():
         model.output.weight *= 1e3
-    check(model, cross_entropy, 3, 1)
+    check(model, cross_entropy, [(3, 1)])
 
 
 @pytest.mark.parametrize("barriers", [1, 2])
@@ -353,8 +379,8 @@ def test_outputs_of_shards_and_of_stages() -> None:
     assert [node is None for node in runner.sharded.trunk.outputs] == [True, False]
     runner.run()
     logits = model(*batches[0][0])
-    [found] = runner.shards[1][0].outputs.values()
-    assert torch.allclose(found[0], logits.logsumexp(-1).mean())
+    [actual] = runner.shards[1][0].outputs.values()
+    assert torch.allclose(actual[0], logits.logsumexp(-1).mean())
 
 
 def test_log_probabilities_of_labels() -> None:
@@ -367,10 +393,10 @@ def test_log_probabilities_of_labels() -> None:
     program = shard_passes(sharded, even_bounds(WORDS, 3), barriers=0)
     assert [set(pieces) for pieces in program.pieces] == [{"S", "STATS"}] * 3
     runner = ShardedRunner(sharded, compiled, program, model, [(tokens, {}, target)])
-    found, words = runner.forward()
+    actual, words = runner.forward()
     expected, _ = log_probs(model(*tokens), target)
     assert words == WORDS
-    assert torch.allclose(found, expected, atol=1e-6)
+    assert torch.allclose(actual, expected, atol=1e-6)
 
 
 class Custom(nn.Module):
@@ -433,24 +459,94 @@ def two_forms(logits: Tensor, target: Tensor) -> Tensor:
     return cross_entropy(logits / 2.0, target) + logits.logsumexp(-1).mean()
 
 
+def class_weights(logits: Tensor, target: Tensor) -> Tensor:
+    return cross_entropy(logits, target, weight=torch.ones(WORDS))
+
+
+def entropy(logits: Tensor, target: Tensor) -> Tensor:
+    return (F.log_softmax(logits, -1) * F.softmax(logits, -1)).sum()
+
+
+def shifted_words(logits: Tensor, target: Tensor) -> Tensor:
+    return cross_entropy(logits + torch.zeros(WORDS), target)
+
+
+def repeated(logits: Tensor, target: Tensor) -> Tensor:
+    return cross_entropy(torch.cat([logits, logits], 1), torch.cat([target, target], 1)) + nll(
+        logits, target
+    )
+
+
+def total(logits: Tensor, target: Tensor) -> Tensor:
+    return cross_entropy(logits, target) + logits.sum()
+
+
+def masked(logits: Tensor, target: Tensor) -> Tensor:
+    return cross_entropy(logits.masked_fill(torch.arange(WORDS) < 2, -1e9), target)
+
+
 @pytest.mark.parametrize(
     ("function", "loss", "reason"),
     [
-        (einsum, cross_entropy, "logits that are no product with one matrix"),
+        (einsum, cross_entropy, "bmm of the logits before their softmax"),
         (columns, cross_entropy, "a softmax over a part of the columns"),
-        (plain, second_dimension, "a softmax over words that are not the last dimension"),
+        (plain, second_dimension, "transpose of the logits before their softmax"),
+        (plain, masked, "masked_fill of the logits before their softmax"),
         (plain, two_labels, "terms of the loss with different labels"),
         (plain, two_forms, "reads logits before and after a scale, cap or cast"),
         (of_the_weight_too, cross_entropy, "another use of weight in the model"),
         (with_and_without_bias, of_both, "a loss that reads logits before the bias is added"),
         (of_a_constant, cross_entropy, "an output layer before which nothing is trained"),
+        (plain, repeated, "cat of the logits"),
+        (plain, total, "sum of the logits"),
+        (plain, class_weights, "nll_loss_forward of the logits"),
+        (plain, entropy, "mul of the logits|_softmax of the logits"),
+        (plain, shifted_words, "add of the logits"),
+        (plain, partly_without_gradients, "a hook, an autograd.Function, or parts without"),
+        (plain, hooked, "a hook, an autograd.Function, or parts without"),
+        (plain, by_a_function, "a hook, an autograd.Function, or parts without"),
     ],
 )
 def test_what_is_not_sharded_is_named_with_its_line(
     function: Callable[..., Tensor], loss: Loss, reason: str
 ) -> None:
     step = export_training_step(Custom(function), *batch_of(), loss)
-    with pytest.raises(NotShardableError, match=rf"{reason}.* \(\S*{__name__[-16:]}\.py:\d+\)"):
+    with pytest.raises(NotShardableError, match=rf"({reason}).* \(\S*{__name__[-16:]}\.py:\d+\)"):
+        cut_output_layer(step)
+
+
+def test_a_step_without_a_softmax_is_not_sharded() -> None:
+    step = export_training_step(Model(), *batch_of(), lambda logits, target: logits.square().mean())
+    with pytest.raises(NotShardableError, match="no softmax normalizes the product"):
+        cut_output_layer(step)
+
+
+def test_a_softmax_of_a_router_is_none_of_words() -> None:
+    class Routed(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.router = nn.Linear(WIDTH, 4)
+
+        def forward(self, tokens: Tensor) -> Any:
+            weights = F.softmax(self.router(self.embedding(tokens)), -1).topk(2).values
+            return super().forward(tokens) * weights.sum()
+
+    step = export_training_step(Routed(), *batch_of(), lambda x, y: cross_entropy(x, y))
+    with pytest.raises(NotShardableError, match="mul of the logits"):
+        cut_output_layer(step)
+
+
+@pytest.mark.parametrize("returned", [False, True])
+def test_metrics_count_if_they_are_returned(returned: bool) -> None:
+    def loss(logits: Tensor, target: Tensor) -> Any:
+        return cross_entropy(logits, target), (logits.argmax(-1) == target).float().mean()
+
+    options = ExportOptions(returns="metrics") if returned else None
+    step = export_training_step(Model(), *batch_of(), loss, options)
+    if not returned:
+        assert cut_output_layer(step).weight == "output.weight"
+        return
+    with pytest.raises(NotShardableError, match="has argmax of the logits"):
         cut_output_layer(step)
 
 
