@@ -13,7 +13,7 @@ from zbcompile.api.model_state import ModelState
 from zbcompile.api.optimizers import Optimizers
 from zbcompile.api.step_runner import StepRunner
 from zbcompile.backends.backend import Compilation
-from zbcompile.batches.batch import Given
+from zbcompile.batches.batch import SplitBatch
 from zbcompile.batches.losses import Losses
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.engine.step import Engine
@@ -178,7 +178,7 @@ class Pipeline(ModelState):
         self,
         *args: Any,
         target: Any = None,
-        microbatches: Given | None = None,
+        microbatches: SplitBatch | None = None,
         return_outputs: bool | str = False,
         return_metrics: bool = False,
         **kwargs: Any,
@@ -199,7 +199,7 @@ class Pipeline(ModelState):
         self,
         *args: Any,
         target: Any = None,
-        microbatches: Given | None = None,
+        microbatches: SplitBatch | None = None,
         return_outputs: bool | str = False,
         return_metrics: bool = False,
         **kwargs: Any,
@@ -236,7 +236,7 @@ class Pipeline(ModelState):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         target: Any,
-        microbatches: Given | None,
+        microbatches: SplitBatch | None,
         outputs: bool | str,
     ) -> tuple[Losses, Any]:
         with self._watch.region(f"step {self.step_index}"):

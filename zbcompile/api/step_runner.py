@@ -10,8 +10,8 @@ import torch
 from zbcompile.api.optimizers import Optimizers
 from zbcompile.batches.batch import (
     Batch,
-    Given,
     Microbatches,
+    SplitBatch,
     flatten_batch,
     refuse_input_gradients,
     split_batches,
@@ -48,7 +48,7 @@ class StepRunner:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         target: Any,
-        microbatches: Given | None = None,
+        microbatches: SplitBatch | None = None,
         outputs: bool | str = False,
     ) -> Microbatches:
         """Returns the microbatches of a step that returns `outputs` besides its loss. Raises

@@ -302,7 +302,7 @@ def require_divisible(batch: Batch, microbatches: int) -> None:
     )
 
 
-Given = Sequence[tuple[Any, ...]]
+SplitBatch = Sequence[tuple[Any, ...]]
 ARGS = "args", "kwargs"
 FORMS = {
     "eval": (ARGS,),

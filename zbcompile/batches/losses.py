@@ -12,12 +12,12 @@ from zbcompile.torch_private import READ_SCALAR, pytree, wrapper_like
 
 @dataclass
 class Losses:
-    """The losses of a step. `found` has the loss of every microbatch of all replicas, once `wait`
+    """The losses of a step. `values` has the loss of every microbatch of all replicas, once `wait`
     has returned; without `wait` they are complete. `require` raises if they are not the losses of
     one batch; on a device it blocks until the step ends.
     """
 
-    found: Sequence[torch.Tensor]
+    values: Sequence[torch.Tensor]
     wait: Callable[[], None] | None = None
     require: Callable[[], None] | None = None
 
@@ -27,16 +27,16 @@ class Losses:
         if self.wait is not None:
             self.wait()
             self.wait = None
-        if self.require is not None and (as_numbers or self.found[0].is_cpu):
+        if self.require is not None and (as_numbers or self.values[0].is_cpu):
             self.require()
             self.require = None
-        return list(self.found)
+        return list(self.values)
 
     def total(self, reduction: str) -> torch.Tensor:
         """Returns the loss of the step without blocking. If the losses are still in flight or not
         checked yet, the first use of the result waits and checks."""
         if self.wait is None and self.require is None:
-            return total_loss(self.found, reduction)
+            return total_loss(self.values, reduction)
         return PendingLoss(self, reduction)
 
 
@@ -58,7 +58,7 @@ class PendingLoss(torch.Tensor):
 
     @staticmethod
     def __new__(cls, losses: Losses, reduction: str) -> "PendingLoss":
-        values = wrapper_like(cls, losses.found[0])
+        values = wrapper_like(cls, losses.values[0])
         values._losses, values._reduction, values._value = losses, reduction, None
         return values
 

@@ -30,7 +30,7 @@ def together(ranks: Ranks, what: str, make: Callable[[], Result]) -> Result:
     with ranks.watch.position.waiting("the agreement"):
         reports = ranks.gather(report)
     if error is not None:
-        raise ranks.watch.known_to_all(error)
+        raise ranks.watch.on_all_ranks(error)
     failed = [(rank, text) for rank, text in zip(ranks.members, reports, strict=True) if text]
     if failed:
         raise ranks.refusal(f"{what} failed on rank {failed[0][0]}: {failed[0][1]}")

@@ -198,15 +198,15 @@ def _dimensions(device_mesh: Any) -> tuple[str, ...]:
     sizes = _sizes(device_mesh)
     if not sizes:
         raise PipelineError(
-            f"mesh= has dimensions without names; expected some of {_known()}. Pass"
+            f"mesh= has dimensions without names; expected some of {_dimension_names()}. Pass"
             " mesh_dim_names=."
         )
     for name in sizes:
         if sizes[name] > 1 and name not in DIMENSIONS:
             raise PipelineError(
                 f'mesh= has a dimension "{name}" of size {sizes[name]}; expected some of'
-                f" {_known()}. Give dimensions these names in mesh_dim_names=, and flatten several"
-                " into one of them first."
+                f" {_dimension_names()}. Give dimensions these names in mesh_dim_names=, and"
+                " flatten several into one of them first."
             )
     return tuple(name for name in sizes if name in DIMENSIONS)
 
@@ -244,7 +244,7 @@ def _require_all_ranks(device_mesh: Any) -> None:
         )
 
 
-def _known() -> str:
+def _dimension_names() -> str:
     return ", ".join(f'"{name}" ({what})' for name, what in DIMENSIONS.items())
 
 

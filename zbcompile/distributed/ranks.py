@@ -64,7 +64,7 @@ class Ranks:
     def refusal(self, text: str) -> PipelineError:
         """The error for a refusal that every process raises now, for the same reason."""
         error = PipelineError(text)
-        self.watch.known_to_all(error)
+        self.watch.on_all_ranks(error)
         return error
 
     def gather(self, value: Value) -> list[Value]:
@@ -97,7 +97,7 @@ class Ranks:
         process."""
         return None
 
-    def apart(self) -> dist.ProcessGroup | None:
+    def new_gloo_group(self) -> dist.ProcessGroup | None:
         """A new process group of all, over gloo, for a thread that speaks to the others while they
         train."""
         return None
@@ -156,7 +156,7 @@ class GroupRanks(Ranks):
             self.hosts is None
         ):  # in every step of replicas a device would first have to end the step before
             steps = self.backend != "gloo" and self.replicas.count > 1
-            self.hosts = self.apart() if steps else self.everyone
+            self.hosts = self.new_gloo_group() if steps else self.everyone
         values = numbers.to(self.device) if self.hosts is self.everyone else numbers
         work = dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.hosts, async_op=True)
         return values, outlives_its_step(work)
@@ -197,7 +197,7 @@ class GroupRanks(Ranks):
             self.watch.groups = (*self.watch.groups, self.collectives)
         return self.collectives
 
-    def apart(self) -> dist.ProcessGroup:
+    def new_gloo_group(self) -> dist.ProcessGroup:
         group = new_group(dist.get_process_group_ranks(self.everyone), self.watch.timeout, "gloo")
         self.watch.groups = (*self.watch.groups, group)
         return group

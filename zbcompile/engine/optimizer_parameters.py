@@ -157,7 +157,7 @@ class OptimizerParameters:
             buffer.require_unwritten()
         if buffers:
             with (
-                self.ranks.watch.apart(what := "the updated parameters"),
+                self.ranks.watch.outside_calls(what := "the updated parameters"),
                 self.ranks.watch.position.waiting(what),
             ):
                 for buffer in buffers:

@@ -335,5 +335,5 @@ def interleave(ranks: Sequence[RankRun]) -> None:
 
 
 def _wait(watch: LocalWatch | Watch, work: dist.Work) -> None:
-    with watch.apart("the losses of all ranks"):
+    with watch.outside_calls("the losses of all ranks"):
         complete(work)

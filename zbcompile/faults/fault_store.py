@@ -75,5 +75,5 @@ class FaultStore:
         """Records that this rank knows the fault of a call."""
         self._store.add(f"known/{region}", 1)
 
-    def all_know(self, region: int) -> bool:
+    def all_acknowledged(self, region: int) -> bool:
         return self._store.add(f"known/{region}", 0) >= len(self.members)

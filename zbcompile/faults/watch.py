@@ -52,10 +52,10 @@ class LocalWatch:
             raise _local_fault(self.position, error).error() from error
         self.position.leave()
 
-    def apart(self, what: str) -> contextlib.AbstractContextManager[None]:
+    def outside_calls(self, what: str) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
-    def known_to_all(self, error: Exception) -> Exception:
+    def on_all_ranks(self, error: Exception) -> Exception:
         return error
 
     def close(self) -> None:
@@ -83,7 +83,7 @@ class Watch:
 
     def __post_init__(self) -> None:
         self._in_call = False
-        self._known: BaseException | None = None
+        self._shared_error: BaseException | None = None
         self._event: Any = None  # behind the work of the last call in the device's stream
         self._beat, self._seen, self._since = 0, self.position.place, time.monotonic()
         self._stopped = threading.Event()
@@ -114,7 +114,7 @@ class Watch:
         finally:
             self._in_call = before
             if not before:
-                self._known = None  # its traceback holds what the call held
+                self._shared_error = None  # its traceback holds what the call held
         self.position.leave()
         if gpu.is_gpu(self.device):
             event = gpu.Event()
@@ -122,7 +122,7 @@ class Watch:
             self._event = event
 
     @contextlib.contextmanager
-    def apart(self, what: str) -> Iterator[None]:
+    def outside_calls(self, what: str) -> Iterator[None]:
         """Context for a wait outside of a call, for something that all ranks have begun."""
         if self._in_call:
             yield
@@ -133,9 +133,9 @@ class Watch:
         except BaseException as error:
             raise self._explain(error) from error
 
-    def known_to_all(self, error: Exception) -> Exception:
+    def on_all_ranks(self, error: Exception) -> Exception:
         """Notes that every other rank raises an error for the same reason as `error`."""
-        self._known = error
+        self._shared_error = error
         return error
 
     def close(self) -> None:
@@ -149,7 +149,7 @@ class Watch:
     def _explain(self, error: BaseException) -> BaseException:
         """Returns the error that this rank raises for `error`, once the others know of it, or this
         one knows what happened to them."""
-        if error is self._known:
+        if error is self._shared_error:
             self.position.waits = False
             return error
         explained: list[BaseException] = []
@@ -227,7 +227,7 @@ class Watch:
         """Waits until all ranks know of a fault, for at most `LEAVING` seconds."""
         self.store.acknowledge(region)
         end = time.monotonic() + LEAVING
-        while time.monotonic() < end and not self.store.all_know(region):
+        while time.monotonic() < end and not self.store.all_acknowledged(region):
             time.sleep(INTERVAL / 10)
 
     def _store_fault(self) -> Fault:

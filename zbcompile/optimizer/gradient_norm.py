@@ -89,7 +89,7 @@ def total_norm(
         ranks.add_up(norms)
     total = torch.linalg.vector_norm(norms, norm_type)
     if error_if_nonfinite and not torch.isfinite(total):
-        raise ranks.watch.known_to_all(
+        raise ranks.watch.on_all_ranks(
             RuntimeError(f"the norm of the gradients is {total.item()}, so they cannot be clipped.")
         )
     return total

@@ -122,7 +122,7 @@ class PostValidation:
         valid: no gradients need clipping, and no stage of any rank waits. Replicas exchange their
         updates, so all of them must take the same decision."""
         watch, what = self.ranks.watch, "the norm of all gradients"
-        with watch.apart(what), watch.position.waiting(what):
+        with watch.outside_calls(what), watch.position.waiting(what):
             while self.works:
                 complete(self.works[-1])
                 self.works.pop()

@@ -302,7 +302,7 @@ def _write(
     options = {"storage_writer": writer, "no_dist": ranks.everyone is None}
     if background is not None:
         with position.waiting("the making of a group"):
-            background.group = background.group or ranks.apart()
+            background.group = background.group or ranks.new_gloo_group()
         future = dcp.async_save(tensors, process_group=background.group, **options)
         background.pending = partial, future, ranks.number == 0
         return
@@ -310,7 +310,7 @@ def _write(
         with position.waiting("the checkpoint of all ranks"):
             dcp.save(tensors, process_group=ranks.everyone, **options)
     except dcp.CheckpointException as error:  # not an Exception; raised on every rank
-        raise ranks.watch.known_to_all(_unfinished(partial, error, ranks.number == 0)) from None
+        raise ranks.watch.on_all_ranks(_unfinished(partial, error, ranks.number == 0)) from None
 
 
 def _torch_checkpoints() -> Any:

@@ -6,8 +6,6 @@ import threading
 import time
 import tracemalloc
 from pathlib import Path
-from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -16,9 +14,6 @@ from tests.support.live_storages import leave_aside
 from tests.support.oracle import PROBLEMS
 from tests.support.pool import Pool
 from tests.support.training import Case, pipeline_of
-from zbcompile.distributed.ranks import GroupRanks
-from zbcompile.distributed.transport import PointToPoint, Tensors
-from zbcompile.schedules.lowering.edges import Message
 
 
 def compiled(case: Case):
@@ -26,37 +21,6 @@ def compiled(case: Case):
     batch = PROBLEMS[case.problem].batches(1, 2 * case.microbatches)[0]
     pipe.compile(*batch.args, target=batch.target)
     return pipe, batch
-
-
-class Counted(PointToPoint):
-    """The messages of the engine, which counts the sends that are pending at once."""
-
-    most = 0
-
-    def send(self, message: Message, tensors: Tensors, peer: int) -> None:
-        super().send(message, tensors, peer)
-        Counted.most = max(Counted.most, sum(map(len, self.sends.values())))
-
-
-def most_sends(case: Case) -> int:
-    original = GroupRanks.transport
-
-    def transport(ranks: GroupRanks, *arguments: Any) -> Counted:
-        return Counted(**vars(original(ranks, *arguments)))
-
-    with mock.patch.object(GroupRanks, "transport", transport):
-        pipe, batch = compiled(case)
-        Counted.most = 0
-        pipe.step(*batch.args, target=batch.target)
-    return Counted.most
-
-
-@pytest.mark.mostly_slow(every=2)
-@pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-def test_sent_memory_is_released_within_the_step(schedule: str, pool: Pool) -> None:
-    few, many = (max(pool.run(most_sends, Case("mlp", schedule, 2, m))) for m in (8, 16))
-    assert few == many <= 4
 
 
 def grown(case: Case, steps: int) -> dict[str, int]:

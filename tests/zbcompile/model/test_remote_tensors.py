@@ -18,7 +18,6 @@ from tests.support.dtensor_models import LENGTH, VOCABULARY, Llama, loss_of, par
 from tests.support.meshes import mesh_of
 from tests.support.oracle import WIDTH, optimizer_of
 from tests.support.pool import Pool
-from tests.support.training import assert_same_tensors
 
 ROWS = torch.linspace(-1, 1, 8 * WIDTH).view(8, WIDTH)
 
@@ -107,37 +106,6 @@ def test_tensors_of_other_ranks_are_on_the_meta_device(pool: Pool) -> None:
     assert first.isdisjoint(second)
     names = {name for name, _ in (*Net().named_parameters(), *Net().named_buffers())}
     assert first | second == names
-
-
-def usual_life() -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Steps of two shapes, of another mode and evaluations after the first one; weights that are
-    loaded; the last state, and what another module computes with it."""
-    model = Net()
-    pipe, losses = trained(model)
-    losses.append(pipe.step(ROWS[:4], target=ROWS[:4]))
-    model.eval()
-    losses += [pipe.step(ROWS, target=ROWS), pipe.eval(ROWS[:3])]
-    model.train().zero_grad()
-    model.requires_grad_(True)
-    assert (
-        sum(parameter.numel() for parameter in model.parameters())
-        == 6 * (WIDTH + 1) * WIDTH + 2 * WIDTH
-    )
-    pipe.load_state_dict(pipe.state_dict(full=True))
-    losses.append(pipe.step(ROWS, target=ROWS))
-    last = pipe.state_dict(full=True)
-    pipe.close()
-    second = Net()
-    second.load_state_dict(last)
-    return losses, {**last, "output": second.eval()(ROWS).detach()}
-
-
-@pytest.mark.slow
-def test_everything_else_works_as_in_one_process(pool: Pool) -> None:
-    losses, last = usual_life()
-    for theirs, second in pool.run(usual_life):
-        assert all(map(torch.equal, theirs, losses))
-        assert_same_tensors(second, last, "at the end:")
 
 
 def one_after_the_other() -> tuple[str, Tensor]:
