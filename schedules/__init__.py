@@ -43,7 +43,6 @@ from zbcompile.schedules.ir.schedule import (
     parse_step as parse_step,
 )
 from zbcompile.schedules.lowering.lower import lower as lower
-from zbcompile.schedules.lowering.updates import with_updates as with_updates
 from zbcompile.schedules.searching.by_name import build as build
 from zbcompile.schedules.searching.order_search import (
     SearchResult as SearchResult,

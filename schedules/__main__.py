@@ -91,12 +91,6 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}; expected a whole number of at least 1")
-    return int(text)
-
-
 def _times(text: str) -> list[float]:
     times = [float(part) for part in text.split(",")]
     if len(times) != 3:
@@ -215,9 +209,9 @@ COMMANDS = {
 }
 # options of schedules that are given by name, and those of every command
 OF_NAMES = (
-    ("ranks", _count, 4, "default 4"),
-    ("microbatches", _count, 8, "default 8"),
-    ("chunks", _count, None, "stages per rank, for the interleaved schedules"),
+    ("ranks", int, 4, "default 4"),
+    ("microbatches", int, 8, "default 8"),
+    ("chunks", int, None, "stages per rank, for the interleaved schedules"),
     ("barriers", int, None, "insert vocabulary passes S and T with 1 or 2 barriers"),
 )
 OF_COSTS = (

@@ -44,10 +44,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from zbcompile.compiler.paired_schedule import with_pairs
 from zbcompile.passes.cost.hardware import Connection, Hardware
 from zbcompile.schedules import Costs, Schedule, build, simulate
 from zbcompile.schedules.ir.actions import BW, Action, Step, flatten
-from zbcompile.schedules.searching.pairs import with_pairs
 
 # of a microbatch; of the model; of promise.py's times for one sublayer
 ROWS, SUBLAYERS, SHARE = (

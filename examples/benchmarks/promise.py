@@ -47,7 +47,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.flop_counter import register_flop_formula
 
 import zbcompile
-from zbcompile.schedules import Costs, Timeline, build, simulate, with_updates
+from zbcompile.program.updates import with_updates
+from zbcompile.schedules import Costs, Timeline, build, simulate
 
 # of the profile
 SCALE = float(sys.argv[sys.argv.index("--scale") + 1]) if "--scale" in sys.argv else 4.0

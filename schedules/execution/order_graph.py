@@ -302,20 +302,17 @@ def require_steps(schedule: Schedule) -> None:
         counts = f"{len(schedule.orders)} orders for {schedule.ranks} ranks"
         raise ScheduleError(f"{schedule.name}: {counts}; expected one per rank")
     for rank, order in enumerate(schedule.orders):
-        for index, step in enumerate(order if {*map(type, order)} - {Action, Pair} else ()):
-            if type(step) not in (Action, Pair):
-                what = f"{step!r} is not a step; expected Action(op, stage, microbatch) or a Pair"
-                raise ScheduleError(f"{schedule.name}: rank {rank}, step {index}: {what}")
+        for step in order:
+            if step.__class__ not in (Action, Pair):
+                expected = "expected Action(op, stage, microbatch) or a Pair"
+                raise ScheduleError(f"{schedule.name}: {step!r} on rank {rank}; {expected}")
 
 
 def require_stages(schedule: Schedule, costs: Costs) -> None:
     """Raises `ScheduleError` unless there is one cost per stage."""
     if costs.stages != schedule.stages:
-        hint = f"see costs.resized({schedule.stages})"
-        raise ScheduleError(
-            f"costs of {costs.stages} stages for {schedule.stages} stages of {schedule.name};"
-            f" {hint}"
-        )
+        counts = f"costs of {costs.stages} stages for {schedule.stages} stages of {schedule.name}"
+        raise ScheduleError(f"{counts}; see costs.resized({schedule.stages})")
 
 
 @contextmanager

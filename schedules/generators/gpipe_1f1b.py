@@ -3,6 +3,7 @@
 from zbcompile.schedules.generators.interleaved import overlapped_interleaved
 from zbcompile.schedules.generators.order_writer import Writer
 from zbcompile.schedules.generators.task import Order, Orders, Task, each_rank
+from zbcompile.schedules.ir.actions import B, F
 
 
 def gpipe(task: Task) -> Orders:
@@ -52,8 +53,8 @@ def one_f_one_b(task: Task, rank: int) -> Order:
     write = Writer(task.microbatches)
     for _ in range(min(task.microbatches, task.ranks - 1 - rank)):  # warm-up
         write.f(rank)
-    while write.has_b(rank):  # steady; cool-down once no forward is left
-        if write.has_f(rank):
+    while write.has(B, rank):  # steady; cool-down once no forward is left
+        if write.has(F, rank):
             write.f(rank)
         write.bw(rank)
     return tuple(write.order)

@@ -57,13 +57,9 @@ class Writer:
             self.order += [action for action in self.pending if action.stage == stage]
             self.pending = [action for action in self.pending if action.stage != stage]
 
-    def has_f(self, stage: int) -> bool:
-        """Returns whether a forward of `stage` is left."""
-        return self._counts.get((F, stage), 0) < self._microbatches
-
-    def has_b(self, stage: int) -> bool:
-        """Returns whether a backward of `stage` is left."""
-        return self._counts.get((B, stage), 0) < self._microbatches
+    def has(self, op: str, stage: int) -> bool:
+        """Returns whether an F or a B of `stage` is left."""
+        return self._counts.get((op, stage), 0) < self._microbatches
 
     def _next(self, op: str, stage: int) -> Action:
         key = (result_of(op), stage)

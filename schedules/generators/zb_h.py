@@ -4,6 +4,7 @@
 from zbcompile.schedules.generators.interleaved import interleaved_zero_bubble
 from zbcompile.schedules.generators.order_writer import Writer
 from zbcompile.schedules.generators.task import Order, Orders, Task, each_rank
+from zbcompile.schedules.ir.actions import F
 
 
 def zb_h1(task: Task) -> Orders:
@@ -41,7 +42,7 @@ def zb_h1_lazy(task: Task, rank: int, exact: bool = False) -> Order:
         write.f(rank)
     last_paired = task.microbatches - warm_up - 1  # the last backward of the steady phase
     for backward in range(task.microbatches):  # steady; cool-down once no forward is left
-        if write.has_f(rank):
+        if write.has(F, rank):
             write.f(rank)
         if rank == 0 or (rank <= backward < last_paired and not exact):
             write.bw(rank)
@@ -71,7 +72,7 @@ def zb_h2(task: Task, rank: int) -> Order:
         write.b(rank)
         if backward >= 2 * rank:
             write.w(rank)
-        if write.has_f(rank):
+        if write.has(F, rank):
             write.f(rank)
     write.flush(rank)
     return tuple(write.order)

@@ -68,8 +68,8 @@ def _handcrafted(p: int, rank: int, microbatches: int) -> Order:
         write.f(up)
         write.b(up)
         write.w(up)
-    while write.has_f(up):  # steady
-        if write.has_f(down):
+    while write.has(F, up):  # steady
+        if write.has(F, down):
             write.f(down)
         write.b(down)
         write.w(down)

@@ -1,4 +1,4 @@
-"""Schedules as files: CSV that torch's own loader reads, and JSON with placement and costs.
+"""Schedules as files: CSV that torch's own loader reads, and JSON with its placement.
 
 torch (distributed/pipelining/schedules.py, `_load_csv`, 2.11 to 2.15) expects one row per rank and
 one action per cell; it reads schedules as format "compute_only" and lowered programs as
@@ -9,11 +9,10 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from zbcompile.schedules.errors import ScheduleError
 from zbcompile.schedules.ir.actions import Step, flatten
-from zbcompile.schedules.ir.costs import Costs
 from zbcompile.schedules.ir.placement import Placement, require_count
 from zbcompile.schedules.ir.schedule import (
     Orders,
@@ -107,15 +106,8 @@ def _require_counts(placement: Placement, microbatches: int, orders: Orders) -> 
         raise ScheduleError(f"{counts}, but orders of {len(orders)} ranks with {actions} actions")
 
 
-class Document(NamedTuple):
-    """The contents of a JSON file."""
-
-    schedule: Schedule
-    costs: Costs | None
-
-
-def to_json(schedule: Schedule, costs: Costs | None = None) -> str:
-    """Returns a schedule, with `costs` if given, as JSON, one line per rank."""
+def to_json(schedule: Schedule) -> str:
+    """Returns a schedule as JSON, one line per rank."""
     require_schedule(schedule)
     data: dict[str, Any] = {
         "format": "zbcompile schedule",
@@ -126,20 +118,18 @@ def to_json(schedule: Schedule, costs: Costs | None = None) -> str:
         "barriers": schedule.barriers,
         "lookups": schedule.lookups,
     }
-    if costs is not None:
-        data["costs"] = json.loads(costs.to_json())
     lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in data.items()]
     rows = ",\n".join(json.dumps([str(step) for step in order]) for order in schedule.orders)
     return "{\n" + ",\n".join([*lines, f'"orders": [\n{rows}]']) + "\n}\n"
 
 
-def from_json(text: str) -> Document:
+def from_json(text: str) -> Schedule:
     """Returns what `to_json` wrote; raises `ScheduleError` for anything else."""
     return from_dict(parse_json(text, ScheduleError))
 
 
-def from_dict(data: Any) -> Document:
-    """Returns the document in the value of a JSON text."""
+def from_dict(data: Any) -> Schedule:
+    """Returns the schedule in the value of a JSON text."""
     try:
         if data["version"] != JSON_VERSION:
             raise ScheduleError(
@@ -156,24 +146,23 @@ def from_dict(data: Any) -> Document:
                 f"a schedule called {name!r:.80} with barriers={barriers!r:.80},"
                 f" lookups={lookups!r:.80}"
             )
-        schedule = Schedule(name, placement, microbatches, orders, barriers, lookups)
-        return Document(schedule, Costs.from_dict(data["costs"]) if "costs" in data else None)
+        return Schedule(name, placement, microbatches, orders, barriers, lookups)
     except (KeyError, TypeError, AttributeError) as error:
         raise ScheduleError(
             f"JSON that describes no schedule: {error!r:.200}; write it with `to_json`"
         ) from None
 
 
-def save(schedule: Schedule, path: str | Path, costs: Costs | None = None) -> None:
+def save(schedule: Schedule, path: str | Path) -> None:
     """Writes a file by its ending: .csv (torch's letters) or .json."""
-    text = to_csv(schedule) if _ending(path) == ".csv" else to_json(schedule, costs)
+    text = to_csv(schedule) if _ending(path) == ".csv" else to_json(schedule)
     Path(path).write_text(text, encoding="utf-8")
 
 
 def load(path: str | Path) -> Schedule:
     """Returns the schedule in a file, by its ending: .csv (named after the file) or .json."""
     ending, text = _ending(path), read_text(path, ScheduleError)
-    return from_json(text).schedule if ending == ".json" else from_csv(text, name=Path(path).stem)
+    return from_json(text) if ending == ".json" else from_csv(text, name=Path(path).stem)
 
 
 def _ending(path: str | Path) -> str:

@@ -50,20 +50,17 @@ COLLECTIVE_OPS = {
 
 
 class OptimizerOp(NamedTuple):
-    """An action that each stage runs once per step, `after` all of some operations of its stage,
-    `before` others."""
+    """An action that each stage runs once per step."""
 
     meaning: str
-    after: tuple[str, ...] = ()
-    before: tuple[str, ...] = ()
     time: tuple[str, ...] = ()
 
 
 OPTIMIZER_OPS = {
-    "VALIDATE": OptimizerOp("total norm of the step before", before=("GATHER", "F")),
-    "GATHER": OptimizerOp("arrival of parameters", before=("F",)),
-    "REDUCE": OptimizerOp("start of the gradients' sum", after=("W",)),
-    "OPT": OptimizerOp("optimizer step", after=("W", "REDUCE"), time=("optimizer",)),
+    "VALIDATE": OptimizerOp("total norm of the step before"),
+    "GATHER": OptimizerOp("arrival of parameters"),
+    "REDUCE": OptimizerOp("start of the gradients' sum"),
+    "OPT": OptimizerOp("optimizer step", ("optimizer",)),
 }
 
 OPS = frozenset((*COMPUTE_OPS, *MESSAGE_OPS, *COLLECTIVE_OPS, *OPTIMIZER_OPS))

@@ -3,12 +3,10 @@
 That is the last input to arrive, or the step before it on its rank.
 """
 
-from collections.abc import Sequence
-from itertools import groupby
 from typing import NamedTuple
 
 from zbcompile.amounts import plain
-from zbcompile.schedules.ir.actions import COMMUNICATION, Step, flatten
+from zbcompile.schedules.ir.actions import COMMUNICATION, Step
 from zbcompile.schedules.simulation.timeline import Timeline
 
 
@@ -60,21 +58,3 @@ def critical_path(timeline: Timeline) -> tuple[CriticalStep, ...]:
             overhead += start[node] - end[producer]
         node = producer
     return tuple(path[::-1])
-
-
-def time_by_kind(path: Sequence[CriticalStep]) -> dict[str, float]:
-    """Returns how much of a path each kind of step takes ("F", "F|BW", ..., "messages",
-    "overhead"), longest first."""
-    total = {
-        "messages": sum(step.travel for step in path),
-        "overhead": sum(step.overhead for step in path),
-    }
-    for step in path:
-        kind = "|".join(action.op for action in flatten((step.step,)))
-        total[kind] = total.get(kind, 0) + step.end - step.start
-    return {kind: time for kind, time in sorted(total.items(), key=lambda item: -item[1]) if time}
-
-
-def by_rank(path: Sequence[CriticalStep]) -> list[tuple[CriticalStep, ...]]:
-    """Returns a path cut where it changes the rank."""
-    return [tuple(steps) for _, steps in groupby(path, key=lambda step: step.rank)]

@@ -188,17 +188,3 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     costs = costs or Costs.uniform(schedule.stages)
     graph, run = run_to_end(schedule, costs)
     return Timeline(graph, costs, run.start, run.end, peak_memory(schedule, costs))
-
-
-def measured_timeline(
-    schedule: Schedule, costs: Costs, times: Sequence[Sequence[tuple[float, float]]]
-) -> Timeline:
-    """Returns the step whose steps started and ended at `times[rank]`; `costs` give its memory and
-    delays."""
-    graph = OrderGraph(schedule)
-    start, end = ([pair[at] for rank in times for pair in rank] for at in (0, 1))
-    for inputs in graph.inputs[len(end) :]:  # a barrier ends with the last shard
-        latest = max(end[producer] for producer, _ in inputs)
-        start.append(latest)
-        end.append(latest)
-    return Timeline(graph, costs, start, end, peak_memory(schedule, costs))

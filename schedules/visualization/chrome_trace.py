@@ -32,11 +32,9 @@ def _events(timeline: Timeline, unit: float) -> Iterator[dict[str, Any]]:
     graph, ranks = timeline.graph, range(timeline.schedule.ranks)
     yield {"ph": "M", "name": "process_name", "pid": 0, "args": {"name": timeline.schedule.name}}
     for rank in ranks:
-        for name, args in (
-            ("thread_name", {"name": f"rank {rank}"}),
-            ("thread_sort_index", {"sort_index": rank}),
-        ):
-            yield {"ph": "M", "name": name, "pid": 0, "tid": rank, "args": args}
+        thread = {"ph": "M", "pid": 0, "tid": rank}
+        yield {**thread, "name": "thread_name", "args": {"name": f"rank {rank}"}}
+        yield {**thread, "name": "thread_sort_index", "args": {"sort_index": rank}}
     intervals: list[tuple[Any, str, str, dict[str, Any]]] = []
     for span in timeline.spans:
         actions = flatten((span.step,))
@@ -48,19 +46,9 @@ def _events(timeline: Timeline, unit: float) -> Iterator[dict[str, Any]]:
         waits = {} if gap.needed is None else {"waits for": str(gap.needed), "of rank": gap.source}
         intervals.append((gap, f"idle: {gap.cause}", "idle", waits))
     for interval, name, category, args in intervals:
-        times = {
-            "ts": float(interval.start * unit),
-            "dur": float((interval.end - interval.start) * unit),
-        }
-        yield {
-            "ph": "X",
-            "name": name,
-            "cat": category,
-            "pid": 0,
-            "tid": interval.rank,
-            **times,
-            "args": args,
-        }
+        box = {"ph": "X", "name": name, "cat": category, "pid": 0, "tid": interval.rank}
+        start, time = interval.start * unit, (interval.end - interval.start) * unit
+        yield {**box, "ts": float(start), "dur": float(time), "args": args}
     # from the step that makes it to the one that uses it
     for number, (source, node) in enumerate(timeline.messages()):
         flow = {"name": str(graph.steps[source]), "cat": "message", "id": f"{number}", "pid": 0}
@@ -69,10 +57,5 @@ def _events(timeline: Timeline, unit: float) -> Iterator[dict[str, Any]]:
             yield {**phase, **flow, "tid": graph.rank(at), "ts": float(middle * unit)}
     for rank in ranks:
         for time, amount in timeline.memory_curve(rank):
-            counter = {
-                "ph": "C",
-                "name": f"memory of rank {rank}",
-                "pid": 0,
-                "args": {"held": float(amount)},
-            }
-            yield {**counter, "ts": float(time * unit)}
+            counter = {"ph": "C", "name": f"memory of rank {rank}", "pid": 0}
+            yield {**counter, "args": {"held": float(amount)}, "ts": float(time * unit)}

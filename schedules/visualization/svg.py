@@ -3,7 +3,6 @@ curve of every rank."""
 
 from collections.abc import Iterator, Sequence
 from math import floor, log10
-from statistics import median
 from xml.sax.saxutils import escape, quoteattr
 
 from zbcompile.amounts import plain
@@ -13,7 +12,6 @@ from zbcompile.schedules.simulation.timeline import Span, Timeline
 from zbcompile.schedules.visualization.style import IDLE_STYLES, STYLE_SHEET, patterns
 from zbcompile.schedules.visualization.text import format_amount, summary
 
-LARGEST = 6000  # pixels of the longest time axis
 READABLE = 1200  # pixels of an SVG, which shrinks to its window with all of its letters
 LEGEND = 1180  # pixels that the legend needs
 LEFT, RIGHT = 62, 74  # pixels beside the time axis
@@ -21,24 +19,21 @@ GAP = 18  # pixels between two pictures
 COMPACT = 20_000  # number of steps beyond which boxes have no text
 
 
-def to_svg(timeline: Timeline, width: int | None = None) -> str:
+def to_svg(timeline: Timeline, width: int = READABLE) -> str:
     """Returns the picture as text, which shrinks to a window that is narrower.
 
-    `width` in pixels (default: wide enough to read the steps, at most 1,200). Beyond 20,000 steps
-    the boxes have no label and no text on hover; idle intervals keep theirs.
+    `width` in pixels. Beyond 20,000 steps the boxes have no label and no text on hover; idle
+    intervals keep theirs.
 
     >>> from zbcompile.schedules import build, simulate
     >>> to_svg(simulate(build("zb-h1", ranks=2, microbatches=4))).startswith("<svg")
     True
     """
-    if width is None:
-        natural = LEFT + timeline.finish * _natural_scale(timeline) + RIGHT
-        width = min(READABLE, round(max(LEGEND, natural)))
     step = _StepPicture(timeline, max(1, width - LEFT - RIGHT) / (timeline.finish or 1))
     return _document(step.width, step.height, [*_legend([timeline], 28), *step.lines()])
 
 
-def compare_svg(timelines: Sequence[Timeline], width: int | None = None) -> str:
+def compare_svg(timelines: Sequence[Timeline], width: int = READABLE) -> str:
     """Returns one SVG with the picture of every timeline under one legend, and what the shortest
     saves.
 
@@ -50,9 +45,7 @@ def compare_svg(timelines: Sequence[Timeline], width: int | None = None) -> str:
     3
     """
     longest = max(timeline.finish for timeline in timelines) or 1
-    scale = min(max(map(_natural_scale, timelines)), READABLE / longest)
-    if width is not None:
-        scale = max(1, width - LEFT - RIGHT) / longest
+    scale = max(1, width - LEFT - RIGHT) / longest
     pictures = [_StepPicture(timeline, scale, top=38) for timeline in timelines]
     first, best = timelines[0], min(timelines, key=lambda timeline: timeline.finish)
     lines, y = list[str](), 8.0
@@ -61,10 +54,9 @@ def compare_svg(timelines: Sequence[Timeline], width: int | None = None) -> str:
             f"{t.schedule.name} {format_amount(t.finish, t.costs.time_unit)}" for t in (first, best)
         )
         text = f"{before} \u2192 {after}: \u2212{1 - best.finish / first.finish:.1%}"
-        lines, y = (
-            [_shape("text", text=text, x=8, y=26, style="font-size: 22px; font-weight: bold")],
-            42.0,
-        )
+        style = "font-size: 22px; font-weight: bold"
+        lines.append(_shape("text", text=text, x=8, y=26, style=style))
+        y = 42.0
     lines += _legend(timelines, y)
     end, y = pictures[0].x(first.finish), y + 18
     for step in pictures:
@@ -114,42 +106,19 @@ def _shape(
     return f"<{tag}{start}>{content}</{tag}>" if content else f"<{tag}{start}/>"
 
 
-def _natural_scale(timeline: Timeline) -> float:
-    """Returns the pixels per unit of time at which the steps of a timeline can be read."""
-    finish = timeline.finish or 1
-    times = [span.end - span.start for span in timeline.spans if span.end > span.start]
-    return min(max(900, 28 * finish / median(times or [1])), LARGEST) / finish
-
-
 def _legend(timelines: Sequence[Timeline], y: float) -> Iterator[str]:
     """Yields a sample and a text for each operation and cause that any of the timelines has."""
-    actions = [
-        (t, action) for t in timelines for span in t.spans for action in flatten((span.step,))
-    ]
-    ops, causes = (
-        {action.op for _, action in actions},
-        {gap.cause for t in timelines for gap in t.idle},
-    )
-    entries = [
-        (op, "span", f"{op} {spec.meaning}") for op, spec in COMPUTE_OPS.items() if op in ops
-    ]
-    entries += [
-        (op, "span", f"{op} {spec.meaning}") for op, spec in OPTIMIZER_OPS.items() if op in ops
-    ]
-    entries += [
-        (f"idle-{cause}", "idle", f"idle: {cause}") for cause in IDLE_STYLES if cause in causes
-    ]
-    pale = sorted(
-        {
-            "model copy" if t.schedule.placement.copies > 1 else "chunk"
-            for t, a in actions
-            if _is_pale(t, a)
-        }
-    )
+    actions = [(t, a) for t in timelines for span in t.spans for a in flatten((span.step,))]
+    ops = {action.op for _, action in actions}
+    causes = {gap.cause for t in timelines for gap in t.idle}
+    meanings = [(op, spec.meaning) for op, spec in COMPUTE_OPS.items()]
+    meanings += [(op, spec.meaning) for op, spec in OPTIMIZER_OPS.items()]
+    entries = [(op, "span", f"{op} {meaning}") for op, meaning in meanings if op in ops]
+    entries += [(f"idle-{c}", "idle", f"idle: {c}") for c in IDLE_STYLES if c in causes]
+    if any(_is_pale(t, action) for t, action in actions):
+        entries.append(("", "", "pale: every second chunk, or the second copy of the model"))
     x = 8.0
-    for fill, kind, text in entries + [("", "", f"pale: every second {' or '.join(pale)}")] * bool(
-        pale
-    ):
+    for fill, kind, text in entries:
         if fill:
             yield _shape("rect", kind, fill=f"url(#{fill})", x=x, y=y, width=18, height=14)
         yield _shape("text", text=text, x=x + 22 * bool(fill), y=y + 11)

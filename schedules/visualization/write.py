@@ -22,15 +22,14 @@ PAGE = """<!doctype html>
 """
 
 
-def to_html(timeline: Timeline, width: int | None = None) -> str:
-    """Returns a page with the SVG picture that loads nothing from anywhere; `width` as for
-    `to_svg`.
+def to_html(timeline: Timeline) -> str:
+    """Returns a page with the SVG picture that loads nothing from anywhere.
 
     >>> from zbcompile.schedules import build, simulate
     >>> to_html(simulate(build("gpipe", 1, 1))).startswith("<!doctype html>")
     True
     """
-    return PAGE.format(title=escape(timeline.schedule.name), svg=to_svg(timeline, width))
+    return PAGE.format(title=escape(timeline.schedule.name), svg=to_svg(timeline))
 
 
 def write_picture(timeline: Timeline, path: str | Path) -> Path:
@@ -56,13 +55,8 @@ def _write(path: Path, timelines: Any, by_ending: Sequence[Callable[[Any], str]]
     writers = dict(zip(ENDINGS, by_ending, strict=False))
     if path.suffix not in writers:
         svg = path.with_suffix(".svg").name
-        hint = (
-            f"for pixels write {svg}, then `rsvg-convert {svg} -o {path.stem}.png`, or open it in a"
-            " browser"
-        )
-        expected = f"expected one of {', '.join(writers)}"
-        raise ScheduleError(
-            f"picture {path.name}: the ending selects the format; {expected}; {hint}"
-        )
+        hint = f"write {svg}, then `rsvg-convert {svg} -o {path.stem}.png`, or open it in a browser"
+        expected = f"the ending selects the format; expected one of {', '.join(writers)}"
+        raise ScheduleError(f"picture {path.name}: {expected}; for pixels {hint}")
     path.write_text(writers[path.suffix](timelines) + "\n", encoding="utf-8")
     return path

@@ -61,7 +61,7 @@ def test_show_writes_pictures_and_reads_schedules_back(tmp_path: Path, capsys: C
         ("show dualpipe --ranks 3", 1, "even ranks"),
         ("show 1f1b --costs none.json", 1, "No such file"),
         ("show 1f1b --picture step.png", 1, "rsvg-convert step.svg -o step.png"),
-        ("show 1f1b --ranks 0", 2, "at least 1"),
+        ("show 1f1b --ranks 0", 1, "at least 1"),
         ("show 1f1b --times 1,2", 2, "expected three"),
         ("draw", 2, "invalid choice"),
         ("", 2, "required"),

@@ -19,7 +19,8 @@ from zbcompile.passes.torch_names import dtype_named
 from zbcompile.profiling.observation import Observation
 from zbcompile.program.output import Output
 from zbcompile.program.program import Program
-from zbcompile.schedules import Schedule, with_updates
+from zbcompile.program.updates import with_updates
+from zbcompile.schedules import Schedule
 
 # The leaves of the model's output by their index, then by microbatch.
 Outputs = dict[str, dict[int, torch.Tensor]]

@@ -2,10 +2,11 @@
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 
 from zbcompile.amounts import format_share, format_time
 from zbcompile.schedules import CriticalStep, Timeline, critical_path
-from zbcompile.schedules.simulation.critical_path import by_rank, time_by_kind
+from zbcompile.schedules.ir.actions import flatten
 from zbcompile.tables import Figure, Table
 
 
@@ -26,13 +27,26 @@ def critical_table(timeline: Timeline) -> Table:
             Figure("actions", _actions(steps)),
             *([Figure("then on its way", steps[-1].travel, "s")] if steps[-1].travel else []),
         ]
-        for steps in by_rank(path)
+        for steps in ([*run] for _, run in groupby(path, key=lambda step: step.rank))
     ]
     step = f"The step of {order.name} with {order.microbatches} microbatches"
     title = f"{step} takes {length} because of this chain of {len(path)} actions: {kinds}."
     return Table(
         "critical path", title, rows, ["Making anything else faster does not shorten the step."]
     )
+
+
+def time_by_kind(path: Sequence[CriticalStep]) -> dict[str, float]:
+    """Returns how much of a path each kind of step takes ("F", "F|BW", ..., "messages",
+    "overhead"), longest first."""
+    total = {
+        "messages": sum(step.travel for step in path),
+        "overhead": sum(step.overhead for step in path),
+    }
+    for step in path:
+        kind = "|".join(action.op for action in flatten((step.step,)))
+        total[kind] = total.get(kind, 0) + step.end - step.start
+    return {kind: time for kind, time in sorted(total.items(), key=lambda item: -item[1]) if time}
 
 
 def idle_by_cause(timeline: Timeline) -> dict[str, float]:

@@ -9,7 +9,8 @@ from zbcompile.amounts import format_time
 from zbcompile.errors import PipelineError
 from zbcompile.prediction.predict import CostSource
 from zbcompile.program.step_record import StepRecord, mean_seconds
-from zbcompile.schedules import Schedule, Timeline, simulate, with_updates
+from zbcompile.program.updates import with_updates
+from zbcompile.schedules import Schedule, Timeline, simulate
 from zbcompile.schedules.ir.actions import ONCE
 from zbcompile.schedules.visualization.text import compare_text
 from zbcompile.tables import WIDTH, Figure, Table

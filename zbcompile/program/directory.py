@@ -174,7 +174,7 @@ def read_program(
     Raises PipelineError for a damaged file, CompileError for an operator that is not allowed.
     """
     with damage_in(folder / SCHEDULE, AGAIN):
-        lowered = from_json(_read(folder, SCHEDULE, fields).decode()).schedule
+        lowered = from_json(_read(folder, SCHEDULE, fields).decode())
     with damage_in(folder / MANIFEST, AGAIN):
         program = program_from_data(fields["program"], lowered, device, operators)
         groups = dict.fromkeys(fields["dimensions"], "")

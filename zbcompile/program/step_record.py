@@ -19,12 +19,13 @@ from zbcompile.schedules import (
     Schedule,
     Timeline,
     parse_step,
+    peak_memory,
     simulate,
     to_json,
 )
+from zbcompile.schedules.execution.order_graph import OrderGraph
 from zbcompile.schedules.ir.actions import COMPUTE, Step, flatten
 from zbcompile.schedules.ir.files import from_dict
-from zbcompile.schedules.simulation.timeline import measured_timeline
 from zbcompile.schedules.visualization.chrome_trace import to_chrome_trace
 from zbcompile.schedules.visualization.step_tables import idle_share, rank_table
 from zbcompile.schedules.visualization.svg import to_svg
@@ -99,9 +100,13 @@ def recorded_timeline(schedule: Schedule, spans: Spans, costs: Costs) -> Timelin
             f"the record has {len(times)} ranks, its schedule {schedule.name} {schedule.ranks}."
         )
     zero = min((start for rank in times for start, _ in rank), default=0.0)
-    return measured_timeline(
-        schedule, costs, [[(start - zero, end - zero) for start, end in rank] for rank in times]
-    )
+    graph = OrderGraph(schedule)
+    start, end = ([pair[at] - zero for rank in times for pair in rank] for at in (0, 1))
+    for inputs in graph.inputs[len(end) :]:  # a barrier ends with the last shard
+        latest = max(end[producer] for producer, _ in inputs)
+        start.append(latest)
+        end.append(latest)
+    return Timeline(graph, costs, start, end, peak_memory(schedule, costs))
 
 
 def _time_of(step: Step, rank: int, by_name: Mapping[str, RecordedSpan]) -> tuple[float, float]:
@@ -263,7 +268,7 @@ def record_from(data: Any, path: str | Path) -> StepRecord:
         )
     readers: Converters = {
         Any: lambda value: value,
-        Schedule: lambda schedule: from_dict(schedule).schedule.compute_only(),
+        Schedule: lambda schedule: from_dict(schedule).compute_only(),
     }
     with damage_in(Path(path), "Record the step again"):
         record: StepRecord = from_plain(StepRecord, data, readers)

@@ -18,7 +18,7 @@ from tests.support.training import Case, pipeline_of
 from zbcompile.distributed.mesh import Replicas
 from zbcompile.engine.gradients import Gradients
 from zbcompile.engine.replicas import Reduction, Sum, plan_sums
-from zbcompile.schedules import with_updates
+from zbcompile.program.updates import with_updates
 from zbcompile.schedules.ir.actions import REDUCE, flatten
 
 # Sums of the same numbers in another order: replicas add up their own microbatches first. Each

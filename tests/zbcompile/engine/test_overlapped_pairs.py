@@ -12,8 +12,8 @@ from tests.support.training import (
     reference,
     train,
 )
+from zbcompile.compiler.paired_schedule import with_pairs
 from zbcompile.schedules import Costs, Pair, build
-from zbcompile.schedules.searching.pairs import with_pairs
 
 
 @pytest.mark.parametrize("name", ["dualpipe-v", "1f1b-overlap"])

@@ -10,11 +10,11 @@ import pytest
 import zbcompile
 from tests.support.oracle import PROBLEMS
 from tests.support.training import Case, pipeline_of
+from zbcompile.inspection.idle_report import time_by_kind
 from zbcompile.inspection.measured_report import COLUMNS, compare_step
 from zbcompile.prediction.predict import CostSource, load_costs
 from zbcompile.program.step_record import RecordedSpan, StepRecord, read_record, record_to_text
 from zbcompile.schedules import Costs, build, critical_path, simulate
-from zbcompile.schedules.simulation.critical_path import time_by_kind
 from zbcompile.tables import WIDTH, Figure, to_text
 
 SCHEDULE = build("zb-h1", ranks=2, microbatches=2)

@@ -6,6 +6,7 @@ from itertools import combinations
 
 import pytest
 
+from zbcompile.program.updates import UPDATES, with_updates
 from zbcompile.schedules import (
     Action,
     Costs,
@@ -17,10 +18,8 @@ from zbcompile.schedules import (
     lower,
     simulate,
     to_svg,
-    with_updates,
 )
 from zbcompile.schedules.ir.actions import OPT, REDUCE, flatten
-from zbcompile.schedules.lowering.updates import UPDATES
 
 SUBSETS = [kinds for size in range(1, 5) for kinds in combinations(UPDATES, size)]
 
