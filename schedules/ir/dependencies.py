@@ -8,7 +8,7 @@ from functools import cache
 from typing import NamedTuple
 
 from zbcompile.schedules.ir.actions import BW, CAST, LOOKUP, STATS, SUM, B, F, S, T
-from zbcompile.schedules.ir.kinds import COLLECTIVE_OPS, COMPUTE_OPS, result_of
+from zbcompile.schedules.ir.kinds import COLLECTIVE_OPS, COMPUTE_OPS, OPS, result_of
 from zbcompile.schedules.ir.schedule import Schedule
 
 # of results that another stage needs: to the next stage, or to the one before
@@ -77,7 +77,7 @@ def routes_of(schedule: Schedule, rank: int) -> dict[tuple[str, int], Route]:
     Route(source=0, destination=1, stage=1)
     """
     routes: dict[tuple[str, int], Route] = {}
-    placement, results = schedule.placement, {result_of(op) for op in schedule.ops}
+    placement, results = schedule.placement, {result_of(op) for op in schedule.ops & OPS}
     for stage in placement.stages_of(rank):
         for op, step in DIRECTION.items():
             for direction, neighbour in (("RECV", stage - step), ("SEND", stage + step)):

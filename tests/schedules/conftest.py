@@ -1,17 +1,11 @@
 """Helpers for tests over the whole family of schedules."""
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
-from zbcompile.schedules import Costs, Schedule, ScheduleError, build, names
-
-
-@pytest.fixture
-def small_schedules() -> Callable[[range, range], Iterator[Schedule]]:
-    """`small_schedules(ranks, microbatches)`: every name at every admitted size."""
-    return _small_schedules
+from zbcompile.schedules import Costs
 
 
 @pytest.fixture
@@ -19,17 +13,6 @@ def random_costs() -> Callable[[random.Random, int], Costs]:
     """`random_costs(generator, stages)`: whole numbers, so that every sum is exact; some passes
     empty."""
     return _random_costs
-
-
-def _small_schedules(ranks: range, microbatches: range) -> Iterator[Schedule]:
-    for name in names():
-        for p in ranks:
-            for m in microbatches:
-                try:
-                    yield build(name, ranks=p, microbatches=m)
-                except ScheduleError as error:
-                    if "admits" not in str(error):
-                        raise
 
 
 def _random_costs(generator: random.Random, stages: int) -> Costs:

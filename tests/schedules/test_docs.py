@@ -31,8 +31,3 @@ def _row(name: str, ranks: int = 8, microbatches: int = 32) -> str:
         f"{100 * bubble:.1f}%" for bubble in (plain.cost_bubble, plain.bubble, hops.bubble)
     )
     return f"| {name} | {bubbles} | {max(plain.peak_memory):g} | {messages // microbatches} |"
-
-
-def test_every_name_is_described() -> None:
-    text = DOCS.read_text(encoding="utf-8")
-    assert all(name in text for name in names())

@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import pytest
 
-from zbcompile.schedules import Costs, Pair, Schedule, ScheduleError, build, check, names, simulate
+from zbcompile.schedules import Costs, Schedule, ScheduleError, build, check, names, simulate
 from zbcompile.schedules.generators.registry import FAMILIES, Family
-from zbcompile.schedules.ir.actions import BW, B, W, flatten
+from zbcompile.schedules.ir.actions import B, W, flatten
 from zbcompile.schedules.ir.schedule import parse_order
 
 # What `build` promises to hold at most, in activations of one stage, when every microbatch takes
@@ -84,11 +84,6 @@ def test_any_number_of_chunks(name: str, chunks: int) -> None:
             check(build(name, ranks, microbatches, chunks=chunks))
 
 
-@pytest.mark.parametrize("name", names())
-def test_generation_is_deterministic(name: str) -> None:
-    assert build(name, ranks=4, microbatches=12) == build(name, ranks=4, microbatches=12)
-
-
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_docstring_picture_is_the_schedule(family: Family) -> None:
     """The picture in every generator's docstring, read back, is what it generates."""
@@ -123,46 +118,12 @@ def test_zb_h1_lazy_exact_accumulates_as_1f1b() -> None:
             )
 
 
-def test_zb_h1_lazy_exact_is_as_short() -> None:
-    """Without communication; both are as short as ZB-H1."""
-    for ranks in (1, 2, 4, 8):
-        for microbatches in (1, ranks, 3 * ranks):
-            lazy, exact = (
-                build("zb-h1-lazy", ranks, microbatches, exact=exact) for exact in (False, True)
-            )
-            timelines = [
-                simulate(each) for each in (build("zb-h1", ranks, microbatches), lazy, exact)
-            ]
-            assert len({timeline.makespan for timeline in timelines}) == 1
-
-
-def test_zb_h1_lazy_never_splits_on_rank_0() -> None:
-    schedule = build("zb-h1-lazy", ranks=4, microbatches=8)
-    assert not any(action.op in (B, W) for action in flatten(schedule.orders[0]))
-    assert any(action.op == BW for action in flatten(schedule.orders[3]))
-
-
-@pytest.mark.parametrize("name", sorted(set(names()) - {"zb-h1-lazy"}))
-def test_weight_gradients_accumulate_in_microbatch_order(name: str) -> None:
-    """Per stage; DualPipe per model copy, the second copy after the first."""
-    for ranks in (1, 2, 3, 4, 6):
-        for microbatches in (1, 3, 8, 12, 16):
-            schedule = _build_or_none(name, ranks, microbatches)
-            for stage in range(schedule.stages if schedule else 0):
-                assert schedule is not None
-                order = schedule.weight_order(stage)
-                halves = (
-                    (order[: microbatches // 2], order[microbatches // 2 :])
-                    if name == "dualpipe"
-                    else (order,)
-                )
-                assert all(half == tuple(sorted(half)) for half in halves)
-
-
-def test_interleaved_zb_with_one_chunk_is_zb_h1() -> None:
-    for ranks in (1, 2, 4, 8):
-        interleaved = build("interleaved-zb", ranks, 3 * ranks, chunks=1)
-        assert interleaved.orders == build("zb-h1", ranks, 3 * ranks).orders
+def test_zb_h1_lazy_is_as_short_and_never_splits_on_rank_0() -> None:
+    for ranks, microbatches in ((1, 1), (2, 2), (4, 8), (8, 24)):
+        lazy, exact = (build("zb-h1-lazy", ranks, microbatches, exact=e) for e in (False, True))
+        schedules = (build("zb-h1", ranks, microbatches), lazy, exact)
+        assert len({simulate(schedule).makespan for schedule in schedules}) == 1
+        assert not any(action.op in (B, W) for action in flatten(lazy.orders[0]))
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 6, 8])
@@ -214,16 +175,6 @@ def test_given_costs_no_v_is_much_longer_than_the_authors(
         timeline = simulate(build(name, ranks, microbatches, costs, limit), costs)
         check(timeline.schedule, costs, limit)
         assert timeline.makespan <= 1.005 * takes
-
-
-@pytest.mark.parametrize(
-    "name", ["dualpipe", "dualpipe-v", "1f1b-overlap", "interleaved-1f1b-overlap"]
-)
-def test_paired_schedules_have_pairs(name: str) -> None:
-    schedule = build(name, ranks=4, microbatches=16)
-    pairs = [step for order in schedule.orders for step in order if isinstance(step, Pair)]
-    assert all(pair.first.op == "F" and pair.second.op == BW for pair in pairs)
-    assert len(pairs) > 16
 
 
 def test_overlap_pays_only_with_an_overlap() -> None:

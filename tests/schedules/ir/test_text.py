@@ -7,7 +7,6 @@ from zbcompile.schedules import (
     Action,
     Pair,
     Placement,
-    Schedule,
     ScheduleError,
     build,
     format_order,
@@ -24,8 +23,6 @@ from zbcompile.schedules import (
     to_csv,
     to_json,
 )
-
-SIZES = ((2, 4), (4, 8), (4, 12))
 
 
 @pytest.mark.parametrize(
@@ -60,20 +57,14 @@ def test_nonsense_is_no_action(text: str) -> None:
 
 
 @pytest.mark.parametrize("name", names())
-@pytest.mark.parametrize(("ranks", "microbatches"), SIZES)
-def test_every_form_round_trips(name: str, ranks: int, microbatches: int) -> None:
-    schedule = build(name, ranks, microbatches)
-    for program in (schedule, lower(schedule)):
-        assert from_json(to_json(program)) == program
-    for order in schedule.orders:
-        assert parse_order(format_order(order)) == order
-
-
-@pytest.mark.parametrize("name", [name for name in names() if name != "dualpipe"])
-def test_torch_letters_round_trip(name: str) -> None:
+def test_every_form_round_trips(name: str) -> None:
     schedule = build(name, ranks=4, microbatches=8)
     for program in (schedule, lower(schedule)):
-        assert from_csv(to_csv(program), name) == schedule
+        assert from_json(to_json(program)) == program
+        if name != "dualpipe":
+            assert from_csv(to_csv(program), name) == schedule
+    for order in schedule.orders:
+        assert parse_order(format_order(order)) == order
 
 
 def test_torch_csv_has_no_second_copy() -> None:
@@ -83,22 +74,17 @@ def test_torch_csv_has_no_second_copy() -> None:
         to_csv(build("dualpipe", ranks=2, microbatches=4))
 
 
-def test_bubbles_and_parameter_actions_of_torch_are_left_out() -> None:
-    """What torch's `_dump_csv` writes: empty cells where a rank waits, FSDP's actions between the
-    others."""
-    text = "0UNSHARD,0F0,0F1,,,0B0,0B1,0REDUCE_GRAD,0RESHARD\n,1F0,1B0,1F1,1B1\n"
-    schedule = from_csv(text)
-    assert isinstance(schedule, Schedule)
-    assert list(map(format_order, schedule.orders)) == [
-        "F0.0 F0.1 BW0.0 BW0.1",
-        "F1.0 BW1.0 F1.1 BW1.1",
-    ]
-
-
-def test_messages_of_a_csv_are_left_out() -> None:
-    schedule = from_csv("0F0,0SEND_F0,0RECV_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0\n")
-    assert not schedule.is_lowered
-    assert format_order(schedule.orders[1]) == "F1.0 BW1.0"
+@pytest.mark.parametrize(
+    "text",
+    [
+        # what torch's `_dump_csv` writes where a rank waits, and FSDP's actions between the others
+        "0UNSHARD,0F0,0F1,,,0B0,0B1,0REDUCE_GRAD,0RESHARD\n,1F0,1B0,1F1,1B1\n",
+        "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0B1\n1RECV_F0,1F0,1B0,1SEND_B0,1F1,1B1\n",
+    ],
+)
+def test_bubbles_messages_and_parameter_actions_of_torch_are_left_out(text: str) -> None:
+    orders = [format_order(order) for order in from_csv(text).orders]
+    assert orders == ["F0.0 F0.1 BW0.0 BW0.1", "F1.0 BW1.0 F1.1 BW1.1"]
 
 
 @pytest.mark.parametrize(
@@ -120,16 +106,11 @@ def test_broken_csv(text: str, message: str) -> None:
         ("{", "invalid JSON"),
         ('{"version": 2}', "JSON that describes no schedule: KeyError"),
         ("[]", "JSON that describes no"),
+        ('{"version": 3}', "JSON version 3; this release reads version 2"),
     ],
 )
 def test_broken_json(text: str, message: str) -> None:
     with pytest.raises(ScheduleError, match=message):
-        from_json(text)
-
-
-def test_json_of_a_later_version() -> None:
-    text = to_json(build("1f1b", ranks=2, microbatches=2)).replace('"version": 2', '"version": 3')
-    with pytest.raises(ScheduleError, match="JSON version 3; this release reads version 2"):
         from_json(text)
 
 
@@ -174,10 +155,6 @@ def test_unknown_ending(tmp_path) -> None:
     ],
 )
 def test_placement_is_read_off_the_rows(placement: Placement) -> None:
-    rows = [
-        " ".join(f"F{stage}.0" for stage in placement.stages_of(rank))
-        for rank in range(placement.ranks)
-    ]
-    program = from_csv("\n".join(row.replace(" ", ",") for row in rows))
-    assert isinstance(program, Schedule)
-    assert program.placement == placement
+    stages = map(placement.stages_of, range(placement.ranks))
+    rows = (",".join(f"F{stage}.0" for stage in of_rank) for of_rank in stages)
+    assert from_csv("\n".join(rows)).placement == placement

@@ -3,6 +3,7 @@
 import json
 import math
 import random
+from collections.abc import Callable
 from fractions import Fraction
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -170,6 +171,36 @@ def test_wrong_arguments(arguments: dict, message: str) -> None:
         )
 
 
+@pytest.mark.parametrize(
+    ("ask", "message"),
+    [
+        (lambda: build("zb-2p", 4, 8, memory_limit=float("nan")), "memory_limit=nan; expected"),
+        (lambda: build("zb-2p", 4, 8, memory_limit=True), "memory_limit=True; expected"),
+        (
+            lambda: search(Costs.uniform(4), 4, 8, memory_limit="80GiB"),
+            "memory_limit='80GiB'; expected a number",
+        ),
+        (
+            lambda: search(Costs.uniform(4), 4, 8, memory_limit=[8, 8, 8, float("nan")]),
+            "memory_limit=nan; expected",
+        ),
+        (
+            lambda: search(Costs.uniform(4), 4, 8, placements="linear"),
+            r"placements='linear'; expected a list, such as \['linear'\]",
+        ),
+        (lambda: check(None), "received None; expected a Schedule"),
+    ],
+)
+def test_what_cannot_be_asked(ask: Callable[[], object], message: str) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        ask()
+
+
+def test_a_step_that_takes_no_time_can_be_shown() -> None:
+    found = search(Costs.uniform(2, 0, 0, 0), 2, 2, placements=["linear"], passes=0)
+    assert "the best name" in str(found)
+
+
 def test_auto_is_a_name_like_any_other() -> None:
     schedule = build("Auto", 2, 5, chunks=1)
     assert schedule.placement.kind == "linear"
@@ -238,17 +269,8 @@ def test_ranks_that_choose_come_to_a_legal_order_in_both_directions_of_time(
 
 
 SAMPLES = {
-    "search_random": ("--first", "13", "--settings", "15", "--passes", "8"),
-    "search_authors": (
-        "--ranks",
-        "2",
-        "--microbatches",
-        "4",
-        "--profiles",
-        "1.5B",
-        "--passes",
-        "8",
-    ),
+    "search_random": "--first 13 --settings 15 --passes 8",
+    "search_authors": "--ranks 2 --microbatches 4 --profiles 1.5B --passes 8",
 }
 
 
@@ -262,9 +284,9 @@ def test_the_benchmarks_run_and_go_on_where_they_stopped(script: str, tmp_path: 
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
     rows = tmp_path / "rows.jsonl"
-    first = module.main([*SAMPLES[script], "--output", str(rows)])
+    first = module.main([*SAMPLES[script].split(), "--output", str(rows)])
     written = rows.read_text()
-    assert module.main([*SAMPLES[script], "--output", str(rows)]) == first
+    assert module.main([*SAMPLES[script].split(), "--output", str(rows)]) == first
     assert rows.read_text() == written
     for line in map(json.loads, written.splitlines()):
         assert line["bound"] <= line["found"] * (1 + 1e-9)
