@@ -129,8 +129,9 @@ def _costs_of_model(options: argparse.Namespace, schedule: Schedule) -> Costs:
         costs = Costs.from_dict(read_json(options.costs, ScheduleError))
     else:
         forward, backward, weight = options.times
-        sizes = {"comm": options.comm, "residue": options.residue}
-        costs = Costs.uniform(schedule.ranks, forward, backward, weight, **sizes)
+        costs = Costs.uniform(
+            schedule.ranks, forward, backward, weight, options.comm, residue=options.residue
+        )
     return costs.resized(schedule.stages)
 
 

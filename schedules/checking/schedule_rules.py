@@ -111,17 +111,19 @@ def _check_counts(schedule: Schedule, rank: int) -> None:
     ):
         if source != destination:
             missing |= dict.fromkeys((op, stage, m) for m in schedule.microbatches_of(stage, rank))
-    for index, step in enumerate(order):
-        if isinstance(step, Pair) and (step.first.op, step.second.op) not in PAIRED:
+    for index, step in enumerate[Any](order):
+        is_pair = step.__class__ is Pair
+        if is_pair and (step[0][0], step[1][0]) not in PAIRED:
             reason = (
                 f"a pair is a forward F and a backward B or BW, or an F or B and a W, not {step}"
             )
             raise _error_at(schedule, rank, index, reason)
-        for action in step if isinstance(step, Pair) else (step,):
+        for action in step if is_pair else (step,):
             try:
-                op, stage, microbatch = action  # type: ignore[misc]
-                for result in work_of(op):
-                    del missing[result, stage, microbatch]
+                if missing.pop(action, 0) is not None:  # BW, or wrong
+                    op, stage, microbatch = action
+                    for result in work_of(op):
+                        del missing[result, stage, microbatch]
             except (KeyError, TypeError, ValueError):
                 raise _error_at(schedule, rank, index, _why_wrong(schedule, rank, action)) from None
     for op, stage, microbatch in missing:
@@ -172,7 +174,7 @@ def _check_accumulation(schedule: Schedule, rank: int, weight_order: WeightOrder
 def _check_communication(schedule: Schedule) -> None:
     """Requires receives in the order of the sends on every channel, and collectives
     in one order."""
-    sent, received = (defaultdict[tuple[int, int], list[Action]](list) for _ in range(2))
+    sent, received = (defaultdict[tuple[int, int], list[Any]](list) for _ in range(2))
     first: list[tuple[Any, ...]] = []
     for rank, order in enumerate(schedule.orders):
         routes, posted = routes_of(schedule, rank), list[tuple[Any, ...]]()
@@ -181,7 +183,7 @@ def _check_communication(schedule: Schedule) -> None:
                 op, stage, microbatch = step
                 source, destination, target = routes[op, stage]  # type: ignore[index]
                 messages, at = (sent, target) if op in SENDS else (received, stage)
-                messages[source, destination].append(Action(MESSAGE_OPS[op], at, microbatch))  # type: ignore
+                messages[source, destination].append((MESSAGE_OPS[op], at, microbatch))
             elif step[0] in COLLECTIVES:
                 posted.append((step[0], step[2]))  # type: ignore[misc]
                 if posted != first[: len(posted)] and first:
@@ -194,9 +196,7 @@ def _check_communication(schedule: Schedule) -> None:
     for channel in sent:
         for place, (send, receive) in enumerate(zip(sent[channel], received[channel], strict=True)):
             if send != receive:
-                what = (
-                    f"message {place} is that for {send}, but that for {receive} is posted for it"
-                )
+                what = f"message {place} is for {Action(*send)}, but {Action(*receive)} is posted"
                 raise ScheduleError(
                     f"{schedule.name}: channel {channel[0]} -> {channel[1]}: {what}"
                 )

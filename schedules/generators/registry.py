@@ -168,7 +168,7 @@ def build_named(
     """Returns the schedule of a family that a rule generates; arguments and errors as of
     `build`."""
     assert family.generate is not None
-    placement, group = placement_of(family, ranks, chunks), options.get("group")
+    placement, group = placement_of(family, ranks, chunks, costs), options.get("group")
     require_count("microbatches", microbatches)
     if group is not None:
         require_count("group", group)
@@ -177,21 +177,16 @@ def build_named(
         hint = f"use {near}" if near else f"no number works on {ranks} ranks"
         counts = f"{microbatches} microbatches on {ranks} ranks"
         raise ScheduleError(f"{family.name}: {counts}; it admits {family.rule.text}; {hint}")
-    if costs is not None and costs.stages != placement.stages:
-        raise ScheduleError(
-            f"{family.name}: costs of {costs.stages} stages for a schedule of {placement.stages}"
-        )
     task = Task(placement, microbatches, costs, memory_limit)
     schedule = Schedule(family.name, placement, microbatches, family.generate(task, **options))
     if group is not None:
         run_to_end(schedule, task.costs_or_equal)  # a short last group can end in a deadlock
-    peaks = task.peaks(schedule.orders) if memory_limit is not None else (0,)
-    if max(peaks) > (memory_limit or 0) * (1 + 1e-9):  # sums of sizes count as equal up to rounding
-        raise ScheduleError(
-            f"{schedule.name}: rank {peaks.index(max(peaks))} holds {max(peaks)} at its peak, but"
-            f" memory_limit is {memory_limit}; raise the limit or choose a schedule that needs less"
-            " (v-half, v-min)"
-        )
+    peaks = task.peaks(schedule.orders) if memory_limit is not None else ()
+    for rank, peak in enumerate(peaks):
+        if peak > memory_limit * (1 + 1e-9):  # type: ignore[operator]  # sums of sizes are rounded
+            limit = f"rank {rank} holds {peak} at its peak, but memory_limit is {memory_limit}"
+            hint = "raise the limit or choose a schedule that needs less (v-half, v-min)"
+            raise ScheduleError(f"{schedule.name}: {limit}; {hint}")
     return schedule
 
 
@@ -232,12 +227,17 @@ def _next_admitted(family: Family, ranks: int, microbatches: int) -> int | None:
     return next((count for count in counts if family.rule.holds(ranks, count)), None)
 
 
-def placement_of(family: Family, ranks: int, chunks: int | None) -> Placement:
+def placement_of(
+    family: Family, ranks: int, chunks: int | None, costs: Costs | None = None
+) -> Placement:
     """Returns the placement of a family; `chunks=None`: with its default number of stages
     per rank."""
     if chunks is not None and chunks != family.chunks and not family.free_chunks:
-        require_count("chunks", chunks)
-        raise ScheduleError(
-            f"{family.name}: chunks={chunks}; a rank holds exactly {family.chunks} (leave it out)"
-        )
-    return Placement.named(family.placement, ranks, family.chunks if chunks is None else chunks)
+        what = f"chunks={chunks}; a rank holds exactly {family.chunks} (leave it out)"
+        raise ScheduleError(f"{family.name}: {what}")
+    chunks = family.chunks if chunks is None else chunks
+    placement = Placement.named(family.placement, ranks, chunks)
+    if costs is not None and costs.stages != placement.stages:
+        what = f"costs of {costs.stages} stages for a schedule of {placement.stages}"
+        raise ScheduleError(f"{family.name}: {what}")
+    return placement

@@ -41,20 +41,18 @@ def zb_v(task: Task) -> Orders:
         tuple(a for a in flatten(order) if a.microbatch < task.microbatches)
         for order in handcrafted
     )
-    candidates: list[Orders] = [deleted]
-    if task.microbatches < many:  # no rank waits while it has work
-        clock = starts(replace(task, microbatches=many), handcrafted)
-        classes = {(B, False): 0, (B, True): 1, (F, True): 2, (F, False): 3}
-        for prefer in (clock.__getitem__, lambda a: (classes[a.op, a.stage >= p], a.microbatch)):
-            candidates.append(dispatch(DispatchState(task), _never_wait(prefer)))
-    if len(candidates) == 1:
+    if task.microbatches == many:
         return deleted
-    measured = [(spans(task, orders), orders) for orders in candidates]  # cost and makespan
-    (_, longest), _ = measured[0]
-    return min(
-        (candidate for candidate in measured if candidate[0][1] <= longest),
-        key=lambda candidate: candidate[0],
-    )[1]
+    times: dict[Orders, tuple[float, float]] = {deleted: spans(task, deleted)}  # cost, makespan
+    clock = starts(replace(task, microbatches=many), handcrafted)
+    classes = {(B, False): 0, (B, True): 1, (F, True): 2, (F, False): 3}
+    for prefer in (clock.__getitem__, lambda a: (classes[a.op, a.stage >= p], a.microbatch)):
+        orders = dispatch(
+            DispatchState(task), _never_wait(prefer)
+        )  # no rank waits while it has work
+        times[orders] = spans(task, orders)
+    _, longest = times[deleted]
+    return min((o for o in times if times[o][1] <= longest), key=times.__getitem__)
 
 
 def _handcrafted(p: int, rank: int, microbatches: int) -> Order:

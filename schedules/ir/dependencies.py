@@ -86,16 +86,3 @@ def routes_of(schedule: Schedule, rank: int) -> dict[tuple[str, int], Route]:
                     ends = (rank, peer) if direction == "SEND" else (peer, rank)
                     routes[f"{direction}_{op}", stage] = Route(*ends, neighbour)
     return routes
-
-
-def channels_of(schedule: Schedule) -> tuple[tuple[int, int], ...]:
-    """Returns every pair of ranks, source and destination, between which a schedule sends
-    messages."""
-    routes = (
-        route for rank in range(schedule.ranks) for route in routes_of(schedule, rank).values()
-    )
-    return tuple(
-        sorted(
-            {(source, destination) for source, destination, _ in routes if source != destination}
-        )
-    )

@@ -88,9 +88,12 @@ class Schedule(Picturable):
     def rank_of(self, stage: int, microbatch: int) -> int:
         return self.placement.owners[stage][self.copy_of(microbatch)]
 
-    def microbatches_of(self, stage: int, rank: int) -> list[int]:
-        """Returns the microbatches that run through `stage` on `rank`."""
-        return [m for m in range(self.microbatches) if self.rank_of(stage, m) == rank]
+    def microbatches_of(self, stage: int, rank: int) -> range:
+        """Returns the microbatches that run through `stage` on `rank`, which owns it."""
+        owners, half = self.placement.owners[stage], self.microbatches // 2
+        if len(owners) == 1:
+            return range(self.microbatches)
+        return range(half) if owners[0] == rank else range(half, self.microbatches)
 
     @cached_property
     def ops(self) -> frozenset[str]:

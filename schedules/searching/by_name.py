@@ -43,11 +43,8 @@ def build(
         return schedule if costs is None else adapted(schedule, costs)
     if chunks is None and costs is not None and ranks >= 1 and costs.stages % ranks == 0:
         chunks = costs.stages // ranks
-    placement = placement_of(family, ranks, chunks)
+    placement = placement_of(family, ranks, chunks, costs)
     costs = costs or Costs.uniform(placement.stages)
-    if costs.stages != placement.stages:
-        counts = f"costs of {costs.stages} stages for a schedule of {placement.stages}"
-        raise ScheduleError(f"auto: {counts}")
     chunks = placement.chunks
     kinds = ["linear" if chunks == 1 else f"looped:{chunks}", *["v"] * (chunks == 2)]
     return search(costs, ranks, microbatches, memory_limit, kinds, passes=AUTO_PASSES).schedule

@@ -10,9 +10,8 @@ from typing import NamedTuple
 from zbcompile.schedules.execution.deadlock import run_to_end
 from zbcompile.schedules.execution.memory import deltas, peak_memory
 from zbcompile.schedules.execution.order_graph import OrderGraph, blocking, gc_disabled
-from zbcompile.schedules.ir.actions import COMMUNICATION, GATHER, VALIDATE, Step, flatten
+from zbcompile.schedules.ir.actions import COMMUNICATION, GATHER, OPT, VALIDATE, Step, flatten
 from zbcompile.schedules.ir.costs import Costs
-from zbcompile.schedules.ir.kinds import OPTIMIZER_OPS
 from zbcompile.schedules.ir.schedule import Picturable, Schedule, require_schedule
 from zbcompile.schedules.simulation.idle_causes import CAUSES, Cause, Idle, idle_intervals
 
@@ -70,7 +69,7 @@ class Timeline(Picturable):
     def optimizer(self) -> tuple[float, ...]:
         """The time of every rank's optimizer step behind its last pass; none if actions of the
         orders take it."""
-        if any(op in OPTIMIZER_OPS and OPTIMIZER_OPS[op].time for op in self.schedule.ops):
+        if OPT in self.schedule.ops:
             return (0,) * self.schedule.ranks
         placement = self.schedule.placement
         return tuple(

@@ -77,17 +77,8 @@ def compare_svg(timelines: Sequence[Timeline], width: int = READABLE) -> str:
 def _document(width: float, height: float, lines: Sequence[str]) -> str:
     size = f'width="{width:g}" height="{height:g}" viewBox="0 0 {width:g} {height:g}"'
     style = 'class="zb" xmlns="http://www.w3.org/2000/svg" style="max-width: 100%; height: auto"'
-    paper = _shape("rect", "paper", width=width, height=height)
-    return "\n".join(
-        (
-            f"<svg {size} {style}>",
-            f"<style>{STYLE_SHEET}</style>",
-            *patterns(),
-            paper,
-            *lines,
-            "</svg>",
-        )
-    )
+    head = f"<svg {size} {style}>", f"<style>{STYLE_SHEET}</style>", *patterns()
+    return "\n".join((*head, _shape("rect", "paper", width=width, height=height), *lines, "</svg>"))
 
 
 def _shape(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from zbcompile.distributed.transport import OrderedLinks, Tensors, Transport
 from zbcompile.passes.graph.roles import TensorSpec
-from zbcompile.schedules.lowering.edges import Message
+from zbcompile.program.edges import Message
 
 Channel = tuple[int, int]  # source rank, destination rank
 

@@ -42,7 +42,7 @@ SCHEDULES = (
     ),
     PlantedFault(
         "a message of the wrong stage",
-        "schedules/lowering/edges.py",
+        "zbcompile/program/edges.py",
         "at, peer = (stage, route.source)",
         "at, peer = (route.stage, route.source)",
         ("tests/zbcompile/engine/test_edges.py", "tests/zbcompile/engine/test_combinations.py"),
@@ -63,10 +63,10 @@ SCHEDULES = (
     ),
     PlantedFault(
         "an update before the last weight gradient of its stage",
-        "schedules/lowering/updates.py",
+        "zbcompile/program/updates.py",
         "last = {action.stage: index for index, action in actions if W in work_of(action.op)}",
         "last = {action.stage: 0 for index, action in actions if W in work_of(action.op)}",
-        ("tests/schedules/lowering",),
+        ("tests/zbcompile/engine/test_updates.py",),
     ),
     PlantedFault(
         "a T that does not wait for the statistics of all shards",

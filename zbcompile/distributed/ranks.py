@@ -22,7 +22,7 @@ from zbcompile.errors import PipelineError
 from zbcompile.faults.rank_status import RankStatus
 from zbcompile.faults.watch import LocalWatch, Watch
 from zbcompile.passes.torch_private import group_called
-from zbcompile.schedules.ir.dependencies import channels_of
+from zbcompile.program.edges import channels_of
 from zbcompile.schedules.ir.schedule import Schedule
 
 Value = TypeVar("Value")

@@ -27,7 +27,7 @@ from zbcompile.errors import PipelineError
 from zbcompile.faults.abort import UNUSED_TAG
 from zbcompile.passes import gpu
 from zbcompile.passes.graph.roles import TensorSpec
-from zbcompile.schedules.lowering.edges import Message
+from zbcompile.program.edges import Message
 from zbcompile.torch_private import gloo_link, nccl_link
 
 Pair = tuple[int, int]  # source rank, destination rank

@@ -17,6 +17,7 @@ from zbcompile.passes.graph.roles import TensorSpec
 from zbcompile.passes.stage.overlap import merge
 from zbcompile.passes.torch_private import boxed
 from zbcompile.profiling.observation import ActionTimes
+from zbcompile.program.edges import Message, edges_of
 from zbcompile.schedules import Schedule
 from zbcompile.schedules.ir.actions import (
     COLLECTIVES,
@@ -28,7 +29,6 @@ from zbcompile.schedules.ir.actions import (
 )
 from zbcompile.schedules.ir.kinds import MESSAGE_OPS, result_of
 from zbcompile.schedules.ir.schedule import TORCH_LETTERS, format_step
-from zbcompile.schedules.lowering.edges import Message, edges_of
 
 
 class Instruction(NamedTuple):

@@ -16,13 +16,13 @@ from zbcompile.passes.stage.peak_memory import transient_bytes
 from zbcompile.passes.stage.stage_program import StageProgram
 from zbcompile.passes.torch_private import storage_key
 from zbcompile.prediction.predict import stage_costs
+from zbcompile.program.edges import Message, edges_of
 from zbcompile.program.program import Program
 from zbcompile.schedules import Costs
 from zbcompile.schedules.execution.memory import deltas
 from zbcompile.schedules.ir.actions import BW, COMPUTE, RECEIVES, SENDS, Action, B, F, W, flatten
 from zbcompile.schedules.ir.dependencies import DIRECTION
 from zbcompile.schedules.ir.kinds import MESSAGE_OPS
-from zbcompile.schedules.lowering.edges import Message, edges_of
 
 
 @dataclass(frozen=True)

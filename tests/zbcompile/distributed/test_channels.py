@@ -12,9 +12,9 @@ from tests.support.pool import Pool
 from tests.support.training import Case, pipeline_of
 from zbcompile.distributed.gpus import own_gpu, require_distinct_gpus, warn_of_few_queues
 from zbcompile.errors import PipelineError
+from zbcompile.program.edges import channels_of
 from zbcompile.schedules import build, lower, names, smallest_microbatches
 from zbcompile.schedules.ir.actions import MESSAGES
-from zbcompile.schedules.ir.dependencies import channels_of
 
 
 @pytest.mark.parametrize("name", names())

@@ -34,8 +34,8 @@ from tests.support.training import (
 from zbcompile.distributed.ranks import GroupRanks
 from zbcompile.distributed.transport import OrderedLinks, PointToPoint, Tensors
 from zbcompile.env import ORDERED
+from zbcompile.program.edges import Message
 from zbcompile.schedules import Pair, ScheduleError, build, names, smallest_microbatches
-from zbcompile.schedules.lowering.edges import Message
 
 LAZY = "zb-h1-lazy"
 # over messages these run on 2 and on 4 ranks, the others on one of the two

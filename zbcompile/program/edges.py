@@ -70,3 +70,16 @@ def edges_of(schedule: Schedule, rank: int) -> dict[Action, Edge]:
             makes.append((Message(kinds[result], stage, microbatch), rank))
         edges[action] = Edge(tuple(needs), tuple(makes))
     return edges
+
+
+def channels_of(schedule: Schedule) -> tuple[tuple[int, int], ...]:
+    """Returns every pair of ranks, source and destination, between which a schedule sends
+    messages."""
+    routes = (
+        route for rank in range(schedule.ranks) for route in routes_of(schedule, rank).values()
+    )
+    return tuple(
+        sorted(
+            {(source, destination) for source, destination, _ in routes if source != destination}
+        )
+    )
