@@ -142,15 +142,9 @@ class Timeline(Picturable):
 
     @cached_property
     def idle_by_cause(self) -> tuple[dict[Cause, float], ...]:
-        """The idle time of every rank by cause; overhead only if it was measured."""
-        causes = [
-            cause
-            for cause in CAUSES
-            if cause != "overhead" or any(gap.cause == cause for gap in self.idle)
-        ]
-        totals: list[dict[Cause, float]] = [
-            dict.fromkeys(causes, 0) for _ in range(self.schedule.ranks)
-        ]
+        """The idle time of every rank by cause; overhead is above 0 only if it was measured."""
+        ranks = range(self.schedule.ranks)
+        totals: list[dict[Cause, float]] = [dict.fromkeys(CAUSES, 0) for _ in ranks]
         for gap in self.idle:
             totals[gap.rank][gap.cause] += gap.end - gap.start
         return tuple(totals)
