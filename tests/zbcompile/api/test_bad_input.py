@@ -408,7 +408,7 @@ def test_a_batch_on_another_device() -> None:
 
 
 def test_habits_of_modules() -> None:
-    """They work, or say in one line what to call."""
+    """Methods of modules work, or say in one line what to call."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     pipe = zbcompile.pipeline(
         model, schedule="1f1b", ranks=2, microbatches=2, loss=nn.functional.mse_loss

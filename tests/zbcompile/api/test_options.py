@@ -71,7 +71,7 @@ def test_a_removed_option_says_what_to_do(name: str) -> None:
 
 @pytest.mark.parametrize("name", SPELLED)
 def test_flags(name: str) -> None:
-    """What is written on a command line arrives as the keyword would; what is not written is left
+    """Flags of a command line arrive as the keyword would; others are left
     out."""
     parser = argparse.ArgumentParser()
     add_flags(parser, SPELLED)

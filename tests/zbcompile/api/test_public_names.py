@@ -1,4 +1,4 @@
-"""What is public, as a list that a change of it must change."""
+"""The public names, as a list that a change of them must change."""
 
 import inspect
 from pathlib import Path

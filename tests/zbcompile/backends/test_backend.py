@@ -1,4 +1,4 @@
-"""What runs the graphs: functions from outside, and what is refused. For inductor see
+"""The code that runs the graphs: functions from outside, and what is refused. For inductor see
 test_inductor.py."""
 
 from collections.abc import Callable, Sequence

@@ -47,7 +47,7 @@ def test_whatever_reads_it_waits_once(use: Callable[[Tensor], Any]) -> None:
 
 
 def test_collectives_of_torch_read_it() -> None:
-    """They come past `__torch_function__`."""
+    """Collectives come past `__torch_function__`."""
     waits: list[str] = []
     loss = pending(waits)
     group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1)

@@ -19,7 +19,7 @@ from zbcompile.schedules.ir.actions import MESSAGES
 
 @pytest.mark.parametrize("name", names())
 def test_both_ends_of_a_channel_post_the_same_messages_in_the_same_order(name: str) -> None:
-    """What `check` proves, seen once more without it; and no other channels are opened."""
+    """The proof of `check`, once more without it; and no other channels are opened."""
     schedule = build(name, ranks=4, microbatches=smallest_microbatches(name, 4, at_least=8))
     sent: dict[tuple[int, int], list[tuple[str, int, int]]] = {}
     received: dict[tuple[int, int], list[tuple[str, int, int]]] = {}

@@ -1,4 +1,4 @@
-"""What travels between stages arrives as it was, strides included, whatever its strides are."""
+"""Tensors arrive at other stages as they were, strides included, whatever its strides are."""
 
 import pytest
 import torch

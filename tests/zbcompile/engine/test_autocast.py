@@ -46,8 +46,7 @@ def test_bert_with_dropout() -> None:
 
 @pytest.mark.slow
 def test_a_program_without_parameters_on_the_last_stage() -> None:
-    """Of a small model autocast's program has only casts and the loss there; without autocast there
-    is but the loss."""
+    """The last stage has only casts and the loss under autocast, and the loss alone without."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(
         torch.nn.Embedding(64, 4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 64)

@@ -60,7 +60,7 @@ class ByHand(nn.Module):
 
 
 def drawn_by_hand(name: str, folder: Path) -> tuple[list[Tensor], Tensor, bool]:
-    """What the dropouts give on this rank, in two steps; what eager's does, in the first, for what
+    """Returns the results of the dropouts on this rank, in two steps; eager's in the first, for what
     is replicated; and whether a saved program gives the same gradients (along "cp" ranks have their
     own graphs, which are not saved).
     """
@@ -93,12 +93,12 @@ def loaded_gradients(pipe: Any, mesh: Any, folder: Path) -> dict[str, Tensor]:
 
 
 def differ(one: Tensor, second: Tensor) -> bool:
-    """Whether two dropouts of ones, by a half, are independent."""
+    """Returns True if two dropouts of ones, by a half, are independent."""
     return 0.3 < float((one != second).float().mean()) < 0.7
 
 
 def repeats(dropped: Tensor, dimension: int) -> bool:
-    """Whether the parts of two ranks have one mask."""
+    """Returns True if the parts of two ranks have one mask."""
     one, second = dropped.chunk(2, dimension)
     return torch.equal(one != 0, second != 0)
 

@@ -49,12 +49,12 @@ def whole(gradient: Any) -> Tensor:
 
 
 def distributed_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """As under `loss_parallel`, whose result is a DTensor; eager's backward begins at it."""
+    """The loss under `loss_parallel`, whose result is a DTensor; eager's backward begins at it."""
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 def trained(kind: str, schedule: str, exact: bool, disturbed: bool = True) -> dict[str, Any]:
-    """What differs from one process, from eager DTensor in bits, and where collectives are; a
+    """Returns the differences from one process, from eager DTensor in bits, and where collectives are; a
     `disturbed` training ends with a NaN, after which no rank can reach another."""
     mesh = mesh_of(pp=dist.get_world_size() // 2, tp=2)
     layers = 2 if kind == "odd" else 1
@@ -109,7 +109,7 @@ def trained(kind: str, schedule: str, exact: bool, disturbed: bool = True) -> di
 
 
 def said_of_a_nan(pipe: Any) -> str:
-    """What a NaN in a parameter of one rank is reported as."""
+    """Returns the report of a NaN in a parameter of one rank."""
     x, y = batch()
     with torch.no_grad():
         if dist.get_rank() == 3:

@@ -1,4 +1,4 @@
-"""What may cross from stage to stage, one small model per kind of edge, cut where the kind shows;
+"""Values that cross from stage to stage, one small model per kind of edge, cut where the kind shows;
 and random models cut at random. Loss and gradients are eager's, bit by bit."""
 
 import copy
@@ -67,7 +67,7 @@ class NoParameters(Cut):
 
 
 class Views(Cut):
-    """What crosses is a view of what arrived, a part of it, or both halves of it."""
+    """A view crosses: one of what arrived, a part of it, or both halves of it."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = torch.tanh(self.a(x))

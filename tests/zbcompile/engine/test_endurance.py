@@ -24,7 +24,7 @@ def compiled(case: Case):
 
 
 def grown(case: Case, steps: int) -> dict[str, int]:
-    """What there is more of after `steps` steps."""
+    """Returns the growth over `steps` steps."""
     leave_aside()
     pipe, batch = compiled(case)
     tracemalloc.start()  # what a step replaces must have been counted when it was made
@@ -70,7 +70,7 @@ def test_100_steps_leave_nothing_behind(pool: Pool) -> None:
 
 
 def left_behind(close: bool) -> dict[str, int]:
-    """What there is more of after 100 pipelines, some of which ran, were made and closed, or
+    """Returns the growth over 100 pipelines, some of which ran, were made and closed, or
     dropped."""
     leave_aside()
     _come_and_go(5, close)

@@ -31,7 +31,7 @@ MICROBATCHES, ROWS = 4, 6
 
 
 class Run(NamedTuple):
-    """How a rank trains: the schedule, ranks along "ep", the router in each of its steps, of which
+    """The training of a rank: the schedule, ranks along "ep", the router in each of its steps, of which
     all but the last may be inside no_sync, the capacity, whether there is a batch norm, the kind of
     layer, and whether there are no ranks but those of "ep". A rank without a pipeline has one
     layer.
@@ -52,7 +52,7 @@ class Run(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What a rank saw: losses of all steps, gradients after the last one, parameters after an
+    """The results of a rank: losses of all steps, gradients after the last one, parameters after an
     update, buffers."""
 
     losses: list[Tensor]
@@ -183,12 +183,12 @@ RARE = pytest.mark.beyond_sample  # each takes 10 to 60 seconds
     [pytest.param(name, marks=[RARE] * (name in ("dualpipe-v", "1f1b-overlap"))) for name in CASES],
 )
 def test_bits_of_one_process(case: str, pool: Pool) -> None:
-    """Of all ranks' tokens together, those of one expert in the order of the ranks."""
+    """The tokens of all ranks together, those of one expert in the order of the ranks."""
     compare(CASES[case], pool.run(trained, CASES[case], ranks=4))
 
 
 def overflowing(run: Run) -> tuple[int, Seen]:
-    """As `trained`, after a step in which more tokens chose one rank than there is room for."""
+    """Runs `trained` after a step in which more tokens chose one rank than there is room for."""
     pipe, _, rank = pipeline_of(run)
     x, bias, target = batch_of(run._replace(routers=("one",)), rank, 0)
     with pytest.raises(zbcompile.PipelineError, match="Pass a larger factor= to ExpertExchange"):

@@ -10,7 +10,7 @@ from tests.support.pool import Pool
 
 
 def first_steps(faults: list[tuple[str, bool]]) -> list[str]:
-    """What the first step of each model is refused with; empty if it is not."""
+    """Returns the refusal of each model's first step; empty if there is none."""
     said = []
     for fault, right in faults:
         mesh = mesh_of(pp=1, **{FAULTS[fault].dimension: 2})

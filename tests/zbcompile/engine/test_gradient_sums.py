@@ -1,4 +1,4 @@
-"""Where gradients end up: None where eager leaves None, added to what is there, inside tied and
+"""The places of gradients: None where eager leaves None, added to what is there, inside tied and
 frozen parameters."""
 
 import pytest

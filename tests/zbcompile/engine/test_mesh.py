@@ -71,7 +71,7 @@ def in_one_process(kind: str) -> tuple[Tensor, nn.Module, Tensor]:
 
 
 def evaluated(pipe: Any, full: nn.Module, mesh: DeviceMesh, x: Tensor) -> float:
-    """By how much an evaluation in three microbatches differs; along "cp" a rank has its part."""
+    """Returns the difference of an evaluation in three microbatches; along "cp" a rank has its part."""
     results, expected = pipe.eval(x, microbatches=3), full(x).detach()
     if results.shape != expected.shape:
         expected = expected.chunk(2, dim=1)[mesh.get_local_rank("cp")]

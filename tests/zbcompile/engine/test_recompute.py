@@ -65,7 +65,7 @@ class Checkpointed(nn.Module):
 
 @pytest.mark.slow
 def test_checkpoint_regions_are_hints() -> None:
-    """By default what the model checkpoints is made again and nothing else; "off" keeps it all.
+    """The model's checkpointed regions are recomputed by default, and nothing else; "off" keeps it all.
     Equal to eager."""
     torch.manual_seed(0)
     model, x = Checkpointed(), torch.randn(MICROBATCHES * 2, 16)

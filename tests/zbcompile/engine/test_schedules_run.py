@@ -1,4 +1,4 @@
-"""What belongs to executing a schedule besides `test_combinations.py`: late messages, the order of
+"""Executing a schedule, besides `test_combinations.py`: late messages, the order of
 weight gradients, many ranks, chunks, and merged pairs."""
 
 import itertools
@@ -48,7 +48,7 @@ MODELS = ("small-tied", "skips")
 
 
 def admitted(name: str, ranks: int) -> bool:
-    """Whether the schedule exists for so many ranks, with stages enough for both models."""
+    """Returns True if the schedule exists for so many ranks, with stages enough for both models."""
     try:
         schedule = build(name, ranks, smallest_microbatches(name, ranks, at_least=2 * ranks))
     except ScheduleError:

@@ -38,7 +38,7 @@ TWO_SHAPES = [(schedule, first) for schedule in ("1f1b", "zb-v") for first in (2
 @pytest.mark.mostly_slow(every=4)
 @pytest.mark.parametrize(("schedule", "first"), TWO_SHAPES)
 def test_microbatches_of_a_step_may_differ_in_what_skips(schedule: str, first: int) -> None:
-    """Whichever the program is that gives the step its order."""
+    """The order of the step may be that of either program."""
     assert_eager(*step_of_two_shapes(schedule, first))
 
 

@@ -38,7 +38,7 @@ def step(pipe: zbcompile.Pipeline, count: int) -> float:
 
 
 def messages(shape: tuple[int, int]) -> Counter[str]:
-    """What this rank tells all others in four steps like the first, outside of the actions."""
+    """Counts the exchanges of this rank with all others in four steps like the first, outside of the actions."""
     pipe, results = made(shape), Counter[str]()
     step(pipe, 2)
 
@@ -88,7 +88,7 @@ def words(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def called(kind: str) -> tuple[Counter[str], int]:
-    """What this rank calls of torch.distributed in four steps that come after one like them:
+    """Counts the calls of torch.distributed in four steps that come after one like them:
     outside of the actions by name, and within them how often."""
     torch.manual_seed(0)
     options: dict[str, Any] = {"schedule": "zb-h1", "microbatches": 2, "loss": mse_loss}
@@ -146,7 +146,7 @@ def called(kind: str) -> tuple[Counter[str], int]:
     ],
 )
 def test_torch_is_called_once_before_a_step_runs(kind: str, messages: int, pool: Pool) -> None:
-    """Where ranks have losses of their own; else not at all, but for losses and sums."""
+    """Only if ranks have separate losses; else only for losses and sums."""
     for outside, within in pool.run(called, kind, ranks=2):
         assert outside == Counter({"all_reduce": 4 * messages} if messages else {})
         assert within
@@ -174,7 +174,7 @@ def differs_once(overlap: bool) -> tuple[list[str], bool, list[float]]:
 
 
 def test_a_step_that_differs_between_replicas_changes_nothing(pool: Pool) -> None:
-    """It has run when that is found: nothing was summed over replicas, no parameter updated, and
+    """The step has run when the difference is found: nothing was summed over replicas, no parameter updated, and
     the next step runs."""
     for overlap in (False, True):
         for said, saved, losses in pool.run(differs_once, overlap, ranks=4):

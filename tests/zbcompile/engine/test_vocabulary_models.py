@@ -37,7 +37,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def done() -> Done:
-    """What was exported, compiled and trained unsplit."""
+    """The exported, compiled and unsplit models."""
     return {}, {}, {}
 
 

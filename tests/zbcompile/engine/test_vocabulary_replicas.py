@@ -33,7 +33,7 @@ def model() -> nn.Module:
 
 
 def replicated() -> tuple[Tensor, dict[str, Tensor], Tensor]:
-    """What one rank sees of a step on its replica's half of a batch: loss, gradients, norm of all
+    """Returns the results of a step on its replica's half of a batch: loss, gradients, norm of all
     gradients."""
     mesh = mesh_of_replicas()
     pipe = zbcompile.pipeline(model(), mesh=mesh, **OPTIONS)

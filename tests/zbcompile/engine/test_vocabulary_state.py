@@ -71,7 +71,7 @@ def on_meta(folder: str) -> Seen:
 
 
 def copied(state: dict[str, Any]) -> dict[str, Tensor]:
-    """What a state dict holds now: as eager's, it shows the parameters themselves."""
+    """Returns copies of a state dict: as eager's, it shows the parameters themselves."""
     return {name: tensor.clone() for name, tensor in state.items()}
 
 

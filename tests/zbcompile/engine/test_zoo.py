@@ -81,7 +81,7 @@ def test_in_one_process(case: Case) -> None:
 
 
 def operations_from_nowhere(program: Program) -> list[str]:
-    """What `python -m zbcompile.inspect --graph` could name no origin of."""
+    """Returns the nodes of which `python -m zbcompile.inspect --graph` names no origin."""
     pieces = [piece for stage in program.stages for piece in stage.pieces.values()]
     calls = [
         (piece.kind, node)

@@ -1,4 +1,4 @@
-"""Which rank is named for a wait that took too long."""
+"""The rank that is named for a wait that took too long."""
 
 from zbcompile.faults.rank_status import RankStatus, find_straggler
 

@@ -101,7 +101,7 @@ def test_in_one_process_a_failure_names_its_rank(monkeypatch: pytest.MonkeyPatch
 
 
 def replica_that_ends_before_its_update() -> str:
-    """Of two replicas one ends, while the other waits for its part of the updated parameters,
+    """One of two replicas ends, while the other waits for its part of the updated parameters,
     outside of any call."""
     pipe = make(mesh=mesh_of(dp=2, pp=1))
     optimizer = pipe.optimizer(torch.optim.SGD, lr=0.1, zero=1)

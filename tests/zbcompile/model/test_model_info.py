@@ -1,4 +1,4 @@
-"""What a step takes for granted of a model: whatever the checks before a step look at changes the
+"""The fingerprint of a model: whatever the checks before a step look at changes the
 fingerprint."""
 
 from collections.abc import Callable

@@ -70,7 +70,7 @@ def said_by(call: Callable[[], Any]) -> str:
 
 
 def refusals() -> tuple[dict[str, str], bool, set[str]]:
-    """What reading the model says in this process, whether clipping its own parameters is refused,
+    """Returns the errors of reading the model in this process, whether clipping its own parameters is refused,
     and the names of the tensors that are on the meta device."""
     model = Net()
     pipe, _ = trained(model)
@@ -134,7 +134,7 @@ def test_a_second_pipeline_does_not_start_from_old_values(pool: Pool) -> None:
 
 
 def parallel_state() -> tuple[set[str], bool, bool, bool]:
-    """Of a model with DTensors in a pipeline: which names of torch's state dict are DTensors here
+    """Returns, for a model with DTensors in a pipeline, which names of torch's state dict are DTensors here
     and not in the eager one, or vice versa; whether values are the same; whether what torch loads
     arrives."""
     mesh = mesh_of(tp=dist.get_world_size())

@@ -1,4 +1,4 @@
-"""What `pipe.optimizer` returns updates as the same torch optimizer does in eager mode, in every
+"""The optimizer of `pipe.optimizer` updates as the same torch optimizer does in eager mode, in every
 bit."""
 
 import copy
@@ -34,7 +34,7 @@ def eager_optimizer(
 
 
 def clip(model: nn.Module) -> Tensor:
-    """As torch clips, by the norm in double precision."""
+    """Clips as torch does, by the norm in double precision."""
     gradients = [p.grad.double().flatten() for p in model.parameters() if p.grad is not None]
     norm = torch.cat(gradients).norm().float()
     nn.utils.clip_grads_with_norm_(model.parameters(), CLIP, norm)

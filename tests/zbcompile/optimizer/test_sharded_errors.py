@@ -1,4 +1,4 @@
-"""What an optimizer that is divided among replicas cannot do ends every rank with one line."""
+"""An optimizer that is divided among replicas: what it cannot do ends every rank with one line."""
 
 import copy
 from pathlib import Path
@@ -69,7 +69,7 @@ FAULTS = {
 
 
 class Scaled(nn.Module):
-    """It has a parameter without dimensions."""
+    """A model with a parameter without dimensions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class Scaled(nn.Module):
 
 
 def refusing(folder: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """What one pipeline with two replicas refuses and goes on from; the state before and after a
+    """Returns what one pipeline with two replicas refuses and goes on from; the state before and after a
     checkpoint."""
     mesh = mesh_of_replicas()
     pipe = zbcompile.pipeline(

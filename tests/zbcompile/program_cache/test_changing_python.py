@@ -339,7 +339,7 @@ class Twice(TorchFunctionMode):
 
 
 def test_a_function_mode_around_a_step_is_refused() -> None:
-    """That of torch.device is no such mode: it acts where tensors are made."""
+    """The mode of torch.device is allowed: it acts where tensors are made."""
     net = Net(scaled)
     pipe = pipeline_of(net)
     for _ in range(2):

@@ -167,7 +167,7 @@ def test_random_numbers_in_eval_mode_are_said_to_differ() -> None:
 
 
 def calls_apart() -> tuple[list[str], Any]:
-    """What two ranks that ask for different things are told, and then what each gets with
+    """Returns the messages on two ranks that make different calls, and then the results with
     outputs="last"."""
     pipe, x, rank = (
         made(Counting().requires_grad_(False), schedule="1f1b", ranks=None),
