@@ -111,12 +111,6 @@ def follow(
     return pipe
 
 
-def followed(schedule: str) -> int:
-    """One rank's part of such a training; how many programs there are in the end."""
-    pipe = follow(KINDS[:3], schedule, 4, static_inputs=("args[1]",))
-    return len(pipe._compiled.steps.entries)
-
-
 class Reusing(nn.Module):
     """Uses its first layer once more, at the end, if something is padded."""
 

@@ -16,7 +16,7 @@ from tests.support.oracle import Batch
 from tests.support.pool import Pool
 from tests.support.vocabulary_training import distance
 
-MICROBATCHES, REPLICAS, MOST = 4, 2, 0.05
+MICROBATCHES = 4
 Seen = dict[str, Any]
 
 

@@ -1,7 +1,5 @@
 """Mixtures of experts that drop no token."""
 
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -63,35 +61,3 @@ def test_a_layer_without_dropped_tokens(schedule: str) -> None:
     layer = 2 * (2 * rows * 16 * 32) + 2 * (24 // MICROBATCHES) * 16 * 4
     assert [stage.flops["F"] for stage in stages] == [layer * 4 // len(stages)] * len(stages)
     assert all(stage.flops["W"] == stage.flops["F"] for stage in stages)
-
-
-def transformers_model(name: str) -> Any:
-    transformers = pytest.importorskip("transformers")
-    sizes = {
-        "vocab_size": 96,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "moe_intermediate_size": 16,
-    }
-    layers = {
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_experts_per_tok": 2,
-        "use_cache": False,
-    }
-    if name == "Qwen3Moe":
-        local = {"num_experts": 8, "head_dim": 8, "num_key_value_heads": 2}
-    else:
-        heads = {
-            "qk_rope_head_dim": 8,
-            "qk_nope_head_dim": 8,
-            "v_head_dim": 8,
-            "num_key_value_heads": 4,
-        }
-        experts = {"n_routed_experts": 8, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
-        local = {**heads, **experts, "q_lora_rank": 16, "kv_lora_rank": 16}
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(**sizes, **layers, **local)
-    model = getattr(transformers, f"{name}ForCausalLM")(config)
-    model.set_experts_implementation("grouped_mm")
-    return model
