@@ -1,5 +1,4 @@
-"""For every name x ranks 1..8 x microbatches 1..24 and random costs: right, within its promised
-memory, consistent."""
+"""For every name x ranks 1..8 x microbatches 1..24 and random costs: right and consistent."""
 
 import random
 from functools import cache
@@ -7,7 +6,6 @@ from functools import cache
 import pytest
 
 from zbcompile.schedules import Costs, Schedule, ScheduleError, build, check, lower, names, simulate
-from zbcompile.schedules.simulation.closed_forms import closed_form, symbol_values
 
 
 @cache
@@ -45,22 +43,3 @@ def _critical_path(schedule: Schedule, costs: Costs) -> float:
     ranks = [schedule.rank_of(stage, first) for stage in range(schedule.stages)]
     hops = sum(costs.hop(s, ranks[s], ranks[s + 1]) for s in range(schedule.stages - 1))
     return sum(costs.forward) + sum(costs.backward) + 2 * hops
-
-
-@pytest.mark.mostly_slow(every=8)
-@pytest.mark.parametrize(
-    "name", sorted({*names()} - {"auto"})
-)  # which promises none without a limit
-def test_peak_memory_is_within_the_promise(name: str) -> None:
-    """The closed form's peak, with M_W <= M_B, equal times and at least two full groups of
-    microbatches."""
-    peak, generator = closed_form(name).peak_memory, random.Random(name)
-    for schedule in sizes(name):
-        costs = Costs.uniform(schedule.stages, activation=10, residue=generator.randint(0, 10))
-        if (
-            schedule.microbatches >= 2 * schedule.ranks
-            and schedule.microbatches % schedule.ranks == 0
-        ):
-            assert max(simulate(schedule, costs).peak_memory) <= peak.subs(
-                symbol_values(schedule, costs)
-            )

@@ -41,9 +41,9 @@ def run(schedule: Schedule) -> bool:
         for rank, order in enumerate(schedule.orders):
             while position[rank] < len(order):
                 actions = flatten(order[position[rank] : position[rank] + 1])
-                own = {(B, *a[1:]) for a in actions if a.op in (B, BW)}
+                microbatches = {(B, *a[1:]) for a in actions if a.op in (B, BW)}
                 missing = {n for a in actions for n in needed(a, schedule.stages)} - done
-                if missing - (own if actions[-1].op == W else set()):
+                if missing - (microbatches if actions[-1].op == W else set()):
                     break
                 for op, stage, m in actions:
                     done |= {(B, stage, m), (W, stage, m)} if op == BW else {(op, stage, m)}
@@ -70,8 +70,8 @@ def is_right(schedule: Schedule) -> bool:
             return False
         for stage in stages:
             for op in (F, W) if stage == schedule.stages - 1 else (W,):
-                own = [m for o, s, m in passes if (o, s) == (op, stage)]
-                if own != sorted(own):
+                microbatches = [m for o, s, m in passes if (o, s) == (op, stage)]
+                if microbatches != sorted(microbatches):
                     return False
     return run(schedule)
 

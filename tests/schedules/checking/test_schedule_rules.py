@@ -52,7 +52,7 @@ def replacements(
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("with_messages", [False, True])
 def test_damage_is_caught(name: str, with_messages: bool) -> None:
-    """What moves inside of an order is compared with an executor, in `test_brute_force.py`."""
+    """Steps that move inside of an order are compared with an executor, in `test_brute_force.py`."""
     schedule, generator = build(name, ranks=4, microbatches=8), random.Random(name)
     schedule = lower(schedule) if with_messages else schedule
     ops = COMMUNICATION if with_messages else frozenset(("F", "B", "W", "BW"))

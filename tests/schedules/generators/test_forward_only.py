@@ -20,8 +20,8 @@ def test_every_forward_once(placement: Placement, microbatches: int) -> None:
     schedule = forward_only(placement, microbatches)
     check(schedule)
     check(lower(schedule))
-    ran = [action for order in schedule.orders for action in order]
-    assert sorted(ran) == [
+    actions = [action for order in schedule.orders for action in order]
+    assert sorted(actions) == [
         Action("F", s, i) for s in range(placement.stages) for i in range(microbatches)
     ]
 
@@ -44,7 +44,9 @@ def test_a_straight_line_fills_and_drains() -> None:
 
 
 def test_a_forward_that_is_missing_is_named() -> None:
-    whole = forward_only(Placement.named("linear", 2), 2)
-    damaged = Schedule(whole.name, whole.placement, 2, (whole.orders[0], whole.orders[1][:1]))
+    complete = forward_only(Placement.named("linear", 2), 2)
+    damaged = Schedule(
+        complete.name, complete.placement, 2, (complete.orders[0], complete.orders[1][:1])
+    )
     with pytest.raises(ScheduleError, match="rank 1 never runs F of stage 1, microbatch 1"):
         check(damaged)

@@ -2,6 +2,7 @@
 of it."""
 
 import inspect
+import itertools
 import random
 import re
 from collections.abc import Callable
@@ -77,10 +78,9 @@ def _build_or_none(name: str, ranks: int, microbatches: int) -> Schedule | None:
 
 
 @pytest.mark.parametrize("name", ["interleaved-1f1b", "interleaved-1f1b-overlap", "interleaved-zb"])
-@pytest.mark.parametrize("chunks", [1, 3, 4, 5])
-def test_any_number_of_chunks(name: str, chunks: int) -> None:
-    for ranks in (1, 2, 3, 5, 8):
-        for microbatches in (1, ranks, 2 * ranks, 3 * ranks):
+def test_any_number_of_chunks(name: str) -> None:
+    for chunks, ranks in ((1, 5), (3, 2), (4, 3), (5, 8)):
+        for microbatches in (1, ranks, 3 * ranks):
             check(build(name, ranks, microbatches, chunks=chunks))
 
 
@@ -101,7 +101,7 @@ def test_docstring_picture_is_the_schedule(family: Family) -> None:
 
 
 def test_zb_h1_lazy_declares_its_own_weight_order() -> None:
-    """As the sail-sg and DeepSpeed runtimes do: on the last of 4 ranks microbatches 4,5,6,7,1,2,3,8
+    """The sail-sg and DeepSpeed runtimes do the same: on the last of 4 ranks microbatches 4,5,6,7,1,2,3,8
     (1-based) of 8."""
     assert build("zb-h1-lazy", ranks=4, microbatches=8).weight_order(3) == (3, 4, 5, 6, 0, 1, 2, 7)
     with pytest.raises(ScheduleError):
@@ -109,13 +109,11 @@ def test_zb_h1_lazy_declares_its_own_weight_order() -> None:
 
 
 def test_zb_h1_lazy_exact_accumulates_as_1f1b() -> None:
-    for ranks in range(1, 9):
-        for microbatches in range(1, 25):
-            exact = build("zb-h1-lazy", ranks, microbatches, exact=True)
-            check(exact, weight_order="microbatch")
-            assert all(
-                exact.weight_order(stage) == tuple(range(microbatches)) for stage in range(ranks)
-            )
+    for ranks, microbatches in itertools.product(range(1, 9), (1, 2, 5, 8, 16, 23)):
+        exact = build("zb-h1-lazy", ranks, microbatches, exact=True)
+        check(exact, weight_order="microbatch")
+        for stage in range(ranks):
+            assert exact.weight_order(stage) == tuple(range(microbatches))
 
 
 def test_zb_h1_lazy_is_as_short_and_never_splits_on_rank_0() -> None:
@@ -166,7 +164,7 @@ AUTHORS = {
 def test_given_costs_no_v_is_much_longer_than_the_authors(
     case: tuple, authors: tuple[float, ...]
 ) -> None:
-    """By half a percent at most. Nor does it hold more than at equal times, which is the limit."""
+    """Half a percent at most. Nor does it hold more than at equal times, which is the limit."""
     name, (*passes, hop, residue) = case
     for (ranks, microbatches), takes in zip(((4, 8), (8, 8), (8, 24)), authors, strict=True):
         halves = (time / 2 for time in passes)

@@ -146,12 +146,12 @@ def test_refuses_a_wrong_import_name(tmp_path) -> None:
 
 def test_counts_of_interleaved_schedules_are_those_that_the_message_says() -> None:
     for ranks, microbatches in itertools.product(range(1, 9), range(1, 49)):
-        said = (
+        expected = (
             microbatches < 2 * ranks
             or microbatches % ranks == 0
             or microbatches % (microbatches // ranks) == 0
         )
-        assert admits("interleaved-zb", ranks, microbatches) == said
+        assert admits("interleaved-zb", ranks, microbatches) == expected
 
 
 GROUPED = ("interleaved-1f1b", "interleaved-1f1b-overlap", "interleaved-zb")

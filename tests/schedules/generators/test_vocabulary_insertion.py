@@ -24,7 +24,7 @@ from zbcompile.schedules import (
     with_vocabulary,
 )
 from zbcompile.schedules.generators.vocabulary_insertion import textbook_costs
-from zbcompile.schedules.ir.actions import CAST, COLLECTIVES, LOOKUP, STATS, SUM, flatten
+from zbcompile.schedules.ir.actions import COLLECTIVES, LOOKUP, STATS, SUM, flatten
 
 FAMILIES = ("1f1b", "zb-h1", "zb-h2", "interleaved-zb", "zb-v", "v-half", "dualpipe-v")
 PUBLISHED = json.loads((Path(__file__).parent / "published_vocabulary.json").read_text())
@@ -145,7 +145,7 @@ def with_lookups(name: str, ranks: int, microbatches: int) -> Schedule:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_lookups_come_early_and_gradients_are_spread_after_the_first_backward(name: str) -> None:
-    """Of every microbatch one each, in one order on all ranks; at most two lookups wait to
+    """Every microbatch has one of both, in one order on all ranks; at most two lookups wait to
     be used."""
     lowered = lower(with_lookups(name, 4, 12))
     check(lowered)
@@ -167,7 +167,7 @@ def test_a_lookup_behind_what_waits_for_it_is_a_deadlock() -> None:
         check(replace(lowered, orders=tuple(programs)))
 
 
-def test_collectives_in_another_order_are_refused() -> None:
+def test_collectives_in_another_order_or_missing_are_refused() -> None:
     lowered = lower(with_vocabulary(build("1f1b", 4, 8)))
     places = [i for i, step in enumerate(lowered.orders[2]) if step[0] in COLLECTIVES]
     program = list(lowered.orders[2])
@@ -175,15 +175,9 @@ def test_collectives_in_another_order_are_refused() -> None:
     program[a], program[b] = program[b], program[a]
     with pytest.raises(ScheduleError, match=r"rank 2, step .* is posted where another rank posts"):
         check(changed(lowered, 2, program))
-
-
-def test_missing_and_foreign_collectives_are_refused() -> None:
-    lowered = lower(with_vocabulary(build("1f1b", 4, 8)))
     without = [step for step in lowered.orders[1] if step != Action(STATS, 1, 3)]
     with pytest.raises(ScheduleError, match=r"rank 1 never runs STATS of stage 1, microbatch 3"):
         check(changed(lowered, 1, without))
-    with pytest.raises(ScheduleError, match=r"CAST1\.0 appears a second time"):
-        check(changed(lowered, 1, [*lowered.orders[1], Action(CAST, 1, 0)]))
 
 
 def changed(lowered: Schedule, rank: int, program: list) -> Schedule:

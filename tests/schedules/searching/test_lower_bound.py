@@ -25,11 +25,11 @@ def drawn(number: int) -> SchedulingProblem:
         residue=generator.choice((several[4], (0,) * 2 * chunks)),
         comm=1,
     )
-    asked = costs, 2, 4 - chunks
-    (free,) = scheduling_problems(*asked, None, [placement], True, 1)
-    alone = max(peak_memory(free.sequential, costs))
-    limit = generator.choice((None, alone, 1.5 * alone, 2 * alone))
-    return scheduling_problems(*asked, limit, [placement], generator.random() < 0.5, 1)[0]
+    counts = costs, 2, 4 - chunks
+    (idle_from,) = scheduling_problems(*counts, None, [placement], True, 1)
+    sequential_peak = max(peak_memory(idle_from.sequential, costs))
+    limit = generator.choice((None, sequential_peak, 1.5 * sequential_peak, 2 * sequential_peak))
+    return scheduling_problems(*counts, limit, [placement], generator.random() < 0.5, 1)[0]
 
 
 def orders_below(problem: SchedulingProblem, value: float) -> Iterator[float]:
@@ -37,8 +37,8 @@ def orders_below(problem: SchedulingProblem, value: float) -> Iterator[float]:
     of time."""
     limits = problem.limits or (math.inf,) * problem.placement.ranks
     end: dict[int, float] = {}
-    held, free = [0.0] * len(limits), [0.0] * len(limits)
-    left = [
+    memory, idle_from = [0.0] * len(limits), [0.0] * len(limits)
+    work = [
         sum(t for t, r in zip(problem.time, problem.rank, strict=True) if r == rank)
         for rank in range(len(limits))
     ]
@@ -51,7 +51,10 @@ def orders_below(problem: SchedulingProblem, value: float) -> Iterator[float]:
 
     def begin(n: int) -> float:
         return max(
-            [free[problem.rank[n]], *(end[made] + delay for made, delay in problem.inputs[n])]
+            [
+                idle_from[problem.rank[n]],
+                *(end[producer] + delay for producer, delay in problem.inputs[n]),
+            ]
         )
 
     def ready() -> list[int]:
@@ -60,29 +63,30 @@ def orders_below(problem: SchedulingProblem, value: float) -> Iterator[float]:
             for n in range(len(problem.actions))
             if n not in end
             and before[n] in end
-            and all(made in end for made, _ in problem.inputs[n])
-            and held[problem.rank[n]] + problem.added[n] <= limits[problem.rank[n]] * ROUNDING
+            and all(producer in end for producer, _ in problem.inputs[n])
+            and memory[problem.rank[n]] + problem.added[n] <= limits[problem.rank[n]] * ROUNDING
         ]
 
     def further(now: float) -> Iterator[float]:
         if any(
-            f + rest + o >= value for f, rest, o in zip(free, left, problem.offset, strict=True)
+            f + rest + o >= value
+            for f, rest, o in zip(idle_from, work, problem.offset, strict=True)
         ):
             return
         if len(end) == len(problem.actions) + 1:
-            yield max(map(sum, zip(free, problem.offset, strict=True)))
+            yield max(map(sum, zip(idle_from, problem.offset, strict=True)))
         for n in ready():
             rank, at = problem.rank[n], begin(n)
             if at >= now:
-                before = free[rank]
-                end[n] = free[rank] = at + problem.time[n]
-                held[rank] += problem.added[n]
-                left[rank] -= problem.time[n]
+                before = idle_from[rank]
+                end[n] = idle_from[rank] = at + problem.time[n]
+                memory[rank] += problem.added[n]
+                work[rank] -= problem.time[n]
                 yield from further(at)
                 del end[n]
-                free[rank] = before
-                held[rank] -= problem.added[n]
-                left[rank] += problem.time[n]
+                idle_from[rank] = before
+                memory[rank] -= problem.added[n]
+                work[rank] += problem.time[n]
 
     return further(0.0)
 

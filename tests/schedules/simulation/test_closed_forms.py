@@ -56,11 +56,11 @@ def test_closed_forms_equal_the_simulator(name: str) -> None:
     for _ in range(20):
         schedule = draw_schedule(name, generator, form.assumes)
         costs = draw_costs(schedule.stages, generator, form.assumes)
-        known, step = symbol_values(schedule, costs), simulate(schedule, costs)
+        values, step = symbol_values(schedule, costs), simulate(schedule, costs)
         assert form.cost is not None
         assert form.makespan is not None
-        found = form.cost.subs(known), form.makespan.subs(known), form.peak_memory.subs(known)
-        assert found == (step.cost, step.makespan, max(step.peak_memory)), (
+        lengths = form.cost.subs(values), form.makespan.subs(values), form.peak_memory.subs(values)
+        assert lengths == (step.cost, step.makespan, max(step.peak_memory)), (
             schedule.placement,
             costs,
         )

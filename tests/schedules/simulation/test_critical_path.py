@@ -26,23 +26,23 @@ def test_a_critical_path_is_as_long_as_the_step(random_costs) -> None:
         path = critical_path(timeline)
         assert path[0].start == 0
         assert path[-1].end == timeline.finish
-        for leg, following in itertools.pairwise(path):
-            assert following.start == pytest.approx(leg.end + leg.travel)
+        for step, following in itertools.pairwise(path):
+            assert following.start == pytest.approx(step.end + step.travel)
             # there a SEND may have waited for the very rank it sends to
             if not timeline.schedule.is_lowered:
-                assert leg.travel == 0 or leg.rank != following.rank
+                assert step.travel == 0 or step.rank != following.rank
         length = sum(step.end - step.start + step.travel + step.overhead for step in path)
         assert length == pytest.approx(timeline.finish)
 
 
 def test_shortening_what_is_on_the_path_shortens_the_step(random_costs) -> None:
-    """And nothing else does: a stage's pass that the path never takes may become 1% faster without
+    """Nothing else does: a stage's pass that the path never takes may become 1% faster without
     any gain."""
     generator = random.Random(8)
     schedule = build("zb-h1", 4, 8)
     costs = random_costs(generator, 4)
     before = simulate(schedule, costs)
-    on_path = {(a.op, a.stage) for leg in critical_path(before) for a in [leg.step]}
+    on_path = {(a.op, a.stage) for step in critical_path(before) for a in [step.step]}
     assert on_path
     for op, times in (("F", "forward"), ("B", "backward"), ("W", "weight")):
         for stage in range(4):

@@ -68,7 +68,7 @@ def _rate(row: Row, name: str) -> float:
 @pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
 @pytest.mark.parametrize(("column", "name"), [(0, "1f1b"), (1, "zb-h1"), (2, "zb-h2")])
 def test_table_5_of_the_handcrafted_schedules(row: Row, column: int, name: str) -> None:
-    """All 36 figures equal to 4 decimals."""
+    """36 figures are equal to 4 decimals."""
     assert _rate(row, name) == row.rates[column]
 
 
@@ -76,7 +76,7 @@ def test_table_5_of_the_handcrafted_schedules(row: Row, column: int, name: str) 
 @pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
 @pytest.mark.parametrize(("column", "name"), [(3, "zb-1p"), (4, "zb-2p")])
 def test_table_5_of_the_automatic_schedules(row: Row, column: int, name: str) -> None:
-    """All 24 figures equal to 4 decimals or better."""
+    """24 figures are equal to 4 decimals or better."""
     assert _rate(row, name) <= row.rates[column]
 
 

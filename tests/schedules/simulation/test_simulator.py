@@ -64,9 +64,9 @@ def test_a_pair_runs_as_one_step() -> None:
 def test_the_optimizer_lengthens_the_step() -> None:
     schedule = build("zb-h2", ranks=4, microbatches=8)
     plain = simulate(schedule)
-    whole = simulate(schedule, Costs.uniform(4, optimizer=5))
-    assert whole.makespan == plain.makespan + 5
-    assert (whole.cost, whole.work) == (plain.cost + 5, plain.work + 5)
+    updated = simulate(schedule, Costs.uniform(4, optimizer=5))
+    assert updated.makespan == plain.makespan + 5
+    assert (updated.cost, updated.work) == (plain.cost + 5, plain.work + 5)
 
 
 def test_memory_counts_what_b_leaves_for_w() -> None:
@@ -103,8 +103,8 @@ def test_time_is_work_or_idle_and_the_memory_curve_peaks_at_the_peak(
 
 def test_causes_of_idle_time() -> None:
     t = simulate(build("1f1b", ranks=2, microbatches=4), Costs.uniform(2, 10, 10, 10, comm=1))
-    told = [str(interval) for interval in t.idle if interval.rank == 0]
-    assert told[:2] == [
+    texts = [str(interval) for interval in t.idle if interval.rank == 0]
+    assert texts[:2] == [
         "rank 0 idle 20 to 41: warm-up, waits for BW1.0 of rank 1",
         "rank 0 idle 41 to 42: communication, waits for BW1.0 of rank 1",
     ]
