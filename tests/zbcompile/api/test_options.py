@@ -123,6 +123,10 @@ def test_flags(name: str) -> None:
             nn.Linear(2, 2),
             "schedule=Linear(in_features=2, out_features=2, bias=True); expected a name",
         ),
+        ("memory", "80 Gb", "memory='80 Gb'; expected a positive number of bytes: "),
+        ("memory", 0.5, "memory=0.5; expected a positive number of bytes: "),
+        ("max_shapes", 0, "max_shapes=0; expected a positive whole number of programs"),
+        ("recompute", ["off", 2.5], "recompute=['off', 2.5]; expected \"off\""),
         ("loss", list(range(100)), "loss=<list>; expected a function loss(output, target)."),
     ],
 )
@@ -130,6 +134,13 @@ def test_wrong_values(name: str, value: Any, says: str) -> None:
     with pytest.raises(PipelineError) as caught:
         zbcompile.pipeline(nn.Linear(2, 2), **{name: value})
     assert str(caught.value).startswith(says)
+
+
+@pytest.mark.parametrize(
+    ("text", "number"), [("1.5kB", 1500), ("1 KB", 1000), ("2MiB", 2 << 20), ("1TB", 10**12)]
+)
+def test_units_of_bytes(text: str, number: int) -> None:
+    assert checked("memory", text) == number
 
 
 def test_unknown_keyword() -> None:

@@ -90,3 +90,18 @@ def test_inductor_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyP
         pytest.raises(zbcompile.PipelineError, match="needs a C\\+\\+ compiler"),
     ):
         zbcompile.pipeline(problem_of("mlp").model(), ranks=2, backend="inductor")
+
+
+def test_a_program_does_not_hold_a_function(tmp_path: Path) -> None:
+    """It must be passed again, or another backend."""
+    pipe = pipeline_of(CASE, backend=interpreted)
+    train(pipe, CASE)
+    pipe.program.save(tmp_path)
+    state = problem_of(CASE.problem).model().state_dict()
+    with pytest.raises(zbcompile.PipelineError, match=r"custom backend, .* Pass backend="):
+        zbcompile.load(tmp_path, state)
+    with pytest.raises(zbcompile.PipelineError, match="exact=True cannot use it"):
+        zbcompile.load(tmp_path, state, backend="inductor")
+    for backend in (interpreted, "fx"):
+        loaded = zbcompile.load(tmp_path, state, backend=backend)
+        assert_bitwise(train(loaded, CASE), reference(CASE))

@@ -22,7 +22,7 @@ from tests.support.disturbed_training import (
     disturbed,
     trained,
 )
-from tests.support.oracle import PROBLEMS
+from tests.support.oracle import PROBLEMS, Batch
 from tests.support.pool import FORKS, Pool
 from tests.support.replicated import REPLICAS, mesh_of_replicas
 from tests.support.training import ROWS, Case, assert_same_tensors, compiled_once, pipeline_of
@@ -124,3 +124,35 @@ def test_every_bit_is_the_same_beside_replicas(schedule: str, pool: Pool) -> Non
         for results in after:
             assert_bitwise(results, late)
             assert results[3]
+
+
+@pytest.mark.slow
+def test_half_precision_is_corrected_as_well() -> None:
+    """Masters are rounded again, and the options are those of the step that is corrected."""
+    plain = PROBLEMS["mlp"].batches(8, MICROBATCHES * ROWS)
+    batches = [disturbed(batch, step) for step, batch in enumerate(plain)]
+    halves = [Batch((b.args[0].bfloat16(),), {}, b.target.bfloat16()) for b in batches]  # type: ignore[union-attr]
+    results = []
+    for when in ("before", "after"):
+        pipe = pipeline_of(Case("mlp", "zb-v", 2, MICROBATCHES))
+        pipe.model.bfloat16()
+        results.append(trained(pipe, halves, validate=when))
+    assert_bitwise(results[1], results[0])
+    assert "undone" in results[1][3]
+
+
+def test_parameters_are_written_behind_the_validation() -> None:
+    """A correction would replace what was written. `pipe.parameters()` waits for it."""
+    pipe = pipeline_of(Case("mlp", "zb-v", 2, MICROBATCHES))
+    optimizer = pipe.optimizer(AdamW, clip=1e-3, validate="after")
+    batch = PROBLEMS["mlp"].batches(1, MICROBATCHES * ROWS)[0]
+    saved = list(pipe.model.parameters())
+    for where in (pipe.parameters, lambda: saved):
+        pipe.step(*batch.args, target=batch.target)
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            next(iter(where())).mul_(0.5)
+    message = r"was written before its update was validated.* Call pipe\.parameters\(\) first"
+    with pytest.raises(zbcompile.PipelineError, match=message):
+        pipe.step(*batch.args, target=batch.target)

@@ -431,3 +431,77 @@ def test_values_that_hooks_read_are_compared(kind: str, form: str) -> None:
     compare(pipe, net, F.mse_loss, 0)
     scaling.factor = factor = 2.0
     compare(pipe, net, F.mse_loss, 1)
+
+
+def test_layers_that_are_gone_are_named() -> None:
+    """The other remedy, layers that forward skips, is among STEPS."""
+    net = Net(scaled)
+    pipe = pipeline_of(net)
+    pipe.step(batch(0), target=batch(0))
+    net.layers = net.layers[:2]
+    message = r"layers\.2\.(weight|bias) was there when the model .*self\.active"
+    with pytest.raises(zbcompile.PipelineError, match=message):
+        pipe.step(batch(0), target=batch(0))
+
+
+def test_the_default_dtype_is_seen(capsys: pytest.CaptureFixture[str]) -> None:
+    net, x = Net(lambda net, x: x * torch.finfo(torch.get_default_dtype()).bits), batch(1)
+    pipe = pipeline_of(net)
+    compare(pipe, net, F.mse_loss, 0)
+    try:
+        torch.set_default_dtype(torch.float64)
+        loss, expected = pipe.step(x, target=x), eager(net, F.mse_loss, x, 1)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    torch.testing.assert_close(loss, expected, check_dtype=False)
+    assert "compiling again for the default dtype float64" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_evaluations_and_log_probabilities_see_changes() -> None:
+    net = Net(lambda net, x: x * net.alpha)
+    pipe, labels = pipeline_of(net), torch.tensor([0, 1, 2, 3])
+    pipe.step(batch(0), target=batch(0))
+    for net.alpha in (1.0, 2.0, 1.0):
+        with torch.no_grad():
+            expected = net(batch(1))
+        torch.testing.assert_close(pipe.eval(batch(1)), expected)
+        torch.testing.assert_close(
+            pipe.log_probs(batch(1), labels=labels), expected.log_softmax(-1)[range(4), labels]
+        )
+
+
+def test_functions_of_one_name_have_closures_and_defaults_of_their_own() -> None:
+    def scaling(rate: float) -> Any:
+        return lambda x, shift=0.0: x * rate + shift
+
+    net: Any = Net(lambda net, x: net.second(net.function(x)))
+    net.function, net.second = scaling(1.0), scaling(1.0)
+    pipe = pipeline_of(net)
+    compare(pipe, net, F.mse_loss, 0)
+    net.second.__closure__[0].cell_contents = 2.0
+    compare(pipe, net, F.mse_loss, 1)
+    net.second.__defaults__ = (1.0,)
+    compare(pipe, net, F.mse_loss, 2)
+    net.function.__defaults__ = (1.0,)
+    compare(pipe, net, F.mse_loss, 3)
+
+
+def test_a_capture_leaves_containers_that_others_share() -> None:
+    net: Any = Net(lambda net, x: x * net.table["w"][0])
+    net.table = {"w": net.numbers}
+    pipe = pipeline_of(net)
+    compare(pipe, net, F.mse_loss, 0)
+    net.numbers[0] = 3.0
+    compare(pipe, net, F.mse_loss, 1)
+
+
+def test_a_loss_may_read_the_model() -> None:
+    net = Net(scaled)
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(output, target) * net.alpha + net.layers[0].weight.square().sum()  # type: ignore[union-attr, operator]
+
+    pipe = pipeline_of(net, loss)
+    for step, net.alpha in enumerate((1.0, 2.0)):
+        compare(pipe, net, loss, step)

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -111,6 +112,8 @@ def test_training_after_an_evaluation_has_eagers_bits(own_loss: bool, pool: Pool
 def test_a_step_that_needs_another_placement_says_what_to_call() -> None:
     pipe = pipe_of(Prepared(), loss=F.mse_loss)
     pipe.eval(X)
+    with pytest.raises(zbcompile.PipelineError, match=r"no step is compiled yet\. Call pipe\.comp"):
+        pipe.stages()
     message = r"An evaluation has placed the parameters; compile the training step before it"
     with pytest.raises(zbcompile.CompileError, match=message):
         pipe.step(X, target=X)
@@ -171,3 +174,21 @@ def test_rows_of_an_embedding_that_does_not_train_need_a_step() -> None:
     pipe.eval(*batch.args)
     with pytest.raises(zbcompile.CompileError, match=r"step shards head.weight.*before it"):
         pipe.step(*batch.args, target=batch.target)
+
+
+def on_meta() -> Tensor:
+    """Returns the loss of a model that was built on the meta device and evaluated first."""
+    with torch.device("meta"):
+        model = Straight()
+    pipe = pipe_of(model, loss=F.mse_loss, init=lambda name, tensor: tensor.fill_(0.01 * len(name)))
+    pipe.eval(X)
+    loss = pipe.step(X, target=X)
+    assert any(parameter.is_meta for parameter in model.parameters()) == dist.is_initialized()
+    pipe.close()
+    return loss
+
+
+@pytest.mark.slow
+def test_a_model_on_the_meta_device_is_evaluated_first(pool: Pool) -> None:
+    alone = on_meta()
+    assert all(torch.equal(loss, alone) for loss in pool.run(on_meta))

@@ -72,6 +72,28 @@ def pipe() -> zbcompile.Pipeline:
 
 
 @pytest.mark.slow
+def test_labels_of_a_small_type(pipe: zbcompile.Pipeline) -> None:
+    """In eight bits -100 would be 156."""
+    tokens, _ = batch_of(8)
+    labels = tokens.to(torch.uint8)
+    labels[0, 0] = 156
+    assert torch.equal(pipe.log_probs(tokens, labels=labels), eager(gpt(), tokens, labels.long()))
+
+
+@pytest.mark.slow
+def test_split_microbatches(pipe: zbcompile.Pipeline) -> None:
+    """Microbatches of two shapes flow through one run."""
+    tokens, labels = batch_of(8)
+    split = [
+        ((tokens[:2],), {}, labels[:2]),
+        ((tokens[2:4, :3],), {}, labels[2:4, :3]),
+        ((tokens[4:6],), {}, labels[4:6]),
+    ]
+    for ours, ((part,), _, target) in zip(pipe.log_probs(microbatches=split), split, strict=True):
+        assert torch.equal(ours, eager(gpt(), part, target))
+
+
+@pytest.mark.slow
 def test_bits_of_the_unsplit_model(pipe: zbcompile.Pipeline) -> None:
     """A batch that divides, and one whose last microbatch is smaller."""
     for rows in (8, 7):

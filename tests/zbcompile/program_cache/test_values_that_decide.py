@@ -56,6 +56,10 @@ def test_a_decision_is_refused_with_its_line_and_the_remedy() -> None:
         match=r"value that depends on its inputs \(.*deciding\.py:\d+\).*static_inputs",
     ):
         follow(("full",), "zb-h1", 2, ranks=2)
+    with pytest.raises(
+        PipelineError, match=r"'mask', which is not an input; the inputs are args\[0\], args\[1\]"
+    ):
+        follow(("full",), "zb-h1", 2, ranks=2, static_inputs=("mask",))
 
 
 class Guarded(nn.Module):
