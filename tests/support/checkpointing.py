@@ -91,8 +91,8 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
     names = {id(p): name for name, p in model.named_parameters()}
     moments = {
         f"{names[id(p)]}.{key}": value
-        for p, kept in optimizer.state.items()
-        for key, value in kept.items()
+        for p, saved in optimizer.state.items()
+        for key, value in saved.items()
     }
     return State(dict(model.state_dict()), moments)
 

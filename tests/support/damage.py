@@ -75,8 +75,8 @@ def flip_checkpoints(folder: Path, flips: int, seed: int = 0) -> Counts:
     )
 
     def use() -> bool:
-        other = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-        return described(other, torch.optim.Adam(other.parameters()), path) == expected
+        second = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        return described(second, torch.optim.Adam(second.parameters()), path) == expected
 
     def verify() -> bool:
         zbcompile.verify_checkpoint(path)
@@ -98,8 +98,8 @@ def described(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) ->
         (at.step, at.extra, at.random, model.state_dict(), optimizer.state_dict()["param_groups"])
     ) + repr(
         sorted(
-            (number, sorted(kept.items()))
-            for number, kept in optimizer.state_dict()["state"].items()
+            (number, sorted(retained.items()))
+            for number, retained in optimizer.state_dict()["state"].items()
         )
     )
 
@@ -141,13 +141,13 @@ def flip_caches(folder: Path, flips: int, seed: int = 0) -> Counts:
     cache = folder / "cache"
     with mock.patch.dict(os.environ, {"ZBCOMPILE_CACHE": str(cache)}):
         expected = loss_of(program, backend="inductor")
-        shutil.copytree(cache, whole := folder / "whole")
+        shutil.copytree(cache, complete := folder / "whole")
         for _ in range(flips):
             flip_bit(cache, chance)
             outcome = outcome_of(lambda: loss_of(program, backend="inductor") == expected)
             counts[outcome] += 1
             shutil.rmtree(cache)
-            shutil.copytree(whole, cache)
+            shutil.copytree(complete, cache)
     return counts
 
 
@@ -183,8 +183,8 @@ PICKLED_NAMES = (
 def planted(folder: Path, mark: Path, use: Callable[[], bool]) -> Counts:
     """A pickle in the place of every file of `folder`, and under every name that is not there. Of a
     cache, whose files are many and alike, some are taken."""
-    counts, whole = Counter[str](), folder.with_name("whole")
-    shutil.copytree(folder, whole)
+    counts, complete = Counter[str](), folder.with_name("whole")
+    shutil.copytree(folder, complete)
     files = [path.relative_to(folder) for path in sorted(folder.rglob("*")) if path.is_file()]
     files = files[:: 1 + len(files) // 20]
     for name in (*files, *map(Path, PICKLED_NAMES)):
@@ -194,8 +194,8 @@ def planted(folder: Path, mark: Path, use: Callable[[], bool]) -> Counts:
             counts["executed" if mark.exists() else outcome] += 1
             mark.unlink(missing_ok=True)
             shutil.rmtree(folder)
-            shutil.copytree(whole, folder)
-    shutil.rmtree(whole)
+            shutil.copytree(complete, folder)
+    shutil.rmtree(complete)
     return counts
 
 
@@ -221,9 +221,9 @@ def plant_pickles(folder: Path) -> Counts:
             cache: lambda: loss_of(program, backend="inductor") == expected,
         }
         for place, use in places.items():
-            found = planted(place, mark, use)
-            print(f"  {place.name}: {dict(found)}", flush=True)
-            counts += found
+            result = planted(place, mark, use)
+            print(f"  {place.name}: {dict(result)}", flush=True)
+            counts += result
     return counts
 
 
@@ -236,9 +236,9 @@ def piped(model: nn.Module) -> zbcompile.Pipeline:
 
 def loads(load: Callable[[nn.Module], object], values: dict[str, torch.Tensor]) -> bool:
     """Whether a new model has these values then."""
-    other = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    load(other)
-    return all(torch.equal(value, values[name]) for name, value in other.state_dict().items())
+    second = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    load(second)
+    return all(torch.equal(value, values[name]) for name, value in second.state_dict().items())
 
 
 CALLS = ("os.fsync", "os.replace", "os.mkdir", "os.rename", "os.unlink", "os.open", "io.open")
@@ -248,13 +248,13 @@ CALLS = ("os.fsync", "os.replace", "os.mkdir", "os.rename", "os.unlink", "os.ope
 def full_at(number: int, folder: Path) -> Iterator[list[str]]:
     """The `number`th call inside that writes in `folder` meets a full disk; gives the calls that
     were made."""
-    made: list[str] = []
+    created: list[str] = []
 
     def failing(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             if writes(name, args, folder):
-                made.append(name)
-                if len(made) == number + 1:
+                created.append(name)
+                if len(created) == number + 1:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(args[0]))
             return real(*args, **kwargs)
 
@@ -263,7 +263,7 @@ def full_at(number: int, folder: Path) -> Iterator[list[str]]:
     with mock.patch.multiple(
         "os", **{n[3:]: failing(n, getattr(os, n[3:])) for n in CALLS if n.startswith("os.")}
     ):
-        yield made
+        yield created
 
 
 def writes(name: str, args: tuple[Any, ...], folder: Path) -> bool:
@@ -278,13 +278,13 @@ def fill_disks(folder: Path) -> Counts:
     counts, model = Counter[str](), nn.Linear(4, 4)
     first = zbcompile.save_checkpoint(folder, model, step=1)
     for number in range(1000):
-        with full_at(number, folder) as made:
+        with full_at(number, folder) as created:
             outcome = outcome_of(lambda: zbcompile.save_checkpoint(folder, model, step=2).is_dir())
-        if len(made) <= number:
+        if len(created) <= number:
             return counts
         left = [path.name for path in folder.iterdir() if path.name.startswith(".step")]
         counts[
-            outcome if not left else f"{outcome}, and left {left} at call {number}, {made[-1]}"
+            outcome if not left else f"{outcome}, and left {left} at call {number}, {created[-1]}"
         ] += 1
         for path in checkpoints_in(folder):
             zbcompile.load_checkpoint(path, model)

@@ -72,9 +72,9 @@ def run_and_kill(folder: Path, pipe: Any, first: int, background: bool, after: f
 def require_nothing_lost(folder: Path, committed: int) -> int:
     """The newest step, which is the committed one or a later one; all are whole, with their own
     bits."""
-    found = checkpoints_in(folder)
-    assert 1 <= len(found) <= KEEP + 1, found
-    for path in found:
+    result = checkpoints_in(folder)
+    assert 1 <= len(result) <= KEEP + 1, result
+    for path in result:
         zbcompile.verify_checkpoint(path)
         model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
         at = zbcompile.load_checkpoint(path, model)

@@ -36,17 +36,17 @@ def test_a_command_has_two_doors(
     monkeypatch.setattr(sys, "argv", ["zbcompile", name, "--help"])
     with pytest.raises(SystemExit) as stopped:
         command_table.choose_and_exit()
-    shown = capsys.readouterr().out
-    assert (stopped.value.code, shown.split()[:4]) == (
+    printed = capsys.readouterr().out
+    assert (stopped.value.code, printed.split()[:4]) == (
         0,
         ["usage:", "python", "-m", f"zbcompile.{name}"],
     )
-    assert parsed == shown
+    assert parsed == printed
 
 
 def test_flags_are_those_of_the_options() -> None:
     """What the parsers name without importing torch."""
-    of_options = {each.name for each in fields(Choices)}
+    of_options = {item.name for item in fields(Choices)}
     assert set(FLAGS) == {
         "schedule",
         "ranks",
@@ -82,9 +82,9 @@ def test_without_a_command_they_are_listed(
     monkeypatch.setattr(sys, "argv", ["zbcompile", argument])
     with pytest.raises(SystemExit) as stopped:
         command_table.choose_and_exit()
-    shown = "".join(capsys.readouterr())
+    printed = "".join(capsys.readouterr())
     assert stopped.value.code == status
-    assert argument == "--version" or all(f"  {name} " in shown for name in COMMANDS)
+    assert argument == "--version" or all(f"  {name} " in printed for name in COMMANDS)
 
 
 @pytest.mark.slow

@@ -104,8 +104,8 @@ def test_a_compiled_program_trains_with_eagers_bits(target: str, program: Path) 
     x = torch.randn(8, 8, generator=torch.Generator().manual_seed(1))
     loss = pipe.step(x, scale=2.0)
     losses = [model(part, scale=2.0) for part in x.chunk(4)]
-    for each in losses:
-        each.backward()
+    for item in losses:
+        item.backward()
     assert torch.equal(loss, losses[0] + losses[1] + losses[2] + losses[3])
     assert_same_tensors(gradients_of(pipe), gradients_of(model), "gradient of")
 
@@ -121,11 +121,11 @@ def files(directory: Path) -> dict[str, bytes]:
 @pytest.mark.slow
 def test_without_memory_the_program_is_the_same(target: str, tmp_path: Path) -> None:
     """For the same hardware: with fake tensors that is not taken to be the machine at hand."""
-    whole, fake = tmp_path / "whole", tmp_path / "fake"
-    for directory, flags in ((whole, ()), (fake, ("--fake",))):
+    complete, fake = tmp_path / "whole", tmp_path / "fake"
+    for directory, flags in ((complete, ()), (fake, ("--fake",))):
         here = ("--hardware", "cpu-core", "--output", str(directory))
         assert zbcompile.compile.main([target, *PLAN, *flags, *here]) == 0
-    assert files(fake) == files(whole)
+    assert files(fake) == files(complete)
 
 
 @pytest.mark.slow
@@ -182,19 +182,19 @@ def test_every_option_arrives(target: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("place", "says"),
+    ("place", "message"),
     [
         ("notes.txt", "notes.txt is a file; expected a directory"),
         (".", "holds other files (notes.txt)"),
     ],
 )
 def test_a_wrong_place_is_known_at_once(
-    place: str, says: str, target: str, tmp_path: Path, command: Command
+    place: str, message: str, target: str, tmp_path: Path, command: Command
 ) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     status, printed, said = command(zbcompile.compile.main, target, "--output", tmp_path / place)
     assert (status, printed, said.count("\n")) == (2, "", 1)  # the model was not built
-    assert says in said
+    assert message in said
 
 
 def operations(text: str) -> list[str]:

@@ -79,15 +79,15 @@ def test_indices_reach_all_of_what_they_index(case: Case) -> None:
     function, arguments, length = case
     torch.manual_seed(0)  # one of 600 draws of 64 misses one of eight
     graph, values = values_for(function, arguments)
-    (found,) = [value for value in values if value.dtype is torch.int64]
-    assert sorted(found.unique().tolist()) == list(range(length))
+    (result,) = [value for value in values if value.dtype is torch.int64]
+    assert sorted(result.unique().tolist()) == list(range(length))
     graph(*values)
 
 
 @pytest.mark.parametrize("function", [experts, weights_of_experts])
 def test_experts_share_the_rows(function: Callable[..., Tensor]) -> None:
-    other = table(4, WIDTH, LENGTH) if function is experts else table(ROWS, LENGTH)
-    graph, values = values_for(function, (table(ROWS, WIDTH), other, index(4).int()))
+    second = table(4, WIDTH, LENGTH) if function is experts else table(ROWS, LENGTH)
+    graph, values = values_for(function, (table(ROWS, WIDTH), second, index(4).int()))
     assert values[2].diff(prepend=torch.zeros(1)).tolist() == [ROWS // 4] * 4
     graph(*values)
 

@@ -23,17 +23,17 @@ class OnSome(nn.Module):
         logging.getLogger("torch.fx").warning("a warning of torch.fx")
         logging.getLogger("a_model").warning("a warning of a model")
         hidden = self.layer(x)
-        kept = hidden[hidden[:, 0] > 0]
-        return kept.mean() if kept.numel() else kept.sum()
+        saved = hidden[hidden[:, 0] > 0]
+        return saved.mean() if saved.numel() else saved.sum()
 
 
-@pytest.mark.parametrize("shown", [False, True])
+@pytest.mark.parametrize("printed", [False, True])
 def test_torchs_logs_are_shown_if_asked_for(
-    shown: bool,
+    printed: bool,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setenv("ZBCOMPILE_TORCH_LOGS", str(int(shown)))
+    monkeypatch.setenv("ZBCOMPILE_TORCH_LOGS", str(int(printed)))
     level = logging.getLogger("torch").level
     pipe = zbcompile.pipeline(OnSome(), schedule="1f1b", ranks=1, microbatches=1)
     x = torch.randn(4, WIDTH)
@@ -41,6 +41,6 @@ def test_torchs_logs_are_shown_if_asked_for(
         zbcompile.CompileError, match=r"the shape of a result depends.*test_torch_logs"
     ):
         pipe.step(x)
-    assert ("a warning of torch.fx" in caplog.messages) is shown
+    assert ("a warning of torch.fx" in caplog.messages) is printed
     assert "a warning of a model" in caplog.messages
     assert logging.getLogger("torch").level == level

@@ -35,14 +35,14 @@ def batch_of(words: int, rows: int) -> Batch:
 
 
 def compiled(**options: Any) -> zbcompile.Pipeline:
-    given: dict[str, Any] = {
+    choices: dict[str, Any] = {
         "schedule": "1f1b",
         "microbatches": MICROBATCHES,
         "loss": next_byte_loss,
         "ranks": 2,
     }
     batch = batch_of(MANY, 4 * MICROBATCHES)
-    return zbcompile.pipeline(model_of(MANY), vocab=1, **given, **options).compile(
+    return zbcompile.pipeline(model_of(MANY), vocab=1, **choices, **options).compile(
         *batch.args, target=batch.target
     )
 
@@ -64,8 +64,8 @@ def test_auto_shards_where_that_makes_the_step_shorter(
     batch, schedule = batch_of(words, 4), build("1f1b", 2, 8)
     model = model_of(words, layers)
     step = export_training_step(model, batch.args, {}, batch.target, next_byte_loss)
-    asked = choose_sharding(step.copy(), schedule, Choices(vocab=1))
-    assert asked is not None
-    redistributed, sharded = predict_steps(asked, schedule, Hardware.find("cpu-core"))
+    requested = choose_sharding(step.copy(), schedule, Choices(vocab=1))
+    assert requested is not None
+    redistributed, sharded = predict_steps(requested, schedule, Hardware.find("cpu-core"))
     assert (sharded < WORTH * redistributed) == shards
     assert (choose_sharding(step, schedule, Choices(vocab="auto")) is not None) == shards

@@ -54,14 +54,14 @@ def on_a_rank() -> list[float]:
     with patch.dict(
         os.environ, RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world, LOCAL_WORLD_SIZE=world
     ):
-        found = train(ranks=None, updates=UPDATES, accumulate=ACCUMULATE)
+        result = train(ranks=None, updates=UPDATES, accumulate=ACCUMULATE)
         AcceleratorState._reset_state(reset_partial_state=True)
-    return found
+    return result
 
 
 @pytest.mark.beyond_sample
 @pytest.mark.slow
 def test_the_losses_of_the_plain_loop_in_two_processes(pool: Pool) -> None:
     expected = plain()
-    for found in pool.run(on_a_rank, timeout=240):
-        assert found == pytest.approx(expected, abs=2e-6)
+    for result in pool.run(on_a_rank, timeout=240):
+        assert result == pytest.approx(expected, abs=2e-6)

@@ -35,8 +35,8 @@ def test_every_item_is_there() -> None:
     """Its script, and the options that it gives it."""
     root = Path(gpu_hour.__file__).parents[1]
     for item in gpu_hour.ITEMS:
-        scripts = [each for each in (*item.arguments, *item.shorter) if each.endswith(".py")]
-        assert all((root / each).is_file() for each in scripts), item.name
+        scripts = [entry for entry in (*item.arguments, *item.shorter) if entry.endswith(".py")]
+        assert all((root / entry).is_file() for entry in scripts), item.name
 
 
 def _is_gone(pid: str) -> bool:
@@ -80,7 +80,7 @@ def test_one_item_stands_still_and_the_rest_goes_on(
 def test_a_real_item_on_the_pretended_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if (reason := why_not()) is not None:
         pytest.skip(reason)
-    asked = ("--pretended", "--only", "nccl", "--output", str(tmp_path))
-    monkeypatch.setattr(sys, "argv", ["gpu_hour.py", *asked])
+    requested = ("--pretended", "--only", "nccl", "--output", str(tmp_path))
+    monkeypatch.setattr(sys, "argv", ["gpu_hour.py", *requested])
     assert gpu_hour.main() == 0
     assert "all_reduce: right" in (tmp_path / "nccl.log").read_text()

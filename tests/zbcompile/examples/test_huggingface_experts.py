@@ -41,9 +41,9 @@ def trained(name: str, schedule: str, factor: float) -> tuple[int, Tensor, dict[
     )
     rank = mesh["ep"].get_local_rank()
     loss = pipe.step(input_ids=batch_of(rank), labels=batch_of(rank))
-    found = gradients_of(pipe)
+    result = gradients_of(pipe)
     pipe.close()
-    return rank, loss, found
+    return rank, loss, result
 
 
 def dropless(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
@@ -77,23 +77,23 @@ class Everywhere:
         if rank == 0:
             self.made = made
         self.barrier.wait()
-        own = self.made.chunk(RANKS)[rank]
+        local = self.made.chunk(RANKS)[rank]
         self.barrier.wait()
-        return own
+        return local
 
     def losses(self, models: list[Any], inputs: list[Tensor]) -> list[Tensor]:
-        found: list[Any] = [None] * RANKS
+        result: list[Any] = [None] * RANKS
 
         def run(rank: int) -> None:
             self.ranks[threading.get_ident()] = rank
-            found[rank] = models[rank](input_ids=inputs[rank], labels=inputs[rank]).loss
+            result[rank] = models[rank](input_ids=inputs[rank], labels=inputs[rank]).loss
 
         threads = [threading.Thread(target=run, args=(rank,)) for rank in range(RANKS)]
-        for each in threads:
-            each.start()
-        for each in threads:
-            each.join()
-        return found
+        for item in threads:
+            item.start()
+        for item in threads:
+            item.join()
+        return result
 
 
 def oracle(name: str) -> tuple[Tensor, dict[str, Tensor]]:
@@ -108,17 +108,17 @@ def oracle(name: str) -> tuple[Tensor, dict[str, Tensor]]:
     parts = [batch_of(rank).chunk(MICROBATCHES) for rank in range(RANKS)]
     for i in range(MICROBATCHES):
         losses = [
-            each / (MICROBATCHES * RANKS)
-            for each in everywhere.losses(models, [p[i] for p in parts])
+            item / (MICROBATCHES * RANKS)
+            for item in everywhere.losses(models, [p[i] for p in parts])
         ]
         torch.autograd.backward(losses)
         for rank, loss in enumerate(losses):
             scaled[rank].append(loss.detach())
     gradients = {}
     for name_, parameter in models[0].named_parameters():
-        others = [model.get_parameter(name_).grad for model in models[1:]]
-        whole = ".experts." in name_ and "shared" not in name_
-        gradients[name_] = parameter.grad if whole else reduce(torch.add, others, parameter.grad)
+        rest = [model.get_parameter(name_).grad for model in models[1:]]
+        full = ".experts." in name_ and "shared" not in name_
+        gradients[name_] = parameter.grad if full else reduce(torch.add, rest, parameter.grad)
     return reduce(torch.add, [loss for rank in scaled for loss in rank]), gradients
 
 
@@ -139,13 +139,13 @@ def test_transformers_experts_on_two_ranks_beside_two_of_a_pipeline(
     loss, expected = oracle(name)
     for rank, ours, gradients in pool.run(trained, name, schedule, factor, ranks=4):
         assert torch.equal(ours, loss)
-        for each, gradient in gradients.items():
-            own = (
-                expected[each].chunk(RANKS)[rank]
-                if gradient.shape != expected[each].shape
-                else expected[each]
+        for item, gradient in gradients.items():
+            local = (
+                expected[item].chunk(RANKS)[rank]
+                if gradient.shape != expected[item].shape
+                else expected[item]
             )
-            assert torch.equal(gradient, own), each
+            assert torch.equal(gradient, local), item
 
 
 def test_a_model_without_experts_is_refused() -> None:

@@ -79,22 +79,22 @@ def batch() -> Tensor:
 def trained(make: Callable[[], Any]) -> tuple[float, dict[str, float]]:
     """By how much loss and gradients differ from those of one process; experts, if any,
     stay whole."""
-    mesh, whole = mesh_of(pp=dist.get_world_size() // 2, tp=2), make()
-    plan = {pattern: style for pattern, style in whole.tp_plan.items() if "experts" not in pattern}
+    mesh, full = mesh_of(pp=dist.get_world_size() // 2, tp=2), make()
+    plan = {pattern: style for pattern, style in full.tp_plan.items() if "experts" not in pattern}
     model = apply_tensor_parallel_plan(make(), mesh["tp"], plan)
     loss = torch.zeros(())
     for rows in batch().chunk(MICROBATCHES):
-        part = whole(input_ids=rows, labels=rows).loss / MICROBATCHES
+        part = full(input_ids=rows, labels=rows).loss / MICROBATCHES
         part.backward()
         loss = loss + part.detach()
     pipe = zbcompile.pipeline(model, mesh=mesh, schedule="zb-h1", microbatches=MICROBATCHES)
     ours = pipe.step(input_ids=batch(), labels=batch())
-    expected = dict(whole.named_parameters())
+    expected = dict(full.named_parameters())
     far = {}
     for name, parameter in pipe.named_parameters():
-        gradient, other = parameter.grad, expected[name].grad
+        gradient, second = parameter.grad, expected[name].grad
         gradient = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient  # type: ignore[union-attr]
-        far[name] = float((gradient - other).abs().max() / other.abs().max())
+        far[name] = float((gradient - second).abs().max() / second.abs().max())
     pipe.close()
     return float((ours - loss).abs() / loss), far
 
@@ -108,11 +108,11 @@ def test_gradients_are_those_of_one_process(
 ) -> None:
     """On two ranks each has the whole pipeline."""
     pool.rehearse(qwen)  # imports transformers for all ranks
-    found = pool.run(trained, make, ranks=ranks)
-    for loss, far in found:
+    outcome = pool.run(trained, make, ranks=ranks)
+    for loss, far in outcome:
         assert loss <= BOUND
         assert max(far.values()) <= BOUND, far
-    assert {name for _, far in found for name in far} == {
+    assert {name for _, far in outcome for name in far} == {
         name for name, _ in make().named_parameters()
     }
 
@@ -212,5 +212,5 @@ def test_stages_have_one_graph_whose_layers_have_buffers_and_get_dtensors(change
         ]
 
 
-def _doubled(module: nn.Module, given: Any, result: Any) -> Any:
+def _doubled(module: nn.Module, options: Any, result: Any) -> Any:
     return result * 2

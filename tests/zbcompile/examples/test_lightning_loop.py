@@ -28,14 +28,14 @@ def eager(net: nn.Module, after: Callable[[], object] = lambda: None) -> list[fl
     optimizer = torch.optim.AdamW(net.parameters(), lr=LEARNING_RATE)
     for inputs, target in loader(0):
         parts = zip(inputs.chunk(MICROBATCHES), target.chunk(MICROBATCHES), strict=True)
-        found = [cross_entropy(net(x), y) / MICROBATCHES for x, y in parts]
-        for loss in found:
+        result = [cross_entropy(net(x), y) / MICROBATCHES for x, y in parts]
+        for loss in result:
             loss.backward()
         torch.nn.utils.clip_grad_norm_(net.parameters(), CLIP)
         optimizer.step()
         optimizer.zero_grad()
         after()
-        losses.append(sum(loss.detach() for loss in found).item())  # type: ignore[union-attr]
+        losses.append(sum(loss.detach() for loss in result).item())  # type: ignore[union-attr]
     return losses
 
 

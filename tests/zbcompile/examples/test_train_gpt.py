@@ -115,9 +115,9 @@ def record(in_process: bool) -> StepRecord:
             RecordedSpan("BW1.0", 2, 4),
         ],
     }
-    held = {0: [1_000_000], 1: [2_000_000]}
+    stored = {0: [1_000_000], 1: [2_000_000]}
     return StepRecord(
-        spans, held, {}, 7.0, 0.0, in_process, build("1f1b", ranks=2, microbatches=1), {}
+        spans, stored, {}, 7.0, 0.0, in_process, build("1f1b", ranks=2, microbatches=1), {}
     )
 
 

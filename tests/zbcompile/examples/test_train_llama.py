@@ -25,10 +25,10 @@ def trained(*arguments: str) -> str:
 def test_two_processes(pool: Pool) -> None:
     """Which share each matrix; the dimensions of larger meshes together:
     `engine/test_dtensor.py`."""
-    printed, other = pool.run(
+    printed, second = pool.run(
         trained, "--dp", "1", "--pp", "1", "--schedule", "zb-h1", "--verify", ranks=2
     )
-    assert other == ""
+    assert second == ""
     differs = re.search(
         r"loss differs by ([\d.e+-]+) of it, gradients by at most ([\d.e+-]+) of", printed
     )

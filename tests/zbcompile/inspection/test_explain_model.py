@@ -28,12 +28,12 @@ def explained(model: nn.Module, *args: Any, **options: Any) -> zbcompile.Explana
 def test_a_gpt(capsys: pytest.CaptureFixture[str]) -> None:
     """What it prints is the explanation."""
     model = GPT(layers=3, width=32, heads=2, length=16, tied=True)
-    found = explained(model, TOKENS, loss=next_byte_loss, target=TOKENS)
-    assert capsys.readouterr().out == f"{found}\n"
-    assert found.supported
-    assert found.inputs == ("args[0] int64[2, 16]", "target int64[2, 16]")
-    assert "1 tied to another" in found.parameters
-    assert found.cuts > 30
+    outcome = explained(model, TOKENS, loss=next_byte_loss, target=TOKENS)
+    assert capsys.readouterr().out == f"{outcome}\n"
+    assert outcome.supported
+    assert outcome.inputs == ("args[0] int64[2, 16]", "target int64[2, 16]")
+    assert "1 tied to another" in outcome.parameters
+    assert outcome.cuts > 30
 
 
 class Changing(MLP):
@@ -68,11 +68,11 @@ def test_an_explanation_leaves_the_model_as_it_was() -> None:
 def test_an_explanation_changes_nothing() -> None:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Dropout(0.5))
     before, state = torch.get_rng_state(), {k: v.clone() for k, v in model.state_dict().items()}
-    found = explained(model)
+    outcome = explained(model)
     assert torch.equal(before, torch.get_rng_state())
     assert all(torch.equal(state[k], v) for k, v in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
-    assert any("running_mean" in note and "dualpipe" in note for note in found.notes)
+    assert any("running_mean" in note and "dualpipe" in note for note in outcome.notes)
 
 
 @torch.library.custom_op("zbcompile_tests::one_way", mutates_args=())
@@ -159,20 +159,20 @@ HERE = r"test_explain_model\.py:\d+"
     ],
 )
 def test_problems(make: Callable[[], nn.Module], options: dict[str, Any], message: str) -> None:
-    found = explained(make(), **options)
-    assert any(re.search(message, problem, re.DOTALL) for problem in found.problems), str(found)
+    outcome = explained(make(), **options)
+    assert any(re.search(message, problem, re.DOTALL) for problem in outcome.problems), str(outcome)
 
 
 def test_problems_of_several_modules_are_found_at_once() -> None:
-    found = explained(WithoutMomentum())
-    assert len(found.problems) == 2
-    assert all("momentum=None" in problem for problem in found.problems)
+    outcome = explained(WithoutMomentum())
+    assert len(outcome.problems) == 2
+    assert all("momentum=None" in problem for problem in outcome.problems)
 
 
 def test_without_a_loss_the_sum_of_the_outputs_shows_the_cuts() -> None:
-    found = explained(MLP(), loss=None)
-    assert "the sum of the outputs" in found.loss
-    assert found.cuts
+    outcome = explained(MLP(), loss=None)
+    assert "the sum of the outputs" in outcome.loss
+    assert outcome.cuts
 
 
 class Recurrent(nn.GRU):
@@ -182,6 +182,6 @@ class Recurrent(nn.GRU):
 
 @pytest.mark.slow
 def test_what_only_exact_refuses_is_a_note() -> None:
-    found = explained(nn.Sequential(nn.Linear(WIDTH, WIDTH), Recurrent(WIDTH, WIDTH)))
-    assert found.supported
-    assert any("exact=True is not possible" in note for note in found.notes)
+    outcome = explained(nn.Sequential(nn.Linear(WIDTH, WIDTH), Recurrent(WIDTH, WIDTH)))
+    assert outcome.supported
+    assert any("exact=True is not possible" in note for note in outcome.notes)

@@ -237,8 +237,8 @@ def test_all_graphs_are_written(tmp_path: Path, tiny: Path, inspect: Callable[..
 @pytest.mark.slow
 def test_fake_tensors_show_the_same(inspect: Callable[..., str]) -> None:
     """For the same hardware: with fake tensors that is not taken to be the machine at hand."""
-    asked = (f"{TARGETS}:gpt", "--hardware", "cpu-core")
-    assert inspect(*asked, "--fake") == inspect(*asked)
+    requested = (f"{TARGETS}:gpt", "--hardware", "cpu-core")
+    assert inspect(*requested, "--fake") == inspect(*requested)
 
 
 def test_json_agrees_with_itself(inspect: Callable[..., str]) -> None:
@@ -287,10 +287,10 @@ def test_every_figure_is_explained(tiny: Path, inspect: Callable[..., str]) -> N
         (ROOT / "docs" / "inspect.md").read_text().partition("## `--json`")[2].partition("\n## ")[0]
     )
     words = set(re.findall(r"`([^`]+)`", section))
-    given = (f"{tiny}:two", "--schedule", "1f1b", "--json")
-    data = json.loads(inspect(*given))
+    options = (f"{tiny}:two", "--schedule", "1f1b", "--json")
+    data = json.loads(inspect(*options))
     assert columns(data) - words == {"schema"}
-    assert columns(json.loads(inspect(*given, "--compare", "1f1b", "--passes"))) <= {
+    assert columns(json.loads(inspect(*options, "--compare", "1f1b", "--passes"))) <= {
         *words,
         "schema",
     }
@@ -298,10 +298,10 @@ def test_every_figure_is_explained(tiny: Path, inspect: Callable[..., str]) -> N
 
 @pytest.mark.slow
 def test_costs_of_a_file_are_the_textbooks(tiny: Path, inspect: Callable[..., str]) -> None:
-    given = (f"{tiny}:two", "--schedule", "1f1b", "--ranks", 2, "--microbatches", 4, "--json")
+    options = (f"{tiny}:two", "--schedule", "1f1b", "--ranks", 2, "--microbatches", 4, "--json")
     costs = tiny.with_name("costs.json")
     costs.write_text('{"forward": [2, 2], "backward": [2, 2], "weight": [2, 2]}')
-    assert json.loads(inspect(*given, "--costs", costs))["prediction"]["step"] == (4 + 2 - 1) * 6
+    assert json.loads(inspect(*options, "--costs", costs))["prediction"]["step"] == (4 + 2 - 1) * 6
 
 
 @pytest.mark.parametrize("ending", ["txt", "svg", "html", "json"])
@@ -312,7 +312,7 @@ def test_a_timeline_is_written(tiny: Path, ending: str, inspect: Callable[..., s
 
 
 @pytest.mark.parametrize(
-    ("target", "says"),
+    ("target", "message"),
     [
         ("nothing", "names no function; expected package.module:name or path/file.py:name"),
         ("no.such.module:f", "No module named 'no'"),
@@ -329,13 +329,13 @@ def test_a_timeline_is_written(tiny: Path, ending: str, inspect: Callable[..., s
     ],
 )
 def test_a_wrong_target_is_one_line(
-    target: str, says: str, tiny: Path, refuse: Callable[..., str]
+    target: str, message: str, tiny: Path, refuse: Callable[..., str]
 ) -> None:
-    assert says in refuse(target.format(tiny=tiny))
+    assert message in refuse(target.format(tiny=tiny))
 
 
 @pytest.mark.parametrize(
-    ("option", "value", "says"),
+    ("option", "value", "message"),
     [
         ("--graph", "7.B", "stage 7 does not exist: zb-v on 2 ranks has stages 0 to 3"),
         ("--graph", "1.X", "expected STAGE.PASS such as 1.B"),
@@ -353,9 +353,9 @@ def test_a_wrong_target_is_one_line(
     ],
 )
 def test_a_wrong_option_is_one_line(
-    option: str, value: str, says: str, tiny: Path, refuse: Callable[..., str]
+    option: str, value: str, message: str, tiny: Path, refuse: Callable[..., str]
 ) -> None:
-    assert says in refuse(f"{tiny}:two", option, value.format(tiny=tiny))
+    assert message in refuse(f"{tiny}:two", option, value.format(tiny=tiny))
 
 
 def test_what_the_target_prints_is_no_part_of_the_report(

@@ -55,14 +55,14 @@ def test_what_was_simulated_is_found_again() -> None:
 
 def test_time_in_which_nothing_was_missing_is_overhead() -> None:
     record = simulated_record(Costs((2, 2), (2, 2), (1, 1)), host=0.25)
-    whole = record.timeline.finish
+    full = record.timeline.finish
     for rank in (0, 1):
         busy = sum(end - start for _, start, end in record.spans[rank])
-        assert sum(record.idle[rank].values()) == pytest.approx(whole - busy)
+        assert sum(record.idle[rank].values()) == pytest.approx(full - busy)
     assert record.idle[0]["overhead"] == pytest.approx(0.25 * sum(_waits_for_nothing(record)))
     path = critical_path(record.timeline)
     assert sum(leg.end - leg.start + leg.travel + leg.overhead for leg in path) == pytest.approx(
-        whole
+        full
     )
     assert time_by_kind(path)["overhead"] > 0
     gaps = [gap for gap in record.timeline.idle if gap.cause == "overhead"]
@@ -79,9 +79,9 @@ def test_the_difference_is_attributed_without_a_rest() -> None:
     costs = Costs((2, 2), (2, 2), (1, 1), comm=0.1)
     predicted = simulate(SCHEDULE, costs)
     slower = simulated_record(Costs((3, 2), (2, 4), (1, 1), comm=0.7), host=0.125)
-    found = compare_step(slower, predicted, CostSource(costs, "by hand"), MANIFEST)
-    ranks, passes = map(values_of, (found.ranks, found.passes))
-    for row, step in zip(ranks, [found.measured, predicted] * 2, strict=True):
+    result = compare_step(slower, predicted, CostSource(costs, "by hand"), MANIFEST)
+    ranks, passes = map(values_of, (result.ranks, result.passes))
+    for row, step in zip(ranks, [result.measured, predicted] * 2, strict=True):
         parts = row["compute"] + sum(row[column] for column in COLUMNS)
         assert parts == pytest.approx(step.finish)
     assert [row["step"] for row in ranks] == ["measured", "predicted"] * 2
@@ -89,8 +89,8 @@ def test_the_difference_is_attributed_without_a_rest() -> None:
     assert (ranks[0]["overhead"] > 0, ranks[1]["overhead"]) == (True, 0)
     assert [row["peak activations"] for row in ranks[::2]] == [20, 15]
     assert (passes[1]["stage"], passes[1]["B"]) == (1, pytest.approx(4))
-    assert found.notes == ()
-    assert max(map(len, to_text(found.tables()).splitlines())) <= WIDTH
+    assert result.notes == ()
+    assert max(map(len, to_text(result.tables()).splitlines())) <= WIDTH
 
 
 def values_of(rows: Sequence[Sequence[Figure]]) -> list[dict[str, Any]]:
@@ -111,7 +111,7 @@ def test_another_program_is_said_to_be_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage", "says"),
+    ("damage", "message"),
     [
         (lambda text: "F0.0", "is not a step record"),
         (lambda text: text.replace('"zbcompile step"', '"a novel"'), "is not a step record"),
@@ -120,10 +120,12 @@ def test_another_program_is_said_to_be_one() -> None:
         (lambda text: text.replace('"step_time"', '"time"'), "damaged or incomplete"),
     ],
 )
-def test_a_file_that_is_no_record(damage: Callable[[str], str], says: str, tmp_path: Path) -> None:
+def test_a_file_that_is_no_record(
+    damage: Callable[[str], str], message: str, tmp_path: Path
+) -> None:
     file = tmp_path / "step.json"
     file.write_text(damage(record_to_text(simulated_record(Costs.uniform(2)))))
-    with pytest.raises(zbcompile.PipelineError, match=says):
+    with pytest.raises(zbcompile.PipelineError, match=message):
         read_record(file)
 
 
@@ -177,6 +179,6 @@ def test_a_notebook_shows_the_pictures() -> None:
     assert record is not None
     expected = load_costs(program, "flops")
     timeline = simulate(program.lowered, expected.costs)
-    for shown in (program.schedule, program.lowered, timeline, program, record):
-        assert shown._repr_html_().count("<svg") == 1
+    for printed in (program.schedule, program.lowered, timeline, program, record):
+        assert printed._repr_html_().count("<svg") == 1
     assert "s (bubble" in program._repr_html_()

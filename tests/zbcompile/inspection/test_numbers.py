@@ -95,24 +95,24 @@ def layers(recompute: str = "off") -> Program:
 def test_an_operation_of_unknown_cost_is_named_and_takes_its_bytes(
     inspect: Callable[..., Any],
 ) -> None:
-    found = inspect("net", "--schedule", "zb-h1")
+    result = inspect("net", "--schedule", "zb-h1")
     assert (
         "FLOPs unknown, so timed by the bytes that they move: numbers.twice."
-        in found["notes"]["notes"][0]
+        in result["notes"]["notes"][0]
     )
 
 
 def test_one_schedule_named_twice_is_one_number(inspect: Callable[..., Any]) -> None:
-    one, other = inspect("net", "--compare", "zb-h1,zb-h1", "--costs", "measured")["compared"]
-    assert one == other
+    one, second = inspect("net", "--compare", "zb-h1,zb-h1", "--costs", "measured")["compared"]
+    assert one == second
 
 
 @pytest.mark.slow
 def test_what_is_alive_while_b_rebuilds_counts() -> None:
     """Full recomputation keeps little, and needs what it rebuilds."""
-    whole, rebuilt = layers(), layers("full")
+    complete, rebuilt = layers(), layers("full")
     waits, alive = ([], [])  # type: tuple[list[float], list[float]]
-    for program in (whole, rebuilt):
+    for program in (complete, rebuilt):
         costs = predicted_costs(program)
         waits.append(max(simulate(program.schedule, costs).peak_memory))
         alive.append(max(memory.activations for memory in rank_memories(program, costs, {})))
@@ -124,9 +124,9 @@ def test_what_is_alive_while_b_rebuilds_counts() -> None:
 @pytest.mark.parametrize("name", [pytest.param("net", marks=pytest.mark.beyond_sample), "half"])
 def test_fake_models_run_on_a_gpu(name: str, inspect: Callable[..., Any]) -> None:
     """Not on a CPU core, where a step takes a quarter of an hour; of half precision too."""
-    found = inspect(name, "--schedule", "zb-h1", "--fake")
-    assert "NVIDIA H100" in found["model"]["predicted"]
-    assert found["prediction"]["step"] < 0.01
+    result = inspect(name, "--schedule", "zb-h1", "--fake")
+    assert "NVIDIA H100" in result["model"]["predicted"]
+    assert result["prediction"]["step"] < 0.01
 
 
 def test_a_split_costs_something() -> None:
@@ -143,10 +143,10 @@ def test_numbers_have_units_and_no_sign_of_nothing() -> None:
     costs = replace(
         Costs.uniform(2, 1e-3, 1e-3, 1e-3, activation=1.578e5), time_unit="s", memory_unit="B"
     )
-    shown = simulate(build("1f1b", 2, 4), costs)
-    assert "makespan 15 ms" in summary(shown)
-    assert summary(shown).endswith(" KiB")
-    first = [format_figure(figure) for figure in rank_table(shown).rows[0]]
+    printed = simulate(build("1f1b", 2, 4), costs)
+    assert "makespan 15 ms" in summary(printed)
+    assert summary(printed).endswith(" KiB")
+    first = [format_figure(figure) for figure in rank_table(printed).rows[0]]
     assert (first[0], first[1], first[-1]) == ("0", "12 ms", "308.2 KiB")
 
 

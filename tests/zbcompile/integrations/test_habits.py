@@ -71,12 +71,12 @@ def adapted() -> Any:
     """With two adapters, neither of which is zero."""
     peft = pytest.importorskip("peft")
     kind = peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True)
-    found = peft.get_peft_model(gpt2(), kind, adapter_name="one")
-    found.add_adapter("two", kind)
-    for name, parameter in found.named_parameters():
+    result = peft.get_peft_model(gpt2(), kind, adapter_name="one")
+    result.add_adapter("two", kind)
+    for name, parameter in result.named_parameters():
         if "lora_B" in name:
             nn.init.normal_(parameter, std=0.02)
-    return found.train()
+    return result.train()
 
 
 def adapters_take_turns() -> None:
@@ -98,11 +98,11 @@ def adapters_take_turns() -> None:
         assert_alike(pipe, theirs)
         compare_step(pipe, theirs)
     assert_same_tensors(pipe.state_dict(full=True), theirs.state_dict(), "trained")
-    other = adapted()
-    close_into(pipe, other)
-    for net in (other, theirs):
+    second = adapted()
+    close_into(pipe, second)
+    for net in (second, theirs):
         net.merge_adapter()
-    assert_same_tensors(other.state_dict(), theirs.state_dict(), "merged")
+    assert_same_tensors(second.state_dict(), theirs.state_dict(), "merged")
 
 
 def saved_as_transformers_does(folder: str) -> None:
@@ -124,10 +124,10 @@ def saved_as_transformers_does(folder: str) -> None:
         assert_same_tensors(
             GPT2LMHeadModel.from_pretrained(folder).state_dict(), theirs.state_dict(), "saved"
         )
-    other = gpt2()
-    close_into(pipe, other)
+    second = gpt2()
+    close_into(pipe, second)
     one, two = (
-        net.generate(IDS[:, :4], max_new_tokens=4, do_sample=False) for net in (other, theirs)
+        net.generate(IDS[:, :4], max_new_tokens=4, do_sample=False) for net in (second, theirs)
     )
     assert torch.equal(one, two)
 

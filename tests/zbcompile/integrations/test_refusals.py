@@ -70,16 +70,16 @@ def test_what_the_trainer_decides_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "message"),
     [
         ({"pipeline": {"model": 1}}, r"pipeline=\{'model': \.\.\.\}: pass model= to the trainer"),
         *(({"model": model}, "model=.*: pass an nn.Module") for model in ("gpt2", None)),
     ],
 )
 def test_wrong_arguments_are_one_kind_of_error(
-    options: dict[str, Any], says: str, tmp_path: Path
+    options: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(zbcompile.PipelineError, match=f"^PipelineTrainer.*{says}"):
+    with pytest.raises(zbcompile.PipelineError, match=f"^PipelineTrainer.*{message}"):
         PipelineTrainer(**{"model": torch.nn.Linear(2, 2), "args": arguments(tmp_path), **options})
 
 

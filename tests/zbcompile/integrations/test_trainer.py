@@ -40,13 +40,13 @@ def _little_to_search() -> None:
 
 def samples(count: int, seed: int = 0) -> list[dict[str, torch.Tensor]]:
     """Sequences of which a part, another one each time, has no labels."""
-    source, found = torch.Generator().manual_seed(seed), []
+    source, result = torch.Generator().manual_seed(seed), []
     for _ in range(count):
         ids = torch.randint(0, 32, (12,), generator=source)
         labels = ids.clone()
         labels[: int(torch.randint(0, 10, (), generator=source))] = -100
-        found.append({"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels})
-    return found
+        result.append({"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels})
+    return result
 
 
 def gpt2(vocabulary: int = 32) -> GPT2LMHeadModel:
@@ -62,11 +62,11 @@ def adapted(model: GPT2LMHeadModel) -> Any:
     kind = peft.LoraConfig(
         r=2, target_modules=["c_attn"], fan_in_fan_out=True, modules_to_save=["lm_head"]
     )
-    found = peft.get_peft_model(model, kind)
-    for name, parameter in found.named_parameters():
+    result = peft.get_peft_model(model, kind)
+    for name, parameter in result.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.02)
-    return found
+    return result
 
 
 def arguments(folder: Path | str, **options: Any) -> TrainingArguments:
@@ -88,19 +88,22 @@ def trained(
 ) -> Trainer:
     """A trainer that has trained, as a pipeline if there are options for one. It evaluates batches
     of 8: of 20 samples (`evaluated`) the last one has another size."""
-    given: dict[str, Any] = {
+    choices: dict[str, Any] = {
         "train_dataset": samples(96),
         "eval_dataset": samples(options.pop("evaluated", 16), seed=3),
     }
-    given |= {
+    choices |= {
         name: options.pop(name) for name in ("compute_loss_func", "callbacks") if name in options
     }
     if stage := options.pop("zero", 0):
-        given["optimizer_cls_and_kwargs"] = torch.optim.AdamW, {"lr": 1e-2, "zero": stage}
+        choices["optimizer_cls_and_kwargs"] = torch.optim.AdamW, {"lr": 1e-2, "zero": stage}
     model = adapted(gpt2()) if options.pop("adapters", False) else gpt2()
-    made = PipelineTrainer if pipeline else Trainer
-    trainer = made(
-        model, arguments(folder, **options), **given, **({"pipeline": pipeline} if pipeline else {})
+    created = PipelineTrainer if pipeline else Trainer
+    trainer = created(
+        model,
+        arguments(folder, **options),
+        **choices,
+        **({"pipeline": pipeline} if pipeline else {}),
     )
     trainer.train(resume_from_checkpoint=resume)
     return trainer
@@ -126,15 +129,15 @@ def on_a_rank(folder: str, options: dict[str, Any]) -> Found:
         os.environ, RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world, LOCAL_WORLD_SIZE=world
     ):
         trainer = trained(folder, pipeline, **options)
-        found = trainer.state.log_history, trainer.evaluate()["eval_loss"]
+        result = trainer.state.log_history, trainer.evaluate()["eval_loss"]
         trainer.pipe.close()
         AcceleratorState._reset_state(reset_partial_state=True)
-    return found
+    return result
 
 
-def found_on_both(found: list[Found]) -> Found:
+def found_on_both(result: list[Found]) -> Found:
     """What both ranks found, which is the same."""
-    (first, evaluated), (second, other) = found
+    (first, evaluated), (second, other) = result
     assert all(
         logged(first, key) == logged(second, key) for key in ("loss", "grad_norm", "learning_rate")
     )
@@ -149,19 +152,21 @@ def test_twelve_steps_in_two_processes(tmp_path: Path, pool: Pool) -> None:
     plain = trained(tmp_path / "plain", None, max_steps=12, evaluated=20)
     saving = {"save_strategy": "steps", "save_steps": 4, "save_total_limit": 3}
     resuming = {"resume": str(tmp_path / "checkpoint-4")}
-    (whole, evaluated), (resumed, _) = (
+    (complete, evaluated), (resumed, _) = (
         found_on_both(
             pool.run(
-                on_a_rank, str(tmp_path), {"max_steps": 12, "evaluated": 20, **each}, timeout=240
+                on_a_rank, str(tmp_path), {"max_steps": 12, "evaluated": 20, **item}, timeout=240
             )
         )
-        for each in (saving, resuming)
+        for item in (saving, resuming)
     )
     for key in ("loss", "grad_norm"):
-        assert largest_difference(logged(whole, key), logged(plain.state.log_history, key)) <= 1e-6
-        assert logged(resumed, key) == logged(whole, key)
+        assert (
+            largest_difference(logged(complete, key), logged(plain.state.log_history, key)) <= 1e-6
+        )
+        assert logged(resumed, key) == logged(complete, key)
     assert abs(evaluated - plain.evaluate()["eval_loss"]) <= 1e-6
-    assert logged(whole, "total_flos") == logged(plain.state.log_history, "total_flos")
+    assert logged(complete, "total_flos") == logged(plain.state.log_history, "total_flos")
     plain.model.load_state_dict(
         GPT2LMHeadModel.from_pretrained(tmp_path / "checkpoint-12").state_dict()
     )
@@ -177,12 +182,12 @@ def test_two_replicas(tmp_path: Path, pool: Pool) -> None:
     options = {"data_seed": 7, "gradient_accumulation_steps": 2, "max_steps": 3}
     twice = {"per_device_train_batch_size": 16, "per_device_eval_batch_size": 16}
     plain = trained(tmp_path / "plain", None, **options, **twice)
-    wanted = plain.evaluate()["eval_loss"]
+    expected = plain.evaluate()["eval_loss"]
     for log, evaluated in pool.run(
         on_a_rank, str(tmp_path), {"zero": 1, **options}, ranks=4, timeout=240
     ):
         assert largest_difference(logged(log), logged(plain.state.log_history)) <= 2e-6
-        assert abs(evaluated - wanted) <= 2e-6
+        assert abs(evaluated - expected) <= 2e-6
 
 
 @pytest.mark.slow
@@ -204,12 +209,12 @@ def test_adapters_in_two_processes(tmp_path: Path, pool: Pool) -> None:
         "learning_rate": 1e-3,
     }
     plain = trained(tmp_path / "plain", None, **options)
-    wanted = plain.evaluate()["eval_loss"]
+    expected = plain.evaluate()["eval_loss"]
     for log, evaluated in pool.run(on_a_rank, str(tmp_path), options, timeout=240):
         for key in ("loss", "grad_norm", "eval_loss"):
             theirs = logged(plain.state.log_history, key)
             assert largest_difference(logged(log, key)[: len(theirs)], theirs) <= 2e-6, key
-        assert abs(evaluated - wanted) <= 2e-6
+        assert abs(evaluated - expected) <= 2e-6
     names = {file.name for file in (tmp_path / "checkpoint-4").iterdir()}
     assert {"adapter_model.safetensors", "adapter_config.json"} <= names
     assert not {"model.safetensors", "model.safetensors.index.json", "pipeline"} & names
@@ -220,9 +225,9 @@ def test_adapters_in_two_processes(tmp_path: Path, pool: Pool) -> None:
     again._load_from_checkpoint(str(tmp_path / "checkpoint-4"))
     plain = Trainer(read, arguments(tmp_path), eval_dataset=samples(16, seed=3))
     assert abs(again.evaluate()["eval_loss"] - plain.evaluate()["eval_loss"]) <= 2e-6
-    own = again.pipe.state_dict(full=True, frozen=False)
-    assert own.keys() == {
-        name for name, each in again.model.named_parameters() if each.requires_grad
+    local = again.pipe.state_dict(full=True, frozen=False)
+    assert local.keys() == {
+        name for name, item in again.model.named_parameters() if item.requires_grad
     }
     with pytest.raises(
         zbcompile.PipelineError, match=r"weights= of a model with adapters: load its base"
@@ -247,7 +252,7 @@ def test_adapters_go_on_with_the_same_bits(tmp_path: Path, pool: Pool) -> None:
     assert logged(resumed.state.log_history) == logged(log)
     assert resumed.evaluate()["eval_loss"] == evaluated
     (saved,) = checkpoints_in(tmp_path / "checkpoint-2" / "pipeline")
-    trains = {name for name, each in resumed.model.named_parameters() if each.requires_grad}
+    trains = {name for name, item in resumed.model.named_parameters() if item.requires_grad}
     assert {f"model.{name}" for name in trains} == {
         n for n in read_index(saved).metadata.state_dict_metadata if n.startswith("model.")
     }
@@ -287,13 +292,13 @@ def test_accumulation_and_clipping(tmp_path: Path) -> None:
         for kind, noted in runs
     )
     for key in ("loss", "grad_norm", "eval_loss"):
-        ours, theirs = (logged(each.state.log_history, key) for each in (piped, plain))
+        ours, theirs = (logged(item.state.log_history, key) for item in (piped, plain))
         assert largest_difference(ours, theirs) <= 2e-6, key
     assert runs[0][1].events == runs[1][1].events
     assert (
         largest_difference([piped.evaluate()["eval_loss"]], [plain.evaluate()["eval_loss"]]) <= 2e-6
     )
-    ours, theirs = (each.predict(samples(13, seed=9)) for each in (piped, plain))
+    ours, theirs = (item.predict(samples(13, seed=9)) for item in (piped, plain))
     torch.testing.assert_close(
         torch.tensor(ours.predictions), torch.tensor(theirs.predictions), rtol=0, atol=1e-5
     )

@@ -52,7 +52,7 @@ def test_the_bits_are_those_of_the_step(tmp_path: Path) -> None:
             parameter.data.fill_(-1)
         assert path.name == f"step-{step:08d}"
     pipe.close()
-    assert [each.name for each in checkpoints_in(tmp_path)] == ["step-00000002", "step-00000003"]
+    assert [item.name for item in checkpoints_in(tmp_path)] == ["step-00000002", "step-00000003"]
     for step, path in enumerate(checkpoints_in(tmp_path), 2):
         zbcompile.load_checkpoint(path, pipe := small_pipe())
         assert [p.unique().tolist() for p in pipe.parameters()] == [
@@ -80,7 +80,7 @@ def test_an_error_of_the_thread_surfaces(surfaces: str, tmp_path: Path) -> None:
         later[surfaces]()
     zbcompile.save_checkpoint(tmp_path, pipe, step=3)
     pipe.close()
-    assert [each.name for each in sorted(tmp_path.iterdir())] == ["step-00000001", "step-00000003"]
+    assert [item.name for item in sorted(tmp_path.iterdir())] == ["step-00000001", "step-00000003"]
 
 
 def test_a_plain_model_is_saved_at_once(tmp_path: Path) -> None:
@@ -137,9 +137,9 @@ def test_the_first_rank_waits_for_the_parts_of_all(
     program = str(small_program("zb-h1", 2))
     outcomes = pool.outcomes(save_in_the_background, program, str(tmp_path))
     assert [outcome.error for outcome in outcomes] == ["PipelineError"] * 2
-    found = r"was not finished: rank 1: .*part-00001.safetensors cannot be written: No space left"
-    assert all(re.search(found, outcome.text) for outcome in outcomes)
-    assert [each.name for each in sorted(tmp_path.iterdir())] == ["step-00000001"]
+    result = r"was not finished: rank 1: .*part-00001.safetensors cannot be written: No space left"
+    assert all(re.search(result, outcome.text) for outcome in outcomes)
+    assert [item.name for item in sorted(tmp_path.iterdir())] == ["step-00000001"]
     model = PROBLEM.model()
     zbcompile.load_checkpoint(tmp_path, model, optimizer_of(model.parameters()))
 

@@ -154,14 +154,14 @@ def test_buffers_groups_and_what_is_extra(tmp_path: Path) -> None:
         tmp_path, pipe, optimizer, extra={"seen": [1, 2], "rate": torch.ones(2)}
     )
     drawn = torch.rand(3)
-    other = Normed()
-    others = optimizer_over(dict(other.named_parameters()))
-    at = zbcompile.load_checkpoint(tmp_path, other, others)
+    second = Normed()
+    remaining = optimizer_over(dict(second.named_parameters()))
+    at = zbcompile.load_checkpoint(tmp_path, second, remaining)
     assert torch.equal(torch.rand(3), drawn)
     assert (at.step, at.extra["seen"], at.extra["rate"].tolist()) == (1, [1, 2], [1.0, 1.0])
-    assert_same_state(state_of(other, others), state_of(model, optimizer))
-    assert [group["lr"] for group in others.param_groups] == [0.1, 0.05]
-    assert [group["weight_decay"] for group in others.param_groups] == [0.5, 0]
+    assert_same_state(state_of(second, remaining), state_of(model, optimizer))
+    assert [group["lr"] for group in remaining.param_groups] == [0.1, 0.05]
+    assert [group["weight_decay"] for group in remaining.param_groups] == [0.5, 0]
 
 
 def test_an_interrupted_save_leaves_the_one_before(tmp_path: Path) -> None:
@@ -323,14 +323,16 @@ def test_frozen_parameters_may_stay_out(tmp_path: Path, pool: Pool) -> None:
     """Those of another rank as well; who loads keeps its own, and another model is still
     refused."""
     pool.run(save_without_frozen, str(tmp_path))
-    other = nn.Sequential(*(nn.Linear(4, 4) for _ in range(2)))
-    own = [layer.weight.clone() for layer in other]
-    zbcompile.load_checkpoint(tmp_path, other)
+    second = nn.Sequential(*(nn.Linear(4, 4) for _ in range(2)))
+    local = [layer.weight.clone() for layer in second]
+    zbcompile.load_checkpoint(tmp_path, second)
     torch.manual_seed(0)
     saved = nn.Sequential(*(nn.Linear(4, 4) for _ in range(2)))
-    assert all(torch.equal(layer.weight, weight) for layer, weight in zip(other, own, strict=True))
     assert all(
-        torch.equal(layer.bias, theirs.bias) for layer, theirs in zip(other, saved, strict=True)
+        torch.equal(layer.weight, weight) for layer, weight in zip(second, local, strict=True)
+    )
+    assert all(
+        torch.equal(layer.bias, theirs.bias) for layer, theirs in zip(second, saved, strict=True)
     )
     assert {
         name
@@ -404,8 +406,8 @@ def train_rows(program: str, folder: str, until: int) -> State:
     names = {id(parameter): name for name, parameter in pipe.named_parameters()}
     moments = {
         f"{names[id(p)]} {key}": value
-        for p, kept in optimizer.state.items()
-        for key, value in kept.items()
+        for p, retained in optimizer.state.items()
+        for key, value in retained.items()
     }
     weights = pipe.state_dict(full=True)
     pipe.close()
@@ -423,16 +425,16 @@ def test_rows_of_an_output_layer_are_put_together(pool: Pool, tmp_path: Path) ->
 
 def check_rows(folder: Path, ranks: list[State]) -> None:
     """A plain model reads what the ranks have."""
-    model, other = Words(), Words()
+    model, second = Words(), Words()
     optimizer = optimizer_of(model.parameters())
     zbcompile.load_checkpoint(folder, model, optimizer)
-    zbcompile.load_weights(folder / "weights", other)
-    found = state_of(model, optimizer)
-    assert_same_tensors(found.weights, ranks[0].weights, "weight")
-    assert_same_tensors(dict(other.state_dict()), ranks[0].weights, "weight in safetensors")
+    zbcompile.load_weights(folder / "weights", second)
+    result = state_of(model, optimizer)
+    assert_same_tensors(result.weights, ranks[0].weights, "weight")
+    assert_same_tensors(dict(second.state_dict()), ranks[0].weights, "weight in safetensors")
     for key in ("exp_avg", "exp_avg_sq"):
         rows = torch.cat([rank.moments[f"token.weight {key}"] for rank in ranks])
-        assert torch.equal(found.moments[f"token.weight.{key}"], rows)
+        assert torch.equal(result.moments[f"token.weight.{key}"], rows)
 
 
 def saved_with_extra(folder: str) -> list[str]:

@@ -40,9 +40,9 @@ values = st.recursive(
 def typed(value: Any) -> Any:
     """`value` with the type of everything in it, so that 1, True and 1.0 differ."""
     if isinstance(value, dict):
-        return type(value), [(typed(key), typed(each)) for key, each in value.items()]
+        return type(value), [(typed(key), typed(item)) for key, item in value.items()]
     return (
-        (type(value), [typed(each) for each in value])
+        (type(value), [typed(item) for item in value])
         if isinstance(value, list | tuple)
         else (type(value), value)
     )
@@ -91,11 +91,11 @@ class Rotary(nn.Module):
 
 
 def test_every_dtype_and_shape(tmp_path: Path) -> None:
-    model, other = Rotary(), Rotary()
+    model, second = Rotary(), Rotary()
     zbcompile.save_checkpoint(tmp_path, model)
-    zbcompile.load_checkpoint(tmp_path, other)
+    zbcompile.load_checkpoint(tmp_path, second)
     assert all(
-        torch.equal(value, other.state_dict()[name]) for name, value in model.state_dict().items()
+        torch.equal(value, second.state_dict()[name]) for name, value in model.state_dict().items()
     )
     model.angles = model.angles.to(torch.complex128)
     with pytest.raises(
@@ -128,10 +128,10 @@ def test_schedulers_and_tensor_options_come_back(make: Any, tmp_path: Path) -> N
         *((1.0,) if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau) else ())
     )
     zbcompile.save_checkpoint(tmp_path, model, optimizer, extra=scheduler.state_dict())
-    other = torch.optim.AdamW(model.parameters())
-    at = zbcompile.load_checkpoint(tmp_path, model, other)
+    second = torch.optim.AdamW(model.parameters())
+    at = zbcompile.load_checkpoint(tmp_path, model, second)
     assert typed(at.extra) == typed(scheduler.state_dict())
-    assert pformat(other.state_dict()) == pformat(optimizer.state_dict())
+    assert pformat(second.state_dict()) == pformat(optimizer.state_dict())
 
 
 class Bomb:
@@ -183,11 +183,11 @@ def test_pickles_are_never_read(
 
 
 def test_a_folder_that_is_missing_or_empty_is_said_to_be_so(tmp_path: Path) -> None:
-    for path, says in (
+    for path, message in (
         (tmp_path / "missing", "there is no folder"),
         (tmp_path, "holds no checkpoint"),
     ):
-        with pytest.raises(zbcompile.PipelineError, match=says):
+        with pytest.raises(zbcompile.PipelineError, match=message):
             zbcompile.verify_checkpoint(path)
 
 
@@ -198,18 +198,18 @@ def test_damage_is_found(tmp_path: Path) -> None:
         model.bias.data.fill_(step)
         newest = zbcompile.save_checkpoint(tmp_path, model, step=step)
     file = newest / "part-00000.safetensors"
-    whole = file.read_bytes()
+    full = file.read_bytes()
     damage = {
-        r"its SHA-256 differs": whole[:-1] + bytes([whole[-1] ^ 1]),
+        r"its SHA-256 differs": full[:-1] + bytes([full[-1] ^ 1]),
         r"its header differs": (
-            whole.replace(b"float", b"float").replace(b"BF16", b"F16 ").replace(b"U8", b"I8")
+            full.replace(b"float", b"float").replace(b"BF16", b"F16 ").replace(b"U8", b"I8")
         ),
-        r"has another size": whole[:-1],
+        r"has another size": full[:-1],
     }
-    for says, content in damage.items():
+    for message, content in damage.items():
         file.write_bytes(content)
-        if "SHA" not in says:
-            with pytest.raises(zbcompile.PipelineError, match=says):
+        if "SHA" not in message:
+            with pytest.raises(zbcompile.PipelineError, match=message):
                 zbcompile.load_checkpoint(tmp_path, model)
         with pytest.raises(
             zbcompile.PipelineError, match=r"SHA-256 differs|has another size|header differs"
@@ -235,9 +235,9 @@ def test_a_step_that_is_no_count_is_refused(step: Any, tmp_path: Path) -> None:
 def test_what_is_no_folder_is_called_that(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "link").symlink_to("nowhere")
-    for name, says in (
+    for name, message in (
         ("file", "it is a file"),
         ("link", "it is a link to nowhere, which does not exist"),
     ):
-        with pytest.raises(zbcompile.PipelineError, match=says):
+        with pytest.raises(zbcompile.PipelineError, match=message):
             zbcompile.save_checkpoint(tmp_path / name, nn.Linear(1, 1))

@@ -47,22 +47,22 @@ def whole(value: Any) -> Tensor:
 
 def contents(named: Any, optimizer: torch.optim.Optimizer) -> State:
     """Parameters and moments, whole."""
-    found = {}
+    result = {}
     for name, parameter in named:
-        found[name] = whole(parameter)
-        found |= {
+        result[name] = whole(parameter)
+        result |= {
             f"{name}.{key}": whole(value) for key, value in optimizer.state[parameter].items()
         }
-    return found
+    return result
 
 
-def require_weights(folder: Path, source: Any, found: State) -> None:
+def require_weights(folder: Path, source: Any, result: State) -> None:
     """The file of weights has what the checkpoint has."""
     for parameter in source.parameters():
         torch.nn.init.zeros_(parameter)
     zbcompile.load_weights(folder / "weights", source)
     weights = {name: whole(parameter) for name, parameter in source.named_parameters()}
-    assert_same_tensors(weights, {name: found[name] for name in weights}, "weight")
+    assert_same_tensors(weights, {name: result[name] for name in weights}, "weight")
 
 
 def trained(sizes: Sizes, earlier: Path | None, folder: Path) -> tuple[State, State]:
@@ -87,9 +87,9 @@ def in_one_process(folder: Path) -> State:
     model(torch.zeros(1, LENGTH, dtype=torch.long)).sum().backward()
     optimizer.step()
     zbcompile.load_checkpoint(folder, model, optimizer)
-    found = contents(model.named_parameters(), optimizer)
-    require_weights(folder, model, found)
-    return found
+    result = contents(model.named_parameters(), optimizer)
+    require_weights(folder, model, result)
+    return result
 
 
 MESHES: tuple[Sizes, ...] = ({"tp": 2}, {"pp": 2, "tp": 2})
@@ -126,20 +126,20 @@ def by_hand(folder: Path) -> tuple[State, State, State]:
     x, y = torch.randn(2, ROWS, POSITIONS, WIDTH).unbind()
     pipe.compile(x, target=y)
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.01)
-    found = []
+    result = []
     for act in (zbcompile.save_checkpoint, None, zbcompile.load_checkpoint):
         pipe.step(x, target=y)
         optimizer.step()
         if act is not None:
             act(folder, pipe, optimizer)
-        found.append(contents(pipe.named_parameters(), optimizer))
+        result.append(contents(pipe.named_parameters(), optimizer))
     with pytest.raises(
         zbcompile.PipelineError,
         match=r"is sharded by hand, so torch\.distributed\.checkpoint would",
     ):
         dcp.save({"model": pipe}, checkpoint_id=folder)
     pipe.close()
-    return found[0], found[1], found[2]
+    return result[0], result[1], result[2]
 
 
 @pytest.mark.slow

@@ -81,9 +81,11 @@ def same_folder(model: Any, folder: Path) -> None:
     assert (folder / "ours" / "config.json").read_text() == (
         folder / "theirs" / "config.json"
     ).read_text()
-    found, info = type(model).from_pretrained(folder / "ours", output_loading_info=True)
+    result, info = type(model).from_pretrained(folder / "ours", output_loading_info=True)
     assert not any(info.values())
-    assert_same_tensors(dict(found.state_dict()), dict(model.state_dict()), "read by transformers:")
+    assert_same_tensors(
+        dict(result.state_dict()), dict(model.state_dict()), "read by transformers:"
+    )
 
 
 @pytest.mark.beyond_sample
@@ -103,9 +105,9 @@ def test_ranks_hold_their_own(pool: Pool, tmp_path: Path) -> None:
     model = written("mixtral", tmp_path / "theirs")
     (first, one), (second, other) = pool.run(read_and_write, "mixtral", str(tmp_path))
     assert_same_tensors(first | second, dict(model.state_dict()), "read:")
-    whole = sum(parameter.numel() for parameter in model.parameters())
-    assert one + other == whole
-    assert max(one, other) < 0.7 * whole
+    full = sum(parameter.numel() for parameter in model.parameters())
+    assert one + other == full
+    assert max(one, other) < 0.7 * full
     same_folder(model, tmp_path)
 
 
@@ -129,7 +131,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         {"format": "pt"},
     )
     index = {
-        "weight_map": {name: each for name, each in weight_map(tmp_path).items() if name != lost}
+        "weight_map": {name: item for name, item in weight_map(tmp_path).items() if name != lost}
     }
     (tmp_path / INDEX).write_text(json.dumps(index))
     with pytest.raises(

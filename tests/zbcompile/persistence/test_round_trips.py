@@ -80,12 +80,12 @@ def trained(
         optimizer.zero_grad()
     if to is not None:
         zbcompile.save_checkpoint(to, pipe, optimizer, wait=False)
-    found = {
-        name: getattr(each, "full_tensor", lambda each=each: each)()
-        for name, each in pipe.state_dict(True).items()
+    result = {
+        name: getattr(item, "full_tensor", lambda item=item: item)()
+        for name, item in pipe.state_dict(True).items()
     }
     pipe.close()
-    return found
+    return result
 
 
 @pytest.mark.slow
@@ -95,14 +95,14 @@ def test_five_more_steps_have_the_same_bits(is_llama: bool, pool: Pool, tmp_path
     model, optimizer = plain(is_llama)
     zbcompile.save_checkpoint(tmp_path / "0", model, optimizer)
     folder = tmp_path / "0"
-    for number, (layout, other) in enumerate(pairwise([*layouts, layouts[0]]), 1):
+    for number, (layout, second) in enumerate(pairwise([*layouts, layouts[0]]), 1):
         pool.run(trained, folder, is_llama, layout, 2, tmp_path / f"{number}", ranks=4)
         folder, again = tmp_path / f"{number}", tmp_path / f"{number}-plain"
         model, optimizer = plain(is_llama)
         at = zbcompile.load_checkpoint(folder, model, optimizer)
         assert at.step == 2 * number
         zbcompile.save_checkpoint(again, model, optimizer, step=at.step)
-        ours = pool.run(trained, folder, is_llama, other, MORE, None, ranks=4)
-        theirs = pool.run(trained, again, is_llama, other, MORE, None, ranks=4)
+        ours = pool.run(trained, folder, is_llama, second, MORE, None, ranks=4)
+        theirs = pool.run(trained, again, is_llama, second, MORE, None, ranks=4)
         for one, two in zip(ours, theirs, strict=True):
-            assert_same_tensors(one, two, f"from {layout} to {other}, parameter")
+            assert_same_tensors(one, two, f"from {layout} to {second}, parameter")

@@ -61,9 +61,9 @@ def test_files_of_others(small_program: Callable[[str, int], Path], tmp_path: Pa
     save_file(theirs, tmp_path / "model.safetensors")
     pipe = zbcompile.load(small_program("zb-h1", 2))
     zbcompile.load_weights(tmp_path, pipe)
-    found = pipe.state_dict()
-    assert found["token.weight"].dtype == torch.float32
-    assert_same_tensors({name: found[name].bfloat16() for name in theirs}, theirs, "converted:")
+    result = pipe.state_dict()
+    assert result["token.weight"].dtype == torch.float32
+    assert_same_tensors({name: result[name].bfloat16() for name in theirs}, theirs, "converted:")
     batch = PROBLEM.batches(1, 8)[0]
     assert torch.isfinite(pipe.step(*batch.args, target=batch.target))
 
@@ -84,9 +84,9 @@ def test_to_and_from_transformers(tmp_path: Path) -> None:
     for target in ("parts", "single/model.safetensors"):
         zbcompile.save_weights(tmp_path / target, other)
         config.save_pretrained(tmp_path / target.partition("/")[0])
-        found = transformers.LlamaForCausalLM.from_pretrained(tmp_path / target.partition("/")[0])
+        result = transformers.LlamaForCausalLM.from_pretrained(tmp_path / target.partition("/")[0])
         assert_same_tensors(
-            dict(found.state_dict()), dict(model.state_dict()), "read by transformers:"
+            dict(result.state_dict()), dict(model.state_dict()), "read by transformers:"
         )
 
 
@@ -108,13 +108,13 @@ BROKEN: list[tuple[dict[str, bytes], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("files", "says"), BROKEN)
+@pytest.mark.parametrize(("files", "message"), BROKEN)
 def test_a_folder_that_cannot_be_read_says_why(
-    files: dict[str, bytes], says: str, tmp_path: Path
+    files: dict[str, bytes], message: str, tmp_path: Path
 ) -> None:
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
-    with pytest.raises(zbcompile.PipelineError, match=says):
+    with pytest.raises(zbcompile.PipelineError, match=message):
         zbcompile.load_weights(tmp_path, nn.Linear(2, 2))
 
 

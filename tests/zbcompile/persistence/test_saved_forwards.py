@@ -16,7 +16,7 @@ TARGET = "examples/targets.py:gpt"
 
 
 @pytest.fixture(scope="module")
-def whole() -> tuple[nn.Module, Tensor, Tensor]:
+def full() -> tuple[nn.Module, Tensor, Tensor]:
     """The model of the target, two of its microbatches, and the model's logits for them."""
     example = load_example(TARGET)
     tokens = torch.cat([example.args[0], example.args[0].flip(0)])
@@ -44,9 +44,9 @@ def log_probs_of(logits: Tensor, tokens: Tensor) -> Tensor:
 
 
 @pytest.mark.slow
-def test_a_forward_alone(tmp_path: Path, whole: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_forward_alone(tmp_path: Path, full: Any, capsys: pytest.CaptureFixture[str]) -> None:
     """No backward graph is in the directory; inspect reads it."""
-    model, tokens, logits = whole
+    model, tokens, logits = full
     compiled(tmp_path, "--only", "log_probs")
     assert not any('"BW"' in path.read_text() for path in tmp_path.glob("rank-*.json"))
     pipe = zbcompile.load(tmp_path, state_dict=model.state_dict())
@@ -75,8 +75,8 @@ def test_a_forward_alone(tmp_path: Path, whole: Any, capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.slow
-def test_log_probs_from_shards(tmp_path: Path, whole: Any) -> None:
-    model, tokens, logits = whole
+def test_log_probs_from_shards(tmp_path: Path, full: Any) -> None:
+    model, tokens, logits = full
     compiled(tmp_path, "--only", "log_probs", "--vocab", "1")
     pipe = zbcompile.load(tmp_path, state_dict=model.state_dict())
     with pipe.recording() as records:

@@ -39,6 +39,6 @@ def test_state_moves_between_levels_replicas_schedules_and_a_plain_optimizer(
     expected = in_one_process(training, tmp_path / "0")
     assert expected.moments
     for number in range(1, len(MOVES) + 2):
-        found = in_one_process(training, tmp_path / str(number))
-        assert_same_tensors(found.weights, expected.weights, f"checkpoint {number}, weights:")
-        assert_same_tensors(found.moments, expected.moments, f"checkpoint {number}, state:")
+        result = in_one_process(training, tmp_path / str(number))
+        assert_same_tensors(result.weights, expected.weights, f"checkpoint {number}, weights:")
+        assert_same_tensors(result.moments, expected.moments, f"checkpoint {number}, state:")

@@ -63,9 +63,11 @@ def moved(folder: Path, layouts: Any, dtype: torch.dtype) -> None:
         dcp.load({"model": pipe, "optimizer": optimizer}, checkpoint_id=folder / str(number))
         dcp.save({"model": pipe, "optimizer": optimizer}, checkpoint_id=folder / str(number + 1))
         assert optimizer.param_groups[0]["lr"] == 0.1
-        found = train(pipe, optimizer, 1)
+        result = train(pipe, optimizer, 1)
         if layouts is LAYOUTS or dtype is torch.float32:
-            close = {name: torch.allclose(found[name], expected[name], atol=1e-5) for name in found}
+            close = {
+                name: torch.allclose(result[name], expected[name], atol=1e-5) for name in result
+            }
             assert all(close.values()), close
         pipe.close()
 
@@ -95,6 +97,6 @@ def test_one_process_has_the_bits_of_five_more_steps(tmp_path: Path) -> None:
     pipe, optimizer = begin(0)
     train(pipe, optimizer, 2)
     dcp.save({"model": pipe, "optimizer": optimizer}, checkpoint_id=tmp_path, no_dist=True)
-    other, others = begin(1)
-    dcp.load({"model": other, "optimizer": others}, checkpoint_id=tmp_path, no_dist=True)
-    assert_same_tensors(train(other, others, 5), train(pipe, optimizer, 5), "parameter")
+    second, rest = begin(1)
+    dcp.load({"model": second, "optimizer": rest}, checkpoint_id=tmp_path, no_dist=True)
+    assert_same_tensors(train(second, rest, 5), train(pipe, optimizer, 5), "parameter")

@@ -51,9 +51,9 @@ def test_no_name_has_a_shorter_predicted_step() -> None:
     best = simulate(pipe.program.schedule, predicted_costs(pipe.program)).makespan
     for name in names():
         if name not in ("auto", "dualpipe") and admits(name, 2, 4):
-            other, _ = pipeline(name, exact=False)
+            second, _ = pipeline(name, exact=False)
             assert simulate(
-                other.program.schedule, predicted_costs(other.program)
+                second.program.schedule, predicted_costs(second.program)
             ).makespan >= best * (1 - 1e-6), name
 
 
@@ -99,8 +99,8 @@ def chosen_in_processes() -> tuple[str, float]:
 
 @pytest.mark.slow
 def test_all_ranks_choose_alike(pool: Pool) -> None:
-    (plan, loss), (other, same) = pool.run(chosen_in_processes)
-    assert (plan, loss) == (other, same)
+    (plan, loss), (second, same) = pool.run(chosen_in_processes)
+    assert (plan, loss) == (second, same)
     assert loss == float(
         eager_step(PROBLEM.model(), PROBLEM.loss, PROBLEM.batches(1, ROWS)[0], 4, 0)
     )
@@ -155,10 +155,10 @@ def test_the_recomputation_that_is_asked_for_is_kept() -> None:
 def test_schedules_that_change_memory_or_bits_are_not_chosen() -> None:
     """Two copies of the model, and weight gradients in another order than that of the
     microbatches."""
-    found = [
+    result = [
         name
-        for each in names_by_placement(lambda name: build(name, 4, 8)).values()
-        for name in each
+        for item in names_by_placement(lambda name: build(name, 4, 8)).values()
+        for name in item
     ]
-    assert {"dualpipe", "zb-h1-lazy", "auto"}.isdisjoint(found)
-    assert {"1f1b", "zb-h1", "zb-v", "interleaved-1f1b"} <= set(found)
+    assert {"dualpipe", "zb-h1-lazy", "auto"}.isdisjoint(result)
+    assert {"1f1b", "zb-h1", "zb-v", "interleaved-1f1b"} <= set(result)

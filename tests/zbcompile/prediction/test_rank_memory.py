@@ -43,7 +43,7 @@ def skips_counted_and_predicted(schedule: str, microbatches: int) -> tuple[int, 
 
 def _counted_and_predicted(example: Example, schedule: str, microbatches: int) -> tuple[int, int]:
     tokens, target = (
-        torch.cat([each] * microbatches) for each in (example.args[0], example.target)
+        torch.cat([item] * microbatches) for item in (example.args[0], example.target)
     )
     before = leave_aside()
     options = {"schedule": schedule, "microbatches": microbatches, "loss": example.loss}

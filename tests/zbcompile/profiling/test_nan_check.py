@@ -29,5 +29,5 @@ def gathered_late() -> torch.Tensor:
 
 
 def test_what_a_collective_returns_is_looked_at_once_it_has_arrived(pool: Pool) -> None:
-    for found in pool.run(gathered_late):
-        assert found.tolist() == [0.0] * 4 + [1.0] * 4
+    for result in pool.run(gathered_late):
+        assert result.tolist() == [0.0] * 4 + [1.0] * 4

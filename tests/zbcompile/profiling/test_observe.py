@@ -35,14 +35,14 @@ def profiled() -> set[str]:
 
 def test_profiler_labels_are_those_of_torch() -> None:
     program = pipeline_of(CASE)._compiled.schedule
-    wanted = {
+    target_value = {
         f"PP:{format_step(step, 'torch')}" for order in program.orders for step in flatten(order)
     }
-    found = profiled()
-    assert wanted <= found
-    assert {"PP:0F3", "PP:1I2", "PP:0W0"} <= found
-    others = {parse_step(label.removeprefix("PP:"))[0] for label in found - wanted}
-    assert others <= COMMUNICATION
+    result = profiled()
+    assert target_value <= result
+    assert {"PP:0F3", "PP:1I2", "PP:0W0"} <= result
+    rest = {parse_step(label.removeprefix("PP:"))[0] for label in result - target_value}
+    assert rest <= COMMUNICATION
 
 
 def observed(folder: str) -> tuple[StepRecord, float]:
@@ -71,8 +71,8 @@ def test_record_and_trace_of_two_processes(pool: Pool, tmp_path: Path) -> None:
     compute = [s for spans in passes.values() for s in spans]
     for rank, causes in first.idle.items():
         busy = sum(s.end - s.start for s in passes[rank])
-        whole = max(s.end for s in compute) - min(s.start for s in compute)
-        assert sum(causes.values()) == pytest.approx(whole - busy, abs=1e-6)
+        complete = max(s.end for s in compute) - min(s.start for s in compute)
+        assert sum(causes.values()) == pytest.approx(complete - busy, abs=1e-6)
     assert first.idle[1]["warm-up"] > 0
     first.save(tmp_path / "record.json")
     assert read_record(tmp_path / "record.json").bytes_sent == first.bytes_sent

@@ -39,12 +39,12 @@ CASE = Case("mlp", "zb-v", 2, 4)
 
 
 def test_on_every_rank(pool: Pool) -> None:
-    found = pool.run(recorded, CASE)
-    for before, record, lowered in found:
+    result = pool.run(recorded, CASE)
+    for before, record, lowered in result:
         assert before is None
         assert_complete(record, lowered)
-    assert found[0][1].spans == found[1][1].spans
-    assert not found[0][1].in_process
+    assert result[0][1].spans == result[1][1].spans
+    assert not result[0][1].in_process
 
 
 @pytest.mark.mostly_slow(every=2)
@@ -54,8 +54,8 @@ def test_peak_memory_is_the_same_in_processes(schedule: str, pool: Pool) -> None
     case = Case("mlp", schedule, 2, 6)
     record = recorded(case)[1]
     assert record is not None
-    for _, other, _ in pool.run(recorded, case):
-        assert other.peak_activation_bytes == record.peak_activation_bytes
+    for _, second, _ in pool.run(recorded, case):
+        assert second.peak_activation_bytes == record.peak_activation_bytes
 
 
 def test_what_pairs_send_is_counted() -> None:

@@ -64,10 +64,12 @@ def step_of(schedule: Schedule | str, exact: bool = True) -> tuple[zbcompile.Pip
     are."""
     problem = PROBLEMS["mlp"]
     pipe = zbcompile.pipeline(problem.model(), schedule=schedule, loss=problem.loss, exact=exact)
-    given = pipe.options.schedule
-    assert isinstance(given, Schedule)
+    choices = pipe.options.schedule
+    assert isinstance(choices, Schedule)
     with compiled_once("mlp", exact):
-        return pipe, train(pipe, Case("mlp", given.name, given.ranks, given.microbatches, steps=1))
+        return pipe, train(
+            pipe, Case("mlp", choices.name, choices.ranks, choices.microbatches, steps=1)
+        )
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -92,12 +94,12 @@ def test_an_order_of_torch_runs_as_a_file(name: str, tmp_path: Path) -> None:
 def test_the_order_of_w_is_the_order_of_accumulation() -> None:
     """Weight gradients 1e8, 1 and -1e8 of three microbatches add up to 1 in one order, and to 0 in
     ascending order."""
-    given = from_csv(FILES["last first"])
-    assert isinstance(given, Schedule)
-    check(given, weight_order="any")
+    choices = from_csv(FILES["last first"])
+    assert isinstance(choices, Schedule)
+    check(choices, weight_order="any")
     x = torch.tensor([[1e8, 0.0], [1.0, 0.0], [-1e8, 0.0]])
-    found = []
-    for schedule, exact in ((given, False), ("1f1b", True)):
+    result = []
+    for schedule, exact in ((choices, False), ("1f1b", True)):
         model = torch.nn.Sequential(*(torch.nn.Linear(2, 2, bias=False) for _ in range(2)))
         for layer in model:
             torch.nn.init.eye_(layer.weight)  # type: ignore[arg-type]
@@ -106,8 +108,8 @@ def test_the_order_of_w_is_the_order_of_accumulation() -> None:
             model, schedule=schedule, loss=last_of, ranks=2, exact=exact, **options
         )  # type: ignore[call-overload]
         pipe.step(x)
-        found.append(model[1].weight.grad[0, 0].item())  # type: ignore[union-attr, index]
-    assert found == [1.0, 0.0]
+        result.append(model[1].weight.grad[0, 0].item())  # type: ignore[union-attr, index]
+    assert result == [1.0, 0.0]
 
 
 def last_of(output: torch.Tensor, target: None) -> torch.Tensor:
@@ -116,9 +118,9 @@ def last_of(output: torch.Tensor, target: None) -> torch.Tensor:
 
 def test_messages_of_a_file_are_placed_anew() -> None:
     """An order with messages trains as the order alone does."""
-    given = from_csv(FILES["messages"])
-    pipe, ours = step_of(lower(given))
-    assert pipe.program.lowered == lower(given)
+    choices = from_csv(FILES["messages"])
+    pipe, ours = step_of(lower(choices))
+    assert pipe.program.lowered == lower(choices)
     assert_bitwise(ours, eager("mlp", 2, 1))
 
 
@@ -144,16 +146,16 @@ def test_any_map_of_stages_to_ranks(owners: tuple[int, ...], tmp_path: Path) -> 
     for ending in ("csv", "json"):
         save(schedule, tmp_path / f"mine.{ending}")
         assert load(tmp_path / f"mine.{ending}").orders == schedule.orders
-    found = search(
+    result = search(
         Costs.uniform(len(owners)),
         schedule.ranks,
         3,
         placements=[str(schedule.placement)],
         passes=8,
     )
-    assert found.simulation.makespan <= simulate(schedule, Costs.uniform(len(owners))).makespan
-    check(found.schedule)
-    pipe, ours = step_of(found.schedule)
+    assert result.simulation.makespan <= simulate(schedule, Costs.uniform(len(owners))).makespan
+    check(result.schedule)
+    pipe, ours = step_of(result.schedule)
     assert {stage: pipe.program.rank_of(stage) for stage in range(len(owners))} == dict(
         enumerate(owners)
     )

@@ -62,23 +62,23 @@ CASES = [
 ]
 
 
-def schedule_of(given: TorchCase, pipe: zbcompile.Pipeline) -> Any:
+def schedule_of(choices: TorchCase, pipe: zbcompile.Pipeline) -> Any:
     """torch's schedule over this rank's generated stages. The last stage, where there is one here,
     has the loss."""
     stages = pipe.stages()
-    kind = getattr(torch_schedules, given.theirs)
+    kind = getattr(torch_schedules, choices.theirs)
     single = issubclass(kind, torch_schedules.PipelineScheduleSingle)
     loss = next((stage for stage in stages if stage.is_last), stages[0]).loss
     microbatches = pipe.program.schedule.microbatches
     return kind(stages[0] if single else stages, microbatches, loss_fn=loss)
 
 
-def driven_by_torch(given: TorchCase) -> Trained:
-    case = given.case
+def driven_by_torch(choices: TorchCase) -> Trained:
+    case = choices.case
     pipe = pipeline_of(case)
     batches = PROBLEMS[case.problem].batches(STEPS, 2 * case.microbatches)
     pipe.compile(*batches[0].args, target=batches[0].target)
-    schedule = schedule_of(given, pipe)
+    schedule = schedule_of(choices, pipe)
     gradients, optimizer = [], torch.optim.AdamW(pipe.parameters(), lr=1e-2, weight_decay=0.1)
     for batch in batches:
         schedule.step(*batch.args, target=batch.target, losses=[])
@@ -89,9 +89,11 @@ def driven_by_torch(given: TorchCase) -> Trained:
 
 
 @pytest.mark.mostly_slow(every=9, suite=3)
-@pytest.mark.parametrize("given", CASES, ids=lambda given: f"{given.theirs} {given.problem}")
-def test_gradients_are_eagers(given: TorchCase, pool: Pool) -> None:
-    ours, theirs = join(pool.run(driven_by_torch, given)), reference(given.case)
+@pytest.mark.parametrize(
+    "choices", CASES, ids=lambda choices: f"{choices.theirs} {choices.problem}"
+)
+def test_gradients_are_eagers(choices: TorchCase, pool: Pool) -> None:
+    ours, theirs = join(pool.run(driven_by_torch, choices)), reference(choices.case)
     for step in range(STEPS):
         assert_same_tensors(
             ours.gradients[step], theirs.gradients[step], f"gradient in step {step} of"
@@ -123,7 +125,7 @@ def test_a_file_under_torchs_runtime(name: str, pool: Pool, tmp_path: Path) -> N
     microbatches = from_csv(FILES[name]).microbatches
     theirs = eager("mlp", microbatches, 1)
     assert_same_tensors(join(shares).gradients[0], theirs.gradients[0], "gradient of")
-    (output,) = [each for each in outputs if each is not None]
+    (output,) = [item for item in outputs if item is not None]
     (batch,) = PROBLEMS["mlp"].batches(1, 2 * microbatches)
     assert torch.equal(
         output,
@@ -156,21 +158,21 @@ def test_what_the_stages_were_not_compiled_for_is_refused(pool: Pool) -> None:
     assert "target of microbatch 0 has shape [2, 32] and is torch.float64" in dtype
 
 
-def driven_over_a_group_for_each_direction(given: TorchCase) -> tuple[Trained, int]:
+def driven_over_a_group_for_each_direction(choices: TorchCase) -> tuple[Trained, int]:
     """As `driven_by_torch`, and how many groups beside the pipeline's own its messages took."""
     taken = {}
 
     def noted(stage: Any, source: int, destination: int) -> Any:
-        found = group_between(stage, source, destination)
-        taken[id(found)] = found is not stage.group
-        return found
+        result = group_between(stage, source, destination)
+        taken[id(result)] = result is not stage.group
+        return result
 
     config: Any = torch.distributed.config
     with (
         config.patch(pipeline_per_edge_p2p=True),
         patch.object(pipeline_stage, "group_between", noted),
     ):
-        return driven_by_torch(given), sum(taken.values()) if all(taken.values()) else 0
+        return driven_by_torch(choices), sum(taken.values()) if all(taken.values()) else 0
 
 
 @pytest.mark.skipif(
@@ -178,21 +180,24 @@ def driven_over_a_group_for_each_direction(given: TorchCase) -> tuple[Trained, i
     reason="torch 2.15 and later have such groups",
 )
 def test_messages_go_through_the_group_of_their_direction(pool: Pool) -> None:
-    given = TorchCase("ScheduleInterleavedZeroBubble", "interleaved-zb")
-    found, theirs = pool.run(driven_over_a_group_for_each_direction, given), reference(given.case)
-    assert [groups for _, groups in found] == [2, 2]
+    choices = TorchCase("ScheduleInterleavedZeroBubble", "interleaved-zb")
+    result, theirs = (
+        pool.run(driven_over_a_group_for_each_direction, choices),
+        reference(choices.case),
+    )
+    assert [groups for _, groups in result] == [2, 2]
     assert_same_tensors(
-        join([trained for trained, _ in found]).gradients[0], theirs.gradients[0], "gradient of"
+        join([trained for trained, _ in result]).gradients[0], theirs.gradients[0], "gradient of"
     )
 
 
 def losses_and_outputs() -> tuple[list[torch.Tensor], list[Any]]:
-    given = TorchCase("Schedule1F1B", "1f1b")
-    pipe = pipeline_of(given.case)
+    choices = TorchCase("Schedule1F1B", "1f1b")
+    pipe = pipeline_of(choices.case)
     batch = PROBLEMS["mlp"].batches(1, 16)[0]
     pipe.compile(*batch.args, target=batch.target, return_outputs=True)
     losses: list[torch.Tensor] = []
-    schedule = schedule_of(given, pipe)
+    schedule = schedule_of(choices, pipe)
     runs = (schedule.step, schedule.eval)
     return losses, [run(*batch.args, target=batch.target, losses=losses) for run in runs]
 
@@ -223,11 +228,11 @@ class Evaluated:
     trained: Trained
 
 
-def evaluated_by_torch(given: TorchCase) -> Evaluated:
-    pipe = pipeline_of(given.case)
-    batch = PROBLEMS[given.problem].batches(1, 16)[0]
+def evaluated_by_torch(choices: TorchCase) -> Evaluated:
+    pipe = pipeline_of(choices.case)
+    batch = PROBLEMS[choices.problem].batches(1, 16)[0]
     pipe.compile(*batch.args, target=batch.target)
-    schedule = schedule_of(given, pipe)
+    schedule = schedule_of(choices, pipe)
     losses: list[Tensor] = []
     returned = [schedule.eval(*batch.args, target=batch.target, losses=losses)]
     left = [parameter.grad for parameter in pipe.parameters()]
@@ -236,19 +241,19 @@ def evaluated_by_torch(given: TorchCase) -> Evaluated:
 
 
 @pytest.mark.parametrize(
-    "given", [CASES[2], CASES[6]], ids=lambda given: f"{given.theirs} {given.problem}"
+    "choices", [CASES[2], CASES[6]], ids=lambda choices: f"{choices.theirs} {choices.problem}"
 )
-def test_an_evaluation_leaves_no_trace(given: TorchCase, pool: Pool) -> None:
+def test_an_evaluation_leaves_no_trace(choices: TorchCase, pool: Pool) -> None:
     """No gradients and no numbers for outputs; the next step draws the random numbers of a first
     one."""
-    ranks = pool.run(evaluated_by_torch, given)
-    assert all(value in (None, ()) for found in ranks for value in found.returned)
-    assert all(gradient is None for found in ranks for gradient in found.gradients)
-    theirs = reference(given.case)
+    ranks = pool.run(evaluated_by_torch, choices)
+    assert all(value in (None, ()) for result in ranks for value in result.returned)
+    assert all(gradient is None for result in ranks for gradient in result.gradients)
+    theirs = reference(choices.case)
     assert_same_tensors(
-        join([found.trained for found in ranks]).gradients[0], theirs.gradients[0], "gradient of"
+        join([result.trained for result in ranks]).gradients[0], theirs.gradients[0], "gradient of"
     )
-    (losses,) = [found.losses for found in ranks if found.losses]
+    (losses,) = [result.losses for result in ranks if result.losses]
     torch.testing.assert_close(torch.stack(losses).mean(), theirs.losses[0])
 
 
