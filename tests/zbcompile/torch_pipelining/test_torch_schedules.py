@@ -158,9 +158,7 @@ def test_torch_loads_our_lowered_csv(name: str, tmp_path: Path) -> None:
     read the same order."""
     schedule = build(name, ranks=4, microbatches=8)
     lowered = lower(schedule)
-    (tmp_path / "lowered.csv").write_text(
-        to_csv(lowered, waits=hasattr(torch_schedules, "WAIT_SEND_F"))
-    )
+    (tmp_path / "lowered.csv").write_text(to_csv(lowered))
     runtime = _loaded(tmp_path / "lowered.csv", schedule, "compute_comms")
     runtime._dump_csv(str(tmp_path / "again.csv"), format="compute_comms")
     assert from_csv((tmp_path / "again.csv").read_text(), name) == schedule
