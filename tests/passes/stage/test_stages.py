@@ -194,6 +194,15 @@ class Penalized(Residual):
         return y + gradient.square().mean()
 
 
+class Forces(Residual):
+    """The output is the gradient of an energy."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        (gradient,) = torch.autograd.grad(super().forward(x).square().sum(), x, create_graph=True)
+        return -gradient
+
+
 def parametrized() -> nn.Module:
     """Weight norm and spectral norm: operations on parameters alone, and buffers of those."""
     parametrize = torch.nn.utils.parametrizations
@@ -202,7 +211,7 @@ def parametrized() -> nn.Module:
     return nn.Sequential(first, nn.Tanh(), second, nn.Tanh(), nn.Linear(WIDTH, WIDTH)).train()
 
 
-@pytest.mark.parametrize("make", [Hooked, Penalized, parametrized])
+@pytest.mark.parametrize("make", [Hooked, Penalized, Forces, parametrized])
 def test_autograd_of_any_kind(make: Any) -> None:
     torch.manual_seed(0)
     check("zb-h1", 2, make(), batches_of(rows), F.mse_loss)

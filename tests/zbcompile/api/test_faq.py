@@ -120,7 +120,7 @@ class Activated(nn.Module):
         return x + quick_gelu(self.linear(x))
 
 
-@pytest.mark.parametrize("part", ["function", "blocks", "model"])
+@pytest.mark.parametrize("part", ["function", "blocks", "wrapped blocks", "model"])
 def test_blocks_that_are_compiled_in_place(part: str) -> None:
     """Also a compiled function, and a model that is compiled as a whole."""
     torch.manual_seed(0)
@@ -129,6 +129,8 @@ def test_blocks_that_are_compiled_in_place(part: str) -> None:
     x, y = torch.randn(8, WIDTH), torch.randn(8, WIDTH)
     for block in model if part == "blocks" else ():
         block.compile(backend="eager")
+    for i in range(4) if part == "wrapped blocks" else ():
+        model[i] = torch.compile(model[i], backend="eager")
     wrapped: Any = torch.compile(model, backend="eager") if part == "model" else model
     pipeline(wrapped, F.mse_loss).step(x, target=y)
     accumulate(plain, F.mse_loss, [((a,), {}, b) for a, b in rows_of(x, y)])
@@ -159,3 +161,19 @@ def test_a_heavy_output_layer_is_named_and_can_be_sharded(
     with_shards = pipeline(sharded, F.cross_entropy, vocab=1)
     torch.testing.assert_close(with_shards.step(inputs, target=labels), loss)
     assert "vocab=1" not in capfd.readouterr().out
+
+
+def test_a_teacher_beside_a_student() -> None:
+    """The teacher is a pipeline that evaluates; its outputs are targets of the student's step."""
+    teacher, student, plain = network().requires_grad_(False), network(), network()
+    with torch.no_grad():
+        teacher[-1].weight.mul_(2)
+
+    def distillation(output: Tensor, target: Tensor) -> Tensor:
+        return F.kl_div(output.log_softmax(-1), target.softmax(-1), reduction="batchmean")
+
+    inputs, _ = batch(0)
+    logits = pipeline(teacher).eval(inputs)
+    pipeline(student, distillation).step(inputs, target=logits)
+    accumulate(plain, distillation, [((x,), {}, teacher(x)) for x in inputs.chunk(MICROBATCHES)])
+    assert_same_gradients(student, plain)

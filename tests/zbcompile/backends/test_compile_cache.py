@@ -149,3 +149,20 @@ def test_a_flipped_bit_is_noticed_before_anything_is_loaded(
         damaged.write_bytes(content)
         assert cache.obtain({"a": make}, names) == {"a": (["whole"], "compiled")}
         assert "cannot be loaded (" in capsys.readouterr().out
+
+
+def test_what_fails_is_made_again(tmp_path: Path) -> None:
+    def fail(entry: Path) -> None:
+        (entry / "half").write_text("first")
+        raise ValueError("no")
+
+    cache = CompileCache(tmp_path)
+    with pytest.raises(ValueError, match="no"):
+        cache.obtain({"a": fail}, names)
+    assert cache.obtain({"a": make}, names) == {"a": (["whole"], "compiled")}
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(PipelineError, match=r"cannot be written\. Set ZBCOMPILE_CACHE"):
+        CompileCache(tmp_path / "file" / "cache").obtain({"a": make}, names)

@@ -190,3 +190,22 @@ def test_autocast_is_that_of_each_step() -> None:
             loss = pipe.step(*batch.args, target=batch.target)
         assert torch.equal(loss, autocast_forward_only(second, batch, enabled))
         assert_same_tensors(gradients_of(pipe), gradients_of(second), "gradient of")
+
+
+def test_a_single_rank_by_default_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    pipe = zbcompile.pipeline(mlp(), schedule="1f1b", microbatches=2, loss=F.mse_loss)
+    assert pipe.compile(*rows(8).args, target=rows(8).target).program.schedule.ranks == 1
+    assert "running as one rank" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_numbers_specialise() -> None:
+    """Another value of an argument that is no tensor compiles again, and the first comes back."""
+    x, extra, table, goal = inputs(8, 1)
+    pipe = zbcompile.pipeline(
+        conditioned(), schedule="1f1b", microbatches=4, ranks=2, loss=F.mse_loss
+    )
+    losses = [
+        float(pipe.step(x, extra, table=table, scale=s, target=goal)) for s in (0.5, 1.0, 0.5)
+    ]
+    assert losses[0] == losses[2] != losses[1]

@@ -5,12 +5,14 @@ import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.oracle import PROBLEMS
 from tests.support.pool import Pool
 from tests.support.training import Case, pipeline_of
 from zbcompile.distributed.gpus import own_gpu, require_distinct_gpus, warn_of_few_queues
+from zbcompile.distributed.process_group import backend_of
 from zbcompile.errors import PipelineError
 from zbcompile.program.edges import channels_of
 from zbcompile.schedules import build, lower, names, smallest_microbatches
@@ -83,3 +85,20 @@ def test_too_few_hardware_queues_are_warned_of() -> None:
     for enough in ({}, {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}, {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}):
         with warnings.catch_warnings(action="error"):
             warn_of_few_queues(enough)
+
+
+def refused_devices() -> list[str]:
+    said = []
+    for device in ("cuda:0", "meta"):
+        with pytest.raises(PipelineError) as caught:
+            backend_of(dist.group.WORLD, torch.device(device))
+        said.append(str(caught.value))
+    return said
+
+
+@pytest.mark.slow
+def test_the_backend_must_fit_the_device(pool: Pool) -> None:
+    for cuda, meta in pool.run(refused_devices):
+        assert "the model is on cuda:0, for which the process group has the backend gloo" in cuda
+        assert "Move the model" in cuda
+        assert "the model is on meta" in meta

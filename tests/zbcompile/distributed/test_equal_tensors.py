@@ -115,3 +115,10 @@ def test_ranks_that_start_with_different_values(pool: Pool) -> None:
         assert not loaded
         assert "layers.0.weight (and 7 more tensors) is shared by ranks 0 and 1" in copies
         assert "layer.bias is shared by ranks 0 and 1" in replicas
+
+
+def test_signs_do_not_cancel_out() -> None:
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        ones = torch.ones(6, dtype=dtype)
+        turned = ones * torch.tensor([1, -1, 1, 1, -1, 1], dtype=dtype)
+        assert len({checksum(ones), checksum(turned), checksum(-ones)}) == 3

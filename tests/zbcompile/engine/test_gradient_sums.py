@@ -42,17 +42,19 @@ def test_none_where_eager_has_none(exact: bool, pool: Pool) -> None:
         } == expected
 
 
-def test_gradients_that_were_there_before_the_first_step() -> None:
-    chosen, batch = PROBLEMS["mlp"], batch_of("mlp")
+def test_steps_add_to_gradients_that_are_there() -> None:
+    """To those from before the first step, and without zero_grad to those of a step."""
+    chosen, batch = PROBLEMS["small-tied"], batch_of("small-tied")
     model, second = chosen.model(), chosen.model()
     for parameter in (*model.parameters(), *second.parameters()):
         parameter.grad = torch.full_like(parameter, 0.25)
     pipe = zbcompile.pipeline(
         model, schedule="zb-h1", microbatches=MICROBATCHES, ranks=2, loss=chosen.loss, exact=True
     )
-    pipe.step(*batch.args, target=batch.target)
-    eager_step(second, chosen.loss, batch, MICROBATCHES, 0)
-    assert_same_tensors(gradients_of(pipe), gradients_of(second), "gradient of")
+    for step in range(2):
+        pipe.step(*batch.args, target=batch.target)
+        eager_step(second, chosen.loss, batch, MICROBATCHES, step)
+        assert_same_tensors(gradients_of(pipe), gradients_of(second), "gradient of")
 
 
 def freeze_between_steps() -> None:

@@ -1,5 +1,7 @@
 """Mixtures of experts that drop no token."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -61,3 +63,52 @@ def test_a_layer_without_dropped_tokens(schedule: str) -> None:
     layer = 2 * (2 * rows * 16 * 32) + 2 * (24 // MICROBATCHES) * 16 * 4
     assert [stage.flops["F"] for stage in stages] == [layer * 4 // len(stages)] * len(stages)
     assert all(stage.flops["W"] == stage.flops["F"] for stage in stages)
+
+
+def transformers_model(name: str) -> Any:
+    transformers = pytest.importorskip("transformers")
+    sizes = {
+        "vocab_size": 96,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "moe_intermediate_size": 16,
+    }
+    layers = {
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_experts_per_tok": 2,
+        "use_cache": False,
+    }
+    if name == "Qwen3Moe":
+        local = {"num_experts": 8, "head_dim": 8, "num_key_value_heads": 2}
+    else:
+        heads = {
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 8,
+            "v_head_dim": 8,
+            "num_key_value_heads": 4,
+        }
+        experts = {"n_routed_experts": 8, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
+        local = {**heads, **experts, "q_lora_rank": 16, "kv_lora_rank": 16}
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**sizes, **layers, **local)
+    model = getattr(transformers, f"{name}ForCausalLM")(config)
+    model.set_experts_implementation("grouped_mm")
+    return model
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "schedule"),
+    [("Qwen3Moe", "zb-h1"), pytest.param("DeepseekV3", "zb-v", marks=pytest.mark.beyond_sample)],
+)
+def test_grouped_products_of_transformers(name: str, schedule: str) -> None:
+    """In float32, of which torch cannot infer the shape on a CPU."""
+    model, eager = transformers_model(name), transformers_model(name)
+    x = torch.randint(0, 96, (8, 12))
+    expected = eager_step(eager, None, Batch((), {"input_ids": x, "labels": x}), MICROBATCHES, 0)
+    pipe = zbcompile.pipeline(
+        model, schedule=schedule, ranks=2, microbatches=MICROBATCHES, exact=True
+    )
+    assert torch.equal(pipe.step(input_ids=x, labels=x), expected)
+    assert_same_tensors(gradients_of(pipe), gradients_of(eager), "gradient of")

@@ -88,6 +88,7 @@ def test_random_state_buffers_and_gradients_are_as_before(schedule: str) -> None
         assert bool(CALLS) == warm_up
         assert not any(call.any() for call in CALLS[:1])  # F of stage 0, on zeros
         pipe.step(x, target=x)
+        assert torch.equal(torch.get_rng_state(), generator)
         gradients.append([p.grad for p in pipe.parameters()])
     assert all(map(torch.equal, *gradients))
 
@@ -95,7 +96,9 @@ def test_random_state_buffers_and_gradients_are_as_before(schedule: str) -> None
 def builds_of_first_step() -> list[dict[str, tuple[float, float]]]:
     """Returns for each rank the times between which it built its kernels."""
     x, pipe = torch.randn(8, WIDTH), pipeline()
+    generator = torch.get_rng_state()
     pipe.step(x, target=x)
+    assert torch.equal(torch.get_rng_state(), generator)
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, BUILDS)
     return ranks
