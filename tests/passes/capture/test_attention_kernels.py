@@ -148,3 +148,12 @@ def test_a_kernel_that_is_not_there_is_said_by_line() -> None:
         CaptureError, match=r"fails \(.*test_attention_kernels\.py:\d+\) .*No viable backend"
     ):
         pipeline(made(SDPBackend.EFFICIENT_ATTENTION)).compile(*case.args, target=case.target)
+
+
+def test_a_mask_that_is_frozen() -> None:
+    """Without gradients eager's attention runs a kernel, whose result has another layout than its
+    formula's."""
+    model = Biased().requires_grad_(False).eval()
+    x = torch.randn(4, ODD, WIDTH)
+    pipe = zbcompile.pipeline(copy.deepcopy(model), schedule="1f1b", ranks=1)
+    assert torch.equal(pipe.eval(x, microbatches=1), model(x))

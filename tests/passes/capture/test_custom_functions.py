@@ -4,6 +4,7 @@ model is cut."""
 import copy
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -231,3 +232,27 @@ def test_a_transposed_gradient_meets_code_that_copies_it() -> None:
         "Odd", (Function,), {"forward": staticmethod(double), "backward": staticmethod(flat)}
     )
     as_eager(Transposing(odd), torch.randn(ROWS, WIDTH))
+
+
+@pytest.mark.slow
+def test_evaluations_and_saved_programs(tmp_path: Path) -> None:
+    """A saved program has nothing of the functions."""
+    batch, model = torch.randn(ROWS, WIDTH), Ways("saving", "nested", "no_grad", "random")
+    pipe = as_eager(model, batch, schedule="zb-h1", ranks=2)
+    pipe.program.save(tmp_path)
+    assert zbcompile.load(tmp_path).program.stages
+    model = Ways("saving", "nested", "no_grad", "non_differentiable").eval()
+    pipe = zbcompile.pipeline(model, schedule="zb-h1", ranks=2, microbatches=2, loss=F.mse_loss)
+    torch.testing.assert_close(pipe.eval(batch), model(batch).detach())
+
+
+@pytest.mark.slow
+def test_a_region_with_re_entry_is_recomputed() -> None:
+    names = ("saving", "reentrant_checkpoint", "saving", "reentrant_checkpoint")
+    saved = {}
+    for recompute in ("off", "hints"):
+        torch.manual_seed(0)
+        options = {"schedule": "zb-h1", "ranks": 2, "recompute": recompute}
+        pipe = as_eager(Ways(*names), torch.ones(ROWS, WIDTH), **options)
+        saved[recompute] = sum(stage.crossing.kept for stage in pipe.program.stages)
+    assert saved["hints"] < saved["off"]

@@ -117,3 +117,14 @@ def test_what_is_common_has_eagers_mask_and_parts_repeat_theirs(
     assert repeats(one[1], -1 if name == "tp" else 1)
     assert all(differ(now, later) for now, later in zip(one[:3], one[3:], strict=True))
     assert all(torch.equal(*item) for item in zip(one, second, strict=True))
+
+
+def test_seeds_differ_by_step_microbatch_and_seed() -> None:
+    seeds = {
+        zbcompile.microbatch_seed(step, microbatch, seed)
+        for step in range(20)
+        for microbatch in range(20)
+        for seed in range(5)
+    }
+    assert len(seeds) == 2000
+    assert all(0 <= seed < 2**63 for seed in seeds)

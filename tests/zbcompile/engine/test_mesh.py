@@ -23,6 +23,7 @@ from tests.support.parallel_models import (
     part_of,
 )
 from tests.support.pool import Pool
+from tests.support.training import assert_same_tensors
 
 MICROBATCHES, ROWS, VOCABULARY = 4, 2, 13
 UNEVEN = "tp plain"  # evaluates rows that microbatches do not divide
@@ -134,6 +135,79 @@ def test_gradients_are_those_of_one_process(
         assert norm <= BOUND
         assert forward <= BOUND
         assert in_vain == []
+
+
+class Words(nn.Module):
+    """Embedding and output layer complete on every rank, tensor parallelism between them."""
+
+    def __init__(self, mesh: Any) -> None:
+        super().__init__()
+        self.trunk = TensorParallel(mesh, "plain")
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.trunk(self.embedding(tokens)))  # type: ignore[no-any-return]
+
+
+def loss_of_words(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def vocabulary_sharded() -> float:
+    """Returns the largest difference of a gradient from that of one process."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    model, full = Words(mesh), Words(None)
+    generator = torch.Generator().manual_seed(1)
+    x, y = torch.randint(VOCABULARY, (2, MICROBATCHES * ROWS, LENGTH), generator=generator)
+    for a, b in zip(x.chunk(MICROBATCHES), y.chunk(MICROBATCHES), strict=True):
+        (loss_of_words(full(a), b) / MICROBATCHES).backward()
+    placements = {f"trunk.{name}": along for name, along in TensorParallel.PLACEMENTS.items()}
+    options: dict[str, Any] = {"microbatches": MICROBATCHES, "schedule": "zb-h1", "vocab": 2}
+    pipe = zbcompile.pipeline(
+        model, mesh=mesh, loss=loss_of_words, placements=placements, **options
+    )
+    pipe.step(x, target=y)
+    assert pipe.program.vocabulary is not None
+    low, high = pipe.program.vocabulary.bounds[mesh["pp"].get_local_rank()]
+    for layer in (full.embedding, full.head):
+        rows = layer.weight.grad
+        assert rows is not None
+        layer.weight = nn.Parameter(layer.weight[low:high].detach())
+        layer.weight.grad = rows[low:high]
+    pipe.close()
+    return errors(pipe, model, full, model.trunk.along)
+
+
+@pytest.mark.slow
+def test_a_sharded_output_layer_beside_tensor_parallelism(pool: Pool) -> None:
+    assert max(pool.run(vocabulary_sharded, ranks=4)) <= BOUND
+
+
+def trained_on(names: tuple[str, ...], shape: tuple[int, ...], flatten: bool) -> Any:
+    """Returns the gradients on a mesh; with `flatten` two of its dimensions are joined to "dp"."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    if flatten:
+        mesh["dp_replicate", "dp_shard"]._flatten("dp")
+    options: dict[str, Any] = {"schedule": "zb-h1", "microbatches": 2, "loss": F.mse_loss}
+    pipe = zbcompile.pipeline(model, mesh=mesh["pp", "dp", "tp"] if flatten else mesh, **options)
+    x = torch.randn(4, 4, generator=torch.Generator().manual_seed(pipe.ranks.mesh.index("dp")))
+    pipe.step(x, target=-x)
+    gradients = {name: parameter.grad for name, parameter in pipe.named_parameters()}
+    pipe.close()
+    return gradients
+
+
+@pytest.mark.slow
+def test_flattened_dimensions_and_those_of_one_rank(pool: Pool) -> None:
+    """They change no bit."""
+    usual = pool.run(trained_on, ("pp", "dp"), (2, 2), False, ranks=4)
+    names = ("pp", "dp_replicate", "dp_shard", "tp")
+    flattened = pool.run(trained_on, names, (2, 1, 2, 1), True, ranks=4)
+    for ours, theirs in zip(flattened, usual, strict=True):
+        assert_same_tensors(ours, theirs, "gradient of")
 
 
 def bad_mesh(names: tuple[str, ...], shape: tuple[int, ...]) -> None:

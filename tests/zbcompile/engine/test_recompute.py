@@ -2,6 +2,7 @@
 
 import copy
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ import zbcompile
 from tests.support.oracle import PROBLEMS
 from tests.support.training import Case, Trained, assert_same_tensors, gradients_of, reference
 from zbcompile.passes.compile_options import Recompute
+from zbcompile.prediction.predict import predicted_costs
+from zbcompile.schedules import simulate
 
 MICROBATCHES = 4
 
@@ -44,6 +47,44 @@ def test_gradients_keep_their_bits(policy: Recompute) -> None:
     theirs = reference(Case("small-dropout", "zb-h1", 2, MICROBATCHES, steps=1))
     assert_same_tensors(ours.losses, theirs.losses, "loss of step")
     assert_same_tensors(ours.gradients[0], theirs.gradients[0], "gradient of")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["selective", "full", 30_000, 0.5])
+def test_memory_is_as_predicted(policy: Recompute) -> None:
+    """To the byte; what waits for W is what it is without recomputing."""
+    (_, before), (_, pipe) = train("small-dropout", "off"), train("small-dropout", policy)
+    assert pipe.last_step is not None
+    predicted = simulate(pipe.program.schedule, predicted_costs(pipe.program)).peak_memory
+    assert predicted == tuple(pipe.last_step.peak_activation_bytes[rank] for rank in range(2))
+    smallest = [stage.crossing.kept for stage in train("small-dropout", "full")[1].program.stages]
+    for plain, stage in zip(before.program.stages, pipe.program.stages, strict=True):
+        assert stage.crossing.residue == plain.crossing.residue
+        limit = policy if isinstance(policy, int) else plain.crossing.kept
+        limit = policy * limit if isinstance(policy, float) else limit
+        assert stage.crossing.kept <= max(limit, smallest[stage.stage])
+        assert stage.recomputed is not None
+        assert stage.flops["B"] == plain.flops["B"] + stage.recomputed.flops
+
+
+@pytest.mark.slow
+def test_each_stage_recomputes_by_its_entry() -> None:
+    """Equal work with the same entry is compiled once."""
+    model = nn.Sequential(*(m for _ in range(4) for m in (nn.Linear(16, 16), nn.GELU())))
+    x, options = torch.ones(8, 16), {"schedule": "1f1b", "ranks": 4, "microbatches": 4}
+
+    def compiled(recompute: Any) -> Any:
+        pipe = zbcompile.pipeline(model, loss=nn.MSELoss(), recompute=recompute, **options)
+        return pipe.compile(x, target=x).program
+
+    stages = compiled(["full", "off", "off", 1.0]).stages
+    made_again = [bool(stage.recomputed and stage.recomputed.operations) for stage in stages]
+    assert made_again == [True, False, False, False]
+    assert stages[1].original == stages[2].original
+    with pytest.raises(
+        zbcompile.CompileError, match=r"3 entries.*4 stages\. Give one entry for all"
+    ):
+        compiled(["full", "off", "off"])
 
 
 class Checkpointed(nn.Module):
