@@ -108,3 +108,11 @@ def test_loading_is_strict(damage: str) -> None:
     with pytest.raises(zbcompile.PipelineError, match=MESSAGES[damage]):
         load_damaged(damage)
     assert_same_tensors(dict(pipe.state_dict()), before, "after a refused load:")
+
+
+@pytest.mark.slow
+def test_loading_is_strict_on_every_rank(pool: Pool) -> None:
+    """A key that only one rank would use is missed by all."""
+    for outcome in pool.outcomes(load_damaged, "missing"):
+        assert outcome.error == "PipelineError"
+        assert "norm.bias" in outcome.text

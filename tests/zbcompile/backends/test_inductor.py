@@ -24,6 +24,9 @@ from tests.support.training import (
     train,
 )
 from zbcompile.backends.backend import Compilation
+from zbcompile.backends.inductor import make_inductor
+from zbcompile.passes.stage.anonymous_graph import bare
+from zbcompile.passes.torch_private import make_fx
 
 pytestmark = [
     pytest.mark.beside_ranks,
@@ -144,3 +147,16 @@ def test_gradients_accumulate_in_place(first: tuple[Trained, Compilation], cache
         assert parameter.grad is not None
         assert parameter.grad.data_ptr() == once[name][0]
         torch.testing.assert_close(parameter.grad, 2 * once[name][1], rtol=1e-5, atol=1e-7)
+
+
+def test_another_number_of_threads_is_other_code(cache: Path) -> None:
+    """Compiled loops have it inside."""
+    inductor = make_inductor(torch.device("cpu"))
+    graph = bare(make_fx(lambda x: [x + 1])(torch.zeros(2)))
+    key = inductor.key(graph)
+    torch.set_num_threads(2)
+    try:
+        assert inductor.key(graph) != key
+    finally:
+        torch.set_num_threads(1)
+    assert inductor.key(graph) == key

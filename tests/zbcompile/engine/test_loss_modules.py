@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import zbcompile
 from tests.support.oracle import MLP, WIDTH
+from tests.support.pool import Pool
 
 ROWS = torch.linspace(-1, 1, 8 * WIDTH).view(8, WIDTH)
 
@@ -155,3 +156,29 @@ def test_buffers_that_a_loss_without_parameters_changes_are_refused(kind: type[n
 def test_a_sequence_that_would_run_the_loss_is_refused() -> None:
     with pytest.raises(zbcompile.CaptureError, match="runs all its submodules"):
         zbcompile.pipeline(nn.Sequential(seeded()), schedule="1f1b", ranks=2, loss=Temperature())
+
+
+@pytest.mark.slow
+def test_the_last_rank_has_the_parameters_of_the_loss(pool: Pool) -> None:
+    first, last = pool.run(trained, None, ranks=2)
+    eager = expected()
+    assert "loss.scale" not in first
+    assert all(torch.equal((first | last)[name], eager[name]) for name in eager)
+
+
+class Both(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = seeded()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        output = self.inner(x)
+        return F.mse_loss(output, x), output
+
+
+def test_a_model_that_returns_its_loss_and_logits() -> None:
+    pipe = zbcompile.pipeline(Both(), schedule="1f1b", microbatches=4, ranks=2, exact=True)
+    loss, (_, output) = pipe.step(ROWS, return_outputs=True)
+    losses, outputs = zip(*map(Both(), ROWS.chunk(4)), strict=True)
+    assert torch.equal(output, torch.cat(outputs))
+    assert torch.equal(loss, sum(part / 4 for part in losses))

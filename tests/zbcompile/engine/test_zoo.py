@@ -18,6 +18,7 @@ from tests.support.training import (
     assert_bitwise,
     compiled_for,
     on_ranks,
+    pipeline_of,
     pipelined,
     problem_of,
     quickly,
@@ -122,3 +123,29 @@ def test_an_lstm_is_refused_with_exact_and_near_without() -> None:
 
 def test_the_zoo_is_tested() -> None:
     assert {case.problem for case in CASES} | {"lstm"} == set(ZOO)
+
+
+@pytest.mark.slow
+@pytest.mark.mostly_slow(every=2)
+@pytest.mark.parametrize("name", ["t5", "unet", "mixtral", "mamba"])
+def test_recomputed(name: str) -> None:
+    """Routes of experts and masks are those of the forward."""
+    (case,) = (case for case in CASES if case.problem == name)
+    assert_bitwise(
+        quickly(replace(case, recompute="full", steps=1)), reference(replace(case, steps=1))
+    )
+
+
+@pytest.mark.slow
+def test_eval_returns_the_models_own_output() -> None:
+    """transformers' output object with its cache, the loss on the whole batch."""
+    problem, pipe = ZOO["gpt2"], pipeline_of(Case("gpt2", "1f1b", 2, 4))
+    batch = problem.batches(1, 8)[0]
+    pipe.compile(**batch.kwargs)
+    ours = pipe.eval(**batch.kwargs)
+    with torch.no_grad():
+        theirs = problem.model().eval()(**batch.kwargs)
+    assert type(ours) is type(theirs)
+    assert torch.equal(ours.loss, theirs.loss)
+    assert torch.equal(ours.logits, theirs.logits)
+    assert type(ours.past_key_values) is type(theirs.past_key_values)

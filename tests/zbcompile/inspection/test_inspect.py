@@ -15,6 +15,7 @@ import torch
 import zbcompile
 import zbcompile.compile
 from tests.support.error_lines import without_progress
+from zbcompile.cli.target import load_example
 from zbcompile.inspect import main
 from zbcompile.passes.compile_step import PASSES
 from zbcompile.tables import WIDTH
@@ -398,3 +399,22 @@ def test_exchanges_beside_the_pipeline(tmp_path: Path, inspect: Callable[..., st
     text = inspect(f"{path}:exchanging", "--schedule", "zb-h1", "--ranks", "2")
     assert not torch.distributed.is_initialized()  # the group that the target made is gone
     assert "- 4 all_reduce along group0 per microbatch: 256 B, " in text
+
+
+@pytest.mark.parametrize("name", ["two", "three", "example"])
+def test_what_a_target_may_return(name: str, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From a file and from a module."""
+    example = load_example(f"{tiny}:{name}")
+    assert isinstance(example, zbcompile.Example)
+    monkeypatch.syspath_prepend(tiny.parent)
+    again = load_example(f"tiny:{name}")
+    assert example.kwargs == again.kwargs == ({"scale": 2.0} if name == "three" else {})
+    assert [x.shape for x in again.args] == [x.shape for x in example.args] == [(2, 8)]
+
+
+@pytest.mark.slow
+def test_a_schedule_from_a_file(tiny: Path, inspect: Callable[..., str]) -> None:
+    file = tiny.with_name("mine.csv")
+    zbcompile.schedules.save(zbcompile.schedules.build("zb-h1", ranks=3, microbatches=6), file)
+    data = json.loads(inspect(f"{tiny}:two", "--schedule", file, "--json"))
+    assert (data["model"]["ranks"], data["model"]["microbatches"], len(data["stages"])) == (3, 6, 3)

@@ -4,6 +4,7 @@ bit."""
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -117,8 +118,9 @@ class Masters:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_has_masters_in_single_precision(dtype: torch.dtype) -> None:
     """Also after the parameters were written from outside, and after the state went through a state
-    dict."""
+    dict. What is frozen has none until it trains."""
     problem, model = PROBLEMS["mlp"], in_half_precision(dtype)
+    frozen = next(name for name, _ in model.named_parameters())
     theirs = Masters.of(model)
     pipe = zbcompile.pipeline(
         in_half_precision(dtype),
@@ -131,9 +133,11 @@ def test_half_precision_has_masters_in_single_precision(dtype: torch.dtype) -> N
     ours = pipe.optimizer(AdamW, lr=1e-2)
     for step, batch in enumerate(problem.batches(4, MICROBATCHES * ROWS)):
         half = type(batch)(tuple(x.to(dtype) for x in batch.args), {}, batch.target.to(dtype))
+        for item in (model, pipe.model):
+            item.get_parameter(frozen).requires_grad_(step > 0)
         eager_step(model, problem.loss, half, MICROBATCHES, step)
         pipe.step(*half.args, target=half.target)
-        assert {p.grad.dtype for p in pipe.parameters()} == {torch.float32}  # type: ignore[union-attr]
+        assert {p.grad.dtype for p in pipe.parameters() if p.requires_grad} == {torch.float32}  # type: ignore[union-attr]
         theirs.step()
         ours.step()
         ours.zero_grad()
@@ -319,3 +323,37 @@ def test_a_removed_option_says_what_to_do() -> None:
         pipe.optimizer(AdamW, reshard_after_forward=True)
     with pytest.raises(TypeError, match=r"early= any more: overlap=True lets pipe\.step"):
         pipe.optimizer(AdamW, early=True)
+
+
+def test_masters_of_an_optimizer_without_state_are_saved(tmp_path: Path) -> None:
+    """After gradients were replaced; in state dicts and in checkpoints."""
+    problem, model = PROBLEMS["mlp"], in_half_precision(torch.bfloat16)
+    options: dict[str, Any] = {"schedule": "zb-h1", "ranks": 2, "microbatches": MICROBATCHES}
+    pipe = zbcompile.pipeline(model, loss=problem.loss, **options)
+    optimizer = pipe.optimizer(SGD, lr=1e-3)
+    (batch,) = problem.batches(1, MICROBATCHES * ROWS)
+    pipe.step(batch.args[0].bfloat16(), target=batch.target.bfloat16())
+    for parameter in pipe.parameters():
+        parameter.grad = torch.ones_like(parameter.grad)  # type: ignore[arg-type]
+    masters = optimizer.param_groups[0]["params"]
+    expected = [master.detach() - 1e-3 for master in masters]
+    optimizer.step()
+    assert_same_tensors(masters, expected, "master")
+    saved = copy.deepcopy(optimizer.state_dict())
+    zbcompile.save_checkpoint(tmp_path, pipe, optimizer)
+    for load in (
+        lambda: optimizer.load_state_dict(saved),
+        lambda: zbcompile.load_checkpoint(tmp_path, pipe, optimizer),
+    ):
+        for master in masters:
+            master.detach().zero_()
+        load()
+        assert_same_tensors(optimizer.param_groups[0]["params"], expected, "master")
+
+
+def test_a_closure_runs_first() -> None:
+    """Lightning passes one to every step."""
+    pipe = pipeline_of(Case("mlp", "1f1b", 2, 2))
+    (batch,), optimizer = PROBLEMS["mlp"].batches(1, 4), pipe.optimizer(SGD, lr=0.1)
+    first = optimizer.step(lambda: pipe.step(*batch.args, target=batch.target))
+    assert pipe.step(*batch.args, target=batch.target) < first

@@ -156,3 +156,29 @@ def test_parameters_are_written_behind_the_validation() -> None:
     message = r"was written before its update was validated.* Call pipe\.parameters\(\) first"
     with pytest.raises(zbcompile.PipelineError, match=message):
         pipe.step(*batch.args, target=batch.target)
+
+
+class Annealed(torch.optim.SGD):
+    """Its state of a parameter is no tensor."""
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            if parameter.grad is not None:
+                count = self.state[parameter].setdefault("count", [0])
+                count[0] += 1
+                parameter.add_(parameter.grad, alpha=-0.1 / count[0])
+
+
+@pytest.mark.slow
+def test_state_that_is_no_tensor_is_corrected_as_well() -> None:
+    results = []
+    for when in ("before", "after"):
+        pipe = pipeline_of(Case("mlp", "zb-v", 2, MICROBATCHES))
+        # the first stages know a smaller norm
+        optimizer = pipe.optimizer(Annealed, clip=0.2, validate=when)
+        for batch in PROBLEMS["mlp"].batches(4, MICROBATCHES * ROWS):
+            pipe.step(*batch.args, target=batch.target)
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(pipe.state_dict(full=True))
+    assert_same_tensors(results[1], results[0], "state dict:")

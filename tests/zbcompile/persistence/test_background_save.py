@@ -40,6 +40,13 @@ def small_pipe() -> zbcompile.Pipeline:
     return pipe.compile(torch.randn(4, 4), target=torch.randn(4, 4))
 
 
+def test_a_load_waits_for_the_save(tmp_path: Path) -> None:
+    pipe = small_pipe()
+    zbcompile.save_checkpoint(tmp_path, pipe, step=5, wait=False)
+    assert zbcompile.load_checkpoint(tmp_path, pipe).step == 5
+    pipe.close()
+
+
 def test_the_bits_are_those_of_the_step(tmp_path: Path) -> None:
     """Tensors that change while a thread writes them."""
     pipe = small_pipe()

@@ -4,12 +4,15 @@ never stopped."""
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 import zbcompile
 from tests.support.checkpointing import (
@@ -469,3 +472,23 @@ def test_extra_that_differs_between_ranks_is_refused(pool: Pool, tmp_path: Path)
         ):
             assert place in text
         assert all("Pass the same on every rank" in text for text in said)
+
+
+@pytest.mark.slow
+def test_torchs_own_reader_reads_it(
+    small_program: Callable[[str, int], Path], tmp_path: Path
+) -> None:
+    train_pipe(str(small_program("zb-h1", 2)), str(tmp_path), 2)
+    model = PROBLEM.model()
+    optimizer = optimizer_of(model.parameters())
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    weights, moments = get_state_dict(model, optimizer, options=options)
+    moved = {key: value for key, value in moments.items() if key.startswith("state.")}
+    state = {"model": weights, "optimizer": moved}
+    # a tied parameter is there under its first name alone
+    planner = dcp.DefaultLoadPlanner(allow_partial_load=True)
+    reader = dcp.HuggingFaceStorageReader(str(checkpoints_in(tmp_path)[-1]))
+    dcp.load(state, storage_reader=reader, planner=planner, no_dist=True)
+    loaded: dict[str, Any] = {"model_state_dict": weights, "optim_state_dict": moments | moved}
+    set_state_dict(model, optimizer, options=options, **loaded)
+    assert_same_state(state_of(model, optimizer), uninterrupted(2))

@@ -203,3 +203,27 @@ def test_ranks_that_ask_for_different_things(pool: Pool) -> None:
     assert first is None
     with torch.no_grad():
         torch.testing.assert_close(last["rows"], Counting()(batch_of(8))["rows"])
+
+
+@pytest.mark.slow
+def test_compiled_in_inference_mode() -> None:
+    """What is compiled and kept there serves outside, too."""
+    pipe = made(Counting())
+    with torch.inference_mode():
+        x = batch_of(8).clone()
+        pipe.compile(x, target=x)
+        inside = pipe.eval(x, microbatches=2)
+    assert torch.equal(pipe.eval(batch_of(8), microbatches=2)["rows"], inside["rows"])
+    x = batch_of(8)
+    torch.testing.assert_close(pipe.step(x, target=x), loss_of(pipe.model(x), x).detach())
+
+
+@pytest.mark.slow
+def test_what_was_evaluated_frozen_trains_later() -> None:
+    """The program is then the step."""
+    model, x = Counting().requires_grad_(False), batch_of(8)
+    pipe = made(model)
+    pipe.eval(x)
+    model.requires_grad_(True)
+    torch.testing.assert_close(pipe.step(x, target=x), loss_of(model(x), x).detach())
+    assert {name for name, _ in model.named_parameters()} == set(pipe.program.trained)

@@ -104,6 +104,21 @@ class EvalHead(nn.Module):
         return x.square().mean() if self.training else self.head(x)
 
 
+@pytest.mark.slow
+def test_a_head_that_only_evaluation_uses() -> None:
+    """It lives on the last stage, after what it works on. Modes and generator stay as they are."""
+    model = EvalHead()
+    model.body[0].eval()
+    pipe = zbcompile.pipeline(model, schedule="1f1b", microbatches=4, ranks=2)
+    pipe.step(rows(8))
+    generator = torch.get_rng_state()
+    output = pipe.eval(rows(8))
+    assert torch.equal(generator, torch.get_rng_state())
+    assert (model.training, model.body[0].training, model.body[1].training) == (True, False, True)
+    assert not output.requires_grad
+    torch.testing.assert_close(output, model.eval()(rows(8)).detach())
+
+
 class OutOfOrder(EvalHead):
     """Evaluation runs the layers backwards."""
 

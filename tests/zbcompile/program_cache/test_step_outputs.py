@@ -63,6 +63,22 @@ def test_metrics_are_weighed_as_the_loss() -> None:
     torch.testing.assert_close(results[1], 4 * results[0])
 
 
+def metrics_on_each_rank(schedule: str) -> tuple[torch.Tensor, dict[str, Any]]:
+    pipe = made(schedule, ranks=None, loss=with_accuracy)
+    return pipe.step(*EIGHT.args, target=EIGHT.target, return_metrics=True)  # type: ignore[no-any-return]
+
+
+@pytest.mark.slow
+def test_every_rank_gets_the_metrics(pool: Pool) -> None:
+    model = PROBLEM.model()
+    loss = eager_step(model, PROBLEM.loss, EIGHT, 4, 0)
+    right = torch.cat([model(x) for x in EIGHT.args[0].split(2)]).argmax(-1) == EIGHT.target
+    for ours, metrics in pool.run(metrics_on_each_rank, "zb-h1", ranks=2):
+        assert torch.equal(ours, loss)
+        assert torch.equal(metrics["of rows"], right.float().mean(1))
+        assert int(sum(metrics["right"])) == int(right.sum())
+
+
 class Own(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -72,6 +88,18 @@ class Own(nn.Module):
         early = self.first(x)
         late = self.second(torch.relu(early))
         return {"loss": late.square().mean(), "early": early, "late": late, "steps": None}
+
+
+def test_outputs_of_earlier_stages_beside_a_loss_of_the_models_own() -> None:
+    torch.manual_seed(0)
+    model, x = Own(), torch.randn(8, 4)
+    expected = model(x)
+    pipe = zbcompile.pipeline(model, schedule="1f1b", ranks=2, microbatches=4, balance=("second",))
+    loss, outputs = pipe.step(x, return_outputs=True)
+    assert torch.equal(outputs["loss"], loss)
+    assert outputs["steps"] is None
+    torch.testing.assert_close(outputs["early"], expected["early"].detach())
+    torch.testing.assert_close(outputs["late"], expected["late"].detach())
 
 
 def test_metrics_that_cannot_be_returned() -> None:
@@ -84,6 +112,8 @@ def test_metrics_that_cannot_be_returned() -> None:
         zbcompile.PipelineError, match="return_metrics='all'; expected True or False"
     ):
         made(loss=with_accuracy).step(*EIGHT.args, target=EIGHT.target, return_metrics="all")  # type: ignore[arg-type]
+    with pytest.raises(zbcompile.PipelineError, match="return_outputs='first'; expected one of"):
+        made(loss=with_accuracy).step(*EIGHT.args, target=EIGHT.target, return_outputs="first")
     with pytest.raises(
         zbcompile.CaptureError,
         match="return_metrics=True, but the loss function returned a loss alone",

@@ -12,6 +12,7 @@ import zbcompile
 from tests.support.deciding import (
     KINDS,
     WIDTH,
+    Attending,
     Reusing,
     batch_of,
     follow,
@@ -110,3 +111,14 @@ def test_a_saved_program_refuses_other_values(tmp_path: Path) -> None:
         PipelineError, match=r"args\[1\] = \[\[1, 1, 1, 1, 1\].*received .*args\[1\] = "
     ):
         loaded.step(x, mask, target=target)
+
+
+@pytest.mark.slow
+def test_an_evaluation_computes_its_batch_as_one() -> None:
+    """As eager does: one padded sample decides for all of them."""
+    model = Attending()
+    pipe = follow(("full",), "gpipe", 2, model=model, ranks=2, static_inputs=MASK)
+    eager = copy.deepcopy(model).eval()
+    for kind in ("full", "both", "padded", "full"):
+        x, mask, _ = batch_of(kind, 2, seed=9)
+        torch.testing.assert_close(pipe.eval(x, mask), eager(x, mask), rtol=1e-6, atol=1e-6)

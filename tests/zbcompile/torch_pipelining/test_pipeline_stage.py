@@ -279,3 +279,10 @@ def test_another_loss_function_says_what_to_pass() -> None:
         with pytest.raises(zbcompile.PipelineError, match=r"loss_fn=stage\.loss"):
             loss(output, torch.zeros(4, WIDTH))
     assert output.microbatch == 3
+
+
+def test_one_process_has_no_stages() -> None:
+    pipe = pipeline_of(Case("mlp", "1f1b", 2, 2))
+    pipe.compile(torch.zeros(4, WIDTH), target=torch.zeros(4, WIDTH))
+    with pytest.raises(zbcompile.PipelineError, match="torchrun"):
+        pipe.stages()
