@@ -167,7 +167,6 @@ STEPS = {  # what stands in the middle reads one thing; that is changed
     "dropout": Case(lambda net, x: net.drop(x), of_model("drop.p", 0.5)),
     "function": Case(lambda net, x: net.function(x), of_model("function", torch.sigmoid)),
     "tensor": Case(lambda net, x: x + net.shift, of_model("shift", torch.zeros(WIDTH))),
-    "forward": Case(scaled, lambda net, _: setattr(net, "forward", net.layers[0].forward)),
     "global": Case(scaled, store(_module, "TAU", 2.0)),
     "global mapping": Case(lambda net, x: x * TABLE["scale"], store(TABLE, "scale", 2.0)),
     "loss's closure": Case(scaled, _cell, lambda: weighted(2.0)),

@@ -468,8 +468,8 @@ SCENARIOS = (
         1,
         other_program,
         (1, "microbatches"),
-        r"args\[0\] of this batch differs .* \(4 microbatches of float32 .*, and 2 microbatches of"
-        r" float32 ",
+        r"args\[0\] of this batch differs .* \(4 microbatches of float32.*, and 2 microbatches of"
+        r" float32",
     ),
     Scenario(
         "another model",
@@ -483,8 +483,8 @@ SCENARIOS = (
         1,
         other_program,
         (1, "dtype"),
-        r"args\[0\] of this batch differs .* \(4 microbatches of float32 .*, and 4 microbatches of"
-        r" float64 ",
+        r"args\[0\] of this batch differs .* \(4 microbatches of float32.*, and 4 microbatches of"
+        r" float64",
     ),
     Scenario(
         "a rank that a device waits for, timeout=2",
