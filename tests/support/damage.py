@@ -48,7 +48,8 @@ def flip_bit(folder: Path, chance: random.Random) -> tuple[Path, bytes]:
 
 
 def outcome_of(use: Callable[[], bool]) -> str:
-    """What came of using something damaged; `use` says whether its values are the right ones."""
+    """Returns what came of using something damaged; `use` says whether its values are the right
+    ones."""
     try:
         return "without effect" if use() else "silent"
     except OURS as error:
@@ -235,7 +236,7 @@ def piped(model: nn.Module) -> zbcompile.Pipeline:
 
 
 def loads(load: Callable[[nn.Module], object], values: dict[str, torch.Tensor]) -> bool:
-    """Whether a new model has these values then."""
+    """Returns whether a new model has these values then."""
     second = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     load(second)
     return all(torch.equal(value, values[name]) for name, value in second.state_dict().items())

@@ -87,7 +87,7 @@ def require_nothing_lost(folder: Path, committed: int) -> int:
 
 
 def kill_saves(folder: Path, kills: int, seed: int = 0) -> dict[str, int]:
-    """What the kills left, by kind."""
+    """Returns what the kills left, by kind."""
     chance, pipe, step = random.Random(seed), make_pipe(), 0
     counts = {
         "kills": 0,

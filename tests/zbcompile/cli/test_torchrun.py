@@ -40,7 +40,8 @@ torch.distributed.destroy_process_group()
 
 
 def eager() -> tuple[Tensor, dict[str, Tensor]]:
-    """What the script computes, without a pipeline: the losses and the state after training."""
+    """Returns what the script computes, without a pipeline: the losses and the state after
+    training."""
     torch.manual_seed(0)
     model = GPT(layers=2, width=32, heads=2, length=16)
     tokens = torch.randint(0, 256, (8, 17))

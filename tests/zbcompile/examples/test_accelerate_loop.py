@@ -24,7 +24,7 @@ UPDATES, ACCUMULATE = 3, 2
 
 
 def plain() -> list[float]:
-    """What Accelerate's own documentation writes."""
+    """Returns what Accelerate's own documentation writes."""
     set_seed(0)
     accelerator = Accelerator(gradient_accumulation_steps=ACCUMULATE)
     model = tiny_model()

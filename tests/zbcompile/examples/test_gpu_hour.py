@@ -40,7 +40,7 @@ def test_every_item_is_there() -> None:
 
 
 def _is_gone(pid: str) -> bool:
-    """Whether a process has ended; init may take its time to bury it."""
+    """Returns whether a process has ended; init may take its time to bury it."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except (FileNotFoundError, ProcessLookupError):

@@ -13,7 +13,7 @@ from tests.support.pool import Pool
 
 
 def trained(folder: Path, steps: int) -> str:
-    """What the script prints, of a model of two layers."""
+    """Returns what the script prints, of a model of two layers."""
     small = mock.patch.object(train_everything.CONFIG, "num_hidden_layers", 2)
     with small, contextlib.redirect_stdout(io.StringIO()) as printed:
         train_everything.train(

@@ -31,7 +31,7 @@ SMALL = [
 
 
 def trained(*arguments: str) -> str:
-    """What the job prints."""
+    """Returns what the job prints."""
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         train_gpt.run(train_gpt.parse([*SMALL, *arguments]))
     return printed.getvalue()

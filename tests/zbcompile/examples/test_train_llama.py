@@ -15,7 +15,7 @@ SMALL = [word for name, value in SIZES.items() for word in (f"--{name}", str(val
 
 
 def trained(*arguments: str) -> str:
-    """What the job prints."""
+    """Returns what the job prints."""
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         train_llama.run(train_llama.parse([*SMALL, *arguments]))
     return printed.getvalue()

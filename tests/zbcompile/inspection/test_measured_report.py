@@ -22,8 +22,8 @@ MANIFEST = {"exact": False, "cuts": ["add_3"], "graphs": ["a"]}
 
 
 def simulated_record(costs: Costs, host: float = 0.0, late: float = 0.0) -> StepRecord:
-    """What the simulator says, as if it had been measured: `host` seconds pass before every pass
-    that waits for nothing, and rank 1's clock started `late`."""
+    """Returns what the simulator says, as if it had been measured: `host` seconds pass before
+    every pass that waits for nothing, and rank 1's clock started `late`."""
     timeline = simulate(SCHEDULE, costs)
     spans: dict[int, list[RecordedSpan]] = {0: [], 1: []}
     for rank in (0, 1):

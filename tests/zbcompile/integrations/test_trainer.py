@@ -136,7 +136,7 @@ def on_a_rank(folder: str, options: dict[str, Any]) -> Found:
 
 
 def found_on_both(result: list[Found]) -> Found:
-    """What both ranks found, which is the same."""
+    """Returns what both ranks found, which is the same."""
     (first, evaluated), (second, other) = result
     assert all(
         logged(first, key) == logged(second, key) for key in ("loss", "grad_norm", "learning_rate")

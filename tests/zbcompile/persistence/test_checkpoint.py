@@ -441,8 +441,8 @@ def check_rows(folder: Path, ranks: list[State]) -> None:
 
 
 def saved_with_extra(folder: str) -> list[str]:
-    """What a save says whose extra differs between ranks: in a number, in a tensor, in a tensor
-    that one rank lacks."""
+    """Returns what a save says whose extra differs between ranks: in a number, in a tensor, in a
+    tensor that one rank lacks."""
     first, rank = PROBLEM.batches(1, SIZE)[0], dist.get_rank()
     pipe = zbcompile.pipeline(PROBLEM.model(), schedule="1f1b", microbatches=2, loss=PROBLEM.loss)
     pipe.compile(*first.args, target=first.target)

@@ -66,8 +66,8 @@ def require_weights(folder: Path, source: Any, result: State) -> None:
 
 
 def trained(sizes: Sizes, earlier: Path | None, folder: Path) -> tuple[State, State]:
-    """What a pipeline on this mesh reads from an `earlier` checkpoint, and what it saves in
-    `folder` a step later."""
+    """Returns what a pipeline on this mesh reads from an `earlier` checkpoint, and what it saves
+    in `folder` a step later."""
     pipe, optimizer = begun(sizes, seed=1)
     before: State = {}
     if earlier is not None:
@@ -113,7 +113,7 @@ def test_parameters_and_moments_of_another_mesh(pool: Pool, tmp_path: Path) -> N
 
 
 def by_hand(folder: Path) -> tuple[State, State, State]:
-    """What was saved, what there was a step later, and what was loaded then."""
+    """Returns what was saved, what there was a step later, and what was loaded then."""
     mesh = mesh_of(pp=2, tp=2)
     model = TensorParallel(mesh, "plain")
     options: dict[str, Any] = {

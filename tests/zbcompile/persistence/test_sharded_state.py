@@ -17,7 +17,7 @@ MOVES = (("zb-v", 1, 2), ("1f1b", 1, 4), ("zb-h1", 0, 2))
 
 
 def in_one_process(training: Training, folder: Path) -> State:
-    """What a plain model and a plain optimizer make of a checkpoint."""
+    """Returns what a plain model and a plain optimizer make of a checkpoint."""
     model = PROBLEMS[training.problem].model().to(getattr(torch, training.dtype))
     nn.init.zeros_(next(model.parameters()))
     parameters = list(model.parameters())

@@ -14,7 +14,7 @@ from zbcompile.profiling.pass_checks import checked
 
 
 def gathered_late() -> torch.Tensor:
-    """What a rank gathers whose neighbour comes late, in memory that is NaN before."""
+    """Returns what a rank gathers whose neighbour comes late, in memory that is NaN before."""
     x = torch.full((4,), float(dist.get_rank()))
     module = make_fx(lambda x: (all_gather_tensor(x, 0, dist.group.WORLD) + 0.0,))(x)
     check = checked(

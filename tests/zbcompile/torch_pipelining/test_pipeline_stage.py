@@ -134,7 +134,8 @@ def test_a_file_under_torchs_runtime(name: str, pool: Pool, tmp_path: Path) -> N
 
 
 def wrong_steps() -> list[str]:
-    """What one rank says of a loss function of its own, of another shape, and of another dtype."""
+    """Returns what one rank says of a loss function of its own, of another shape, and of another
+    dtype."""
     pipe, (batch,) = pipeline_of(Case("mlp", "1f1b", 1, 4)), PROBLEMS["mlp"].batches(1, 8)
     assert batch.target is not None
     (stage,) = pipe.compile(*batch.args, target=batch.target).stages()

@@ -38,7 +38,7 @@ MULTI = (  # class, stages per rank
 
 
 def _stages(ranks: int, chunks: int) -> list[SimpleNamespace]:
-    """What the constructors of torch's schedules read of the stages of rank 0."""
+    """Returns what the constructors of torch's schedules read of the stages of rank 0."""
     count = {"num_stages": ranks * chunks, "group_size": ranks, "group_rank": 0}
     return [
         SimpleNamespace(**count, submod=None, stage_index=chunk * ranks, is_last=False)
