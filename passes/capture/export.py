@@ -160,7 +160,10 @@ def export_step(
 def _export(step: TrainingStep, example: tuple[Any, ...], device: torch.device) -> ExportedProgram:
     with exportable_tensors(step, step.tied), functional_collectives(), _without_gradients(step):
         try:
-            program = _export_with_hooks(step, example, device)
+            try:
+                program = export_below_autograd(step, example, device)
+            except HooksInstalled:  # by the first run of forward
+                program = export_below_autograd(step, example, device)
         except Exception:
             if not step.prediction.wrong:
                 raise
@@ -181,16 +184,6 @@ def _without_gradients(step: TrainingStep) -> Iterator[None]:
     finally:
         for parameter, gradient in gradients:
             parameter.grad = gradient
-
-
-def _export_with_hooks(
-    step: TrainingStep, example: tuple[Any, ...], device: torch.device
-) -> ExportedProgram:
-    """Exports a step; once more if forward has installed hooks on modules when it first ran."""
-    try:
-        return export_below_autograd(step, example, device)
-    except HooksInstalled:
-        return export_below_autograd(step, example, device)
 
 
 def describe(program: ExportedProgram, step: TrainingStep) -> StepGraph:
@@ -268,7 +261,7 @@ def _results(
 ) -> tuple[Node | None, dict[str, Node | None], list[Node], list[Node]]:
     """Returns the nodes of the loss, of each gradient, of the outputs and of `require_fit`."""
     user_outputs = [
-        _undetached(nodes[value]) if isinstance(value, str) else None
+        _copied_value(nodes[value]) if isinstance(value, str) else None
         for value in program.graph_signature.user_outputs
     ]
     if type(step) is not TrainingStep:
@@ -282,19 +275,6 @@ def _results(
     return loss, gradients, outputs, [node for node in rest[fits:] if node is not None]
 
 
-def _undetached(node: Node) -> Node:
-    """Returns the value that a node detaches.
-
-    If the model adds to its loss in place, the loss is detached behind the backward.
-    """
-    while node.target in (aten.detach.default, aten.alias.default):
-        source = node.args[0]
-        if not isinstance(source, Node) or source.op != "call_function":
-            break
-        node = source
-    return node
-
-
 def _clean(step: StepGraph) -> None:
     """Removes assertions on shapes and dead code, and makes the graph return results by role."""
     for node in step.calls():
@@ -303,7 +283,7 @@ def _clean(step: StepGraph) -> None:
         custom = annotations_of(node)
         node.meta[ANNOTATIONS] = {key: custom[key] for key in _ANNOTATIONS if key in custom}
     for name, update in step.buffer_updates.items():
-        step.buffer_updates[name] = _assigned_value(update)
+        step.buffer_updates[name] = _copied_value(update)
     _trace_backward_to_forward(step)
     step.refresh_output()
     for name, first in step.tied_names.items():
@@ -334,19 +314,19 @@ def _trace_backward_to_forward(step: StepGraph) -> None:
             node.meta[ANNOTATIONS][LINE] = annotations_of(source)[LINE]
 
 
-def _assigned_value(update: Node) -> Node:
-    """Returns the node that computes a buffer's new value, without the copy at the end of the step.
+def _copied_value(node: Node) -> Node:
+    """Returns the value that a node copies or detaches.
 
-    No cut is possible between the reads of a buffer and its write.
+    No cut is possible between the reads of a buffer and the copy at the end of the step. If the
+    model adds to its loss in place, the loss is detached behind the backward.
     """
-    node = update
     while node.target in (aten.copy.default, aten.detach.default, aten.alias.default):
         source = node.args[1] if node.target is aten.copy.default else node.args[0]
         if not isinstance(source, Node) or source.op != "call_function":
-            return node
+            break
         before, after = source.meta["val"], node.meta["val"]
         if (before.dtype, before.shape) != (after.dtype, after.shape):
-            return node
+            break
         node = source
     return node
 

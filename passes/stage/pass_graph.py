@@ -46,7 +46,7 @@ class PassGraph:
 
     @property
     def empty(self) -> bool:
-        """Whether the graph computes nothing."""
+        """Returns True if the graph computes nothing."""
         return not self.calls
 
     @property

@@ -55,7 +55,7 @@ class Crossing:
 
 @dataclass(frozen=True)
 class Recomputation:
-    """What the backward of a stage computes again for a microbatch: the number of operations, their
+    """The recomputation of a stage for one microbatch: the number of operations, their
     FLOPs, and the bytes kept between F and B without and with it."""
 
     operations: int

@@ -82,7 +82,7 @@ def weight_collectives(compiled: CompiledStep) -> list[str]:
 
 
 def by_hand(name: str, form: str) -> dict[str, Any]:
-    """Returns what differs from eager mode for a model with collectives of its own."""
+    """Returns the differences from eager mode of a model with collectives in forward."""
     mesh = mesh_of(**{name: dist.get_world_size()})
     makers = {
         "tp": TensorParallel,

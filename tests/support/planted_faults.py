@@ -128,7 +128,7 @@ PASSES = (
         "passes/compile_step.py",
         "    keep_updated_buffers(step, stages)\n",
         "",
-        ("tests/passes/test_bits.py", "tests/zbcompile/engine/test_changing_buffers.py"),
+        ("tests/passes/stage/test_stages.py", "tests/zbcompile/engine/test_changing_buffers.py"),
     ),
     PlantedFault(
         "recomputation draws random numbers again",

@@ -70,7 +70,7 @@ def pipeline(model: nn.Module) -> zbcompile.Pipeline:
 
 
 def kernels_of(pipe: zbcompile.Pipeline) -> set[bool]:
-    """Whether each forward holds torch's fused kernel."""
+    """Returns whether forwards have torch's fused kernel."""
     codes = [stage.pieces["F"].module.code for stage in pipe.program.stages]
     return {"flash_attention_for_cpu" in code for code in codes}
 
@@ -128,7 +128,7 @@ def test_a_mask_that_is_trained() -> None:
 
 @pytest.mark.slow
 def test_a_region_around_the_step() -> None:
-    """Steps inside and outside of a region are compiled apart."""
+    """Steps inside and outside of a region have different programs."""
     model, eager, case = made(ALL), made(ALL), batch()
     model.kernels = eager.kernels = SDPBackend.MATH
     pipe = pipeline(model)
@@ -142,7 +142,7 @@ def test_a_region_around_the_step() -> None:
 
 
 def test_a_kernel_that_is_not_there_is_said_by_line() -> None:
-    """As in eager mode, which has no such kernel on a CPU."""
+    """Eager mode has no such kernel on a CPU either."""
     case = batch()
     with pytest.raises(
         CaptureError, match=r"fails \(.*test_attention_kernels\.py:\d+\) .*No viable backend"

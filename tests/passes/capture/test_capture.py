@@ -1,5 +1,5 @@
-"""What models may do in forward: each through the front door, loss, gradients and buffers bitwise
-eager's after every step; and what they may not, which is refused by name."""
+"""Models whose forward does unusual things: loss, gradients and buffers are bitwise those of eager
+mode after every step. Others are refused."""
 
 import copy
 import dataclasses
@@ -216,8 +216,7 @@ class Normed(nn.Module):
 
 
 class Buffers(Layers):
-    """Buffers changed in every way: in place, a row of one, by assignment, by an input; views that
-    live on."""
+    """Buffers changed in place, by row, by assignment and by an input, and views of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -440,7 +439,7 @@ class Distributed(Layers):
 
 
 class Rebound(Layers):
-    """Buffers that are assigned anew; one of them is read on the first stage alone."""
+    """Buffers that are assigned; one of them is read on the first stage alone."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -521,7 +520,7 @@ def test_a_weight_that_autocast_casts_on_two_stages() -> None:
 
 
 def test_a_model_that_only_a_trace_can_follow_is_warned_of() -> None:
-    """It looks at activations otherwise. Its bits are those of the path that it has for
+    """The model looks at activations otherwise. Its bits are those of the path that it has for
     compilers."""
 
     class Looking(Layers):
@@ -548,7 +547,7 @@ def test_a_model_that_only_a_trace_can_follow_is_warned_of() -> None:
 
 @pytest.mark.slow
 def test_parts_of_one_flat_buffer_are_separate_parameters() -> None:
-    """As cuDNN's recurrent layers keep them; overlapping ones are refused (test_refused_models)."""
+    """cuDNN's recurrent layers have such parameters; overlapping ones are refused (test_refused_models)."""
 
     def make() -> nn.Module:
         model = Layers()

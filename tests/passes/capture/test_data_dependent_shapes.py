@@ -1,5 +1,5 @@
-"""What has as many rows as the values of inputs say: the same bits as in eager if the input is
-static, else refused."""
+"""Shapes that depend on values of inputs: bits of eager mode if the input is static, else a
+refusal."""
 
 from collections.abc import Callable
 from typing import Any

@@ -70,7 +70,7 @@ def test_a_tied_buffer_that_forward_writes() -> None:
 
 
 class Decaying(nn.Module):
-    """A module that assigns its buffer anew."""
+    """A module that assigns its buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ def test_values_behind_torch_cond_may_be_static() -> None:
 
 
 def test_tensors_of_numbers_that_were_computed() -> None:
-    """As transformers computes positions of images from their sizes."""
+    """Transformers computes positions of images like this from their sizes."""
 
     class Positions(Repeated):
         def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
@@ -284,7 +284,7 @@ def test_checkpointed_regions_are_annotated(reentrant: bool) -> None:
 
 
 def test_a_reentrant_region_without_gradients_trains_nothing() -> None:
-    """None of the region's arguments requires gradients: eager mode loses those of its weights."""
+    """Eager mode loses the gradients of weights if no argument of the region requires one."""
     from torch.utils.checkpoint import checkpoint
 
     class Model(Repeated):

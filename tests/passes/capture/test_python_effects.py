@@ -1,5 +1,4 @@
-"""What forward does in Python: numbers drawn outside of torch, seeds and tensors that it carries
-are refused."""
+"""Refusals of Python in forward: numbers drawn outside of torch, seeds and carried tensors."""
 
 import random
 from collections.abc import Callable
@@ -56,7 +55,7 @@ DRAWS = {
 
 @pytest.mark.parametrize("how", DRAWS)
 def test_numbers_from_elsewhere_are_refused(how: str) -> None:
-    """They would be the same in every step: four steps gave one loss where eager's gave four."""
+    """The numbers would be the same in every step: four steps gave one loss where eager's gave four."""
     effect, message = DRAWS[how]
     with pytest.raises(zbcompile.CaptureError, match=f"(?s)draws from {message}.*torch.rand"):
         train(Net(effect))
@@ -150,7 +149,7 @@ class Remembering(Net):
 def test_a_tensor_that_each_forward_sets_is_mentioned(
     reads: Callable[[Tensor | None, Tensor], Any],
 ) -> None:
-    """As vision models of transformers do with what the next token needs."""
+    """Vision models of transformers do this with values for the next token."""
     net = Remembering(reads)
     with pytest.warns(UserWarning, match=r"forward changes model\.left\. .*never does"):
         train(net)

@@ -1,4 +1,4 @@
-"""What a step cannot repeat is refused with the user's line, and each remedy has eager's bits."""
+"""Refusals with the user's line of steps that cannot be repeated; remedies have eager's bits."""
 
 import random
 from collections.abc import Callable
@@ -383,7 +383,7 @@ def test_ctc_losses() -> None:
 
 
 def test_ctc_losses_with_padded_labels() -> None:
-    """As transformers computes them: the labels are selected by a mask."""
+    """Transformers computes the loss like this: the labels are selected by a mask."""
 
     def loss(output: Tensor, labels: Tensor) -> Tensor:
         log_probs = F.log_softmax(output, -1)[:, None].expand(4, 2, WIDTH)

@@ -1,4 +1,4 @@
-"""FLOPs, bytes and seconds of operations, read off a graph; FLOPs beside torch's own counter."""
+"""FLOPs, bytes and seconds of operations in a graph; FLOPs are compared with torch's counter."""
 
 import importlib
 from collections.abc import Callable

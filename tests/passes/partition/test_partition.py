@@ -1,4 +1,4 @@
-"""Where real models are cut: against every choice of cuts, within limits, by name."""
+"""Cuts of real models: against every choice of cuts, within limits, by name."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -41,7 +41,7 @@ def f(
 
 
 class Adapter(nn.Module):
-    """A frozen linear layer with a low-rank path beside it."""
+    """A frozen linear layer and a low-rank path."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Adapter(nn.Module):
 
 
 class Looked(nn.Module):
-    """Rows of a table of which one stands for padding."""
+    """Rows of a table with one for padding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -283,7 +283,7 @@ def test_gradients_have_eagers_bits(name: str) -> None:
 
 
 def test_the_weights_of_a_frozen_base_are_in_no_w() -> None:
-    """Of an adapter, W has the two products of its low-rank path; a frozen layer has no W."""
+    """W has the two products of an adapter's low-rank path; a frozen layer has no W."""
     adapter, _ = compile_middle(Adapter(), torch.randn(ROWS))
     weight = adapter.passes[Label(1, "W")]
     assert weight.flops == 2 * (2 * ROWS[0] * D * 2)

@@ -25,7 +25,7 @@ def chain(
 
 
 def chain_of(name: str, works: list[int], operation: OpOverload = aten.sin.default) -> PassGraph:
-    """So many operations each, with a collective and its wait between two of these."""
+    """Chains of operations with a collective and its wait between two of them."""
     graph = Graph()
     value = graph.placeholder(name)
     for number, work in enumerate(works, 1):
@@ -45,7 +45,7 @@ def chain_of(name: str, works: list[int], operation: OpOverload = aten.sin.defau
 
 
 def weight_product(gradient: Node) -> Node:
-    """What needs a gradient, and nothing needs; half as much work as the operations of a chain."""
+    """Returns a product for a weight gradient, without readers: half as much work as the operations of a chain."""
     product = gradient.graph.call_function(aten.cos.default, (gradient,))
     product.meta["val"] = torch.empty(0, device="meta")
     return product
@@ -56,7 +56,7 @@ def operations(piece: PassGraph) -> list[Node]:
 
 
 def between(order: list[Node], half: list[Node]) -> list[int]:
-    """For every collective of a half: how many operations of the other half run until its wait."""
+    """Returns for every collective of a half how many operations of the other half run until its wait."""
     own, counts = set(half), []
     for wait in filter(is_wait, half):
         start = wait.all_input_nodes[0]

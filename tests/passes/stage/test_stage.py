@@ -13,7 +13,7 @@ aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 
 
 def chain(works: list[int], kind: str = "F", weights: int = 0) -> PassGraph:
-    """So many operations each, with a collective and its wait between two of these."""
+    """Chains of operations with a collective and its wait between two of them."""
     graph = Graph()
     value = first = graph.placeholder("input_0")
     for number, work in enumerate(works, 1):

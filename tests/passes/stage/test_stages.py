@@ -218,7 +218,7 @@ def test_autograd_of_any_kind(make: Any) -> None:
 
 
 def test_a_loss_that_is_added_to_in_place() -> None:
-    """As models of transformers add the loss of a router: F returns it, not the backward."""
+    """Models of transformers add the loss of a router like this: F returns it, not the backward."""
 
     def loss(output: Tensor, target: Tensor) -> Tensor:
         total = F.mse_loss(output, target)
