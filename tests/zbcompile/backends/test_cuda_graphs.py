@@ -91,3 +91,16 @@ def steps_with_moving_gradients(pipe: zbcompile.Pipeline, batch: Batch) -> None:
             torch.testing.assert_close(grad, saved[0][name], rtol=1e-5, atol=1e-6)
         for parameter in pipe.parameters():
             parameter.grad = None
+
+
+@needs_gpu
+def test_a_pass_without_inputs_is_not_recorded() -> None:
+    """B of a stage whose only layer has its gradient in W, and no gradient to send."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).cuda()
+    batch, losses = torch.ones(4, 8, device="cuda"), []
+    for graphs in (False, True):
+        options = {"schedule": "zb-h1", "ranks": 2, "microbatches": 2, "cuda_graphs": graphs}
+        pipe = zbcompile.pipeline(model, loss=nn.functional.mse_loss, **options)
+        losses.append([pipe.step(batch, target=batch).item() for _ in range(3)])
+        pipe.close()
+    assert losses[0] == losses[1]

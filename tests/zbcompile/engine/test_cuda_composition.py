@@ -3,16 +3,24 @@ checkpoints, autocast, faults. The functions are those of the CPU's tests; steps
 from the second one on.
 """
 
+import copy
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
+import zbcompile
 from tests.support.faulty import SCENARIOS, Scenario
-from tests.support.on_gpus import four_gpus, on_gpu, two_gpus
+from tests.support.on_gpus import four_gpus, on_gpu, one_gpu, two_gpus
+from tests.support.oracle import MLP, PROBLEMS, eager_step
 from tests.support.pool import DIED, Pool
 from tests.support.replicated import in_one_process, replicated
+from tests.support.sharded_optimizers import Training, at_levels
+from tests.support.training import assert_same_tensors, gradients_of
+from tests.zbcompile.engine.test_mesh import trained as trained_on_a_mesh
 
 BOUND = 1e-4  # see test_cuda.py
 FOUR: Any = {
@@ -37,6 +45,46 @@ def test_two_replicas(pool: Pool) -> None:
         for name, gradient in run.gradients.items():
             second = expected.gradients[name]
             assert (gradient - second).abs().max() <= BOUND * second.abs().max(), name
+
+
+@four_gpus
+def test_a_divided_optimizer(pool: Pool) -> None:
+    """Every bit of one that is not divided."""
+    training = Training("short-mlp", "zb-h1", dtype="bfloat16", clip=0.05)
+    for undivided, divided in pool.run(on_gpu, at_levels, training, **FOUR):
+        assert_same_tensors(divided.losses, undivided.losses, "loss of step")
+        assert_same_tensors(divided.norms, undivided.norms, "norm of step")
+        assert_same_tensors(divided.state, undivided.state, "state dict:")
+
+
+@four_gpus
+def test_tensor_parallelism(pool: Pool, tmp_path: Path) -> None:
+    model = "tp plain", "zb-h1", ("tp", "pp"), tmp_path
+    for *errors, _ in pool.run(on_gpu, trained_on_a_mesh, *model, **FOUR):
+        assert max(errors) <= BOUND
+
+
+def autocast_steps() -> list[float]:
+    """Returns the differences from eager of losses and gradients, relative to the largest entry."""
+    model = MLP()
+    twin, errors = copy.deepcopy(model), []
+    pipe = zbcompile.pipeline(
+        model, schedule="zb-v", ranks=2, microbatches=4, loss=F.mse_loss, exact=True
+    )
+    for step, batch in enumerate(PROBLEMS["mlp"].batches(3, 8)):
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = pipe.step(*batch.args, target=batch.target)
+            errors.append(float((loss - eager_step(twin, F.mse_loss, batch, 4, step)).abs() / loss))
+    for ours, theirs in zip(gradients_of(pipe).values(), gradients_of(twin).values(), strict=True):
+        assert ours is not None
+        assert theirs is not None
+        errors.append(float((ours - theirs).abs().max() / theirs.abs().max()))
+    return errors
+
+
+@one_gpu
+def test_autocast() -> None:
+    assert max(on_gpu(autocast_steps)) <= BOUND
 
 
 ENDS = [

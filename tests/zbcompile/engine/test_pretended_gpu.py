@@ -228,3 +228,18 @@ def test_graphs_are_recorded_on_the_device_of_the_model() -> None:
     old results."""
     with torch.cuda.device(0):
         assert max(steps_as_eager(None)) < 1e-5
+
+
+@pretended
+def test_measuring_draws_from_no_generator_of_the_script() -> None:
+    """The model's GPU is not the current one."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8)).to("cuda:1")
+    torch.cuda.set_rng_state(torch.tensor([5, 8]).view(torch.uint8), 1)
+    x = torch.ones(4, 8, device="cuda:1")
+    with torch.cuda.device(0):
+        pipe = zbcompile.pipeline(
+            model, loss=nn.functional.mse_loss, schedule="auto", ranks=2, microbatches=2
+        )
+        pipe.compile(x, target=x)
+    assert torch.cuda.get_rng_state(1).view(torch.int64).tolist() == [5, 8]
+    pipe.close()

@@ -358,3 +358,15 @@ def test_other_batches_on_other_ranks_are_refused(pool: Pool) -> None:
         assert text.startswith(
             "labels of this batch differs between rank 0 and rank 1 of the pipeline"
         )
+
+
+@pytest.mark.beyond_sample
+@pytest.mark.slow
+def test_bfloat16(tmp_path: Path) -> None:
+    """Autocast rounds the gradients of each microbatch to bfloat16, where the plain Trainer rounds
+    those of a batch: each relative to 2^-9 of its size, which four updates carry into the loss."""
+    options = {"gradient_accumulation_steps": 2, "bf16": True, "max_grad_norm": 0.5}
+    plain, piped = (trained(tmp_path, kind, **options) for kind in (None, TWO))
+    losses = [logged(trainer.state.log_history) for trainer in (piped, plain)]
+    assert largest_difference(*losses) <= 1e-3
+    assert piped.predict(samples(8)).predictions.dtype == "float32"
