@@ -25,7 +25,7 @@ def gpt() -> zbcompile.Example:
 
 
 def llama() -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
-    """transformers' Llama with random weights: it returns its loss, and logits beside it."""
+    """transformers' Llama with random weights: it returns its loss, and logits next to it."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(

@@ -98,7 +98,7 @@ def _leave_out_cases(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 def _group_for_workers(items: list[pytest.Item]) -> None:
     """With `-n N --dist loadgroup`: one worker per file, for its fixtures, one for all that start
-    ranks, and one for those that wait. They begin, beside files that use several cores; then come
+    ranks, and one for those that wait. They begin, next to files that use several cores; then come
     the files with the most slow tests: what is left at the end is short."""
     groups: dict[pytest.Item, str] = {}
     for item in items:

@@ -77,11 +77,11 @@ REMOVED = (
 
 
 def test_pages_name_nothing_that_was_removed() -> None:
-    found = []
+    result = []
     for page in PAGES:
         text = RECIPE.sub(
             lambda recipe: "\n" * recipe[0].count("\n"), page.read_text(encoding="utf-8")
         )
         for name in REMOVED:
-            found += [f"{page.relative_to(ROOT)}: {match[0]}" for match in re.finditer(name, text)]
-    assert not found
+            result += [f"{page.relative_to(ROOT)}: {match[0]}" for match in re.finditer(name, text)]
+    assert not result

@@ -97,10 +97,10 @@ def test_wheel(wheel: Path, tmp_path: Path) -> None:
         "zbcompile"
     }
     assert (tmp_path / "zbcompile" / "py.typed").exists()
-    shown = run(
+    printed = run(
         [sys.executable, "-S", "-m", "zbcompile.inspect", "--help"], tmp_path
     )  # without what is installed
-    assert shown.startswith("usage: python -m zbcompile.inspect")
+    assert printed.startswith("usage: python -m zbcompile.inspect")
     isolated = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); {IMPORTS}"
     assert run([sys.executable, "-I", "-c", isolated], tmp_path.parent).startswith(str(tmp_path))
 
@@ -236,9 +236,9 @@ def modules_of(room: str) -> list[Path]:
         if room == "zbcompile"
         else set()
     )
-    found = [file for file in (ROOT / room).rglob("*.py") if not linked & set(file.parents)]
-    assert len(found) > 30, f"{room}/ holds {len(found)} modules: is it the right folder?"
-    return found
+    result = [file for file in (ROOT / room).rglob("*.py") if not linked & set(file.parents)]
+    assert len(result) > 30, f"{room}/ holds {len(result)} modules: is it the right folder?"
+    return result
 
 
 def imported(file: Path) -> Iterator[str]:
@@ -296,7 +296,7 @@ def private_attributes(tree: ast.AST) -> set[str]:
 
 
 def inherited(tree: ast.Module) -> set[str]:
-    """What the files of this module's own base classes define."""
+    """Returns what the files of this module's own base classes define."""
     bases = {
         base.id
         for node in tree.body

@@ -52,13 +52,13 @@ MANY = {"__init__", "__main__", "errors", "torch_private"}  # names that several
 
 def modules() -> dict[str, tuple[str, Path]]:
     """Dotted name -> (top-level folder, file)."""
-    found: dict[str, tuple[str, Path]] = {}
+    result: dict[str, tuple[str, Path]] = {}
     for top, package in PACKAGE.items():
         for file in (ROOT / top).rglob("*.py"):
             parts = file.relative_to(ROOT / top).with_suffix("").parts
             if not (top == "zbcompile" and parts[0] in ("passes", "schedules")):
-                found[".".join((package, *parts)).removesuffix(".__init__")] = top, file
-    return found
+                result[".".join((package, *parts)).removesuffix(".__init__")] = top, file
+    return result
 
 
 MODULES = modules()
@@ -69,8 +69,8 @@ def statements(block: ast.AST) -> Iterator[ast.AST]:
     them."""
     yield block
     for field in ("body", "orelse", "finalbody", "handlers", "cases"):
-        for each in getattr(block, field, ()):
-            yield from statements(each)
+        for item in getattr(block, field, ()):
+            yield from statements(item)
 
 
 def imports(name: str) -> Iterator[str]:
@@ -90,20 +90,20 @@ def imports(name: str) -> Iterator[str]:
             yield from (alias.name for alias in node.names if alias.name in MODULES)
         elif isinstance(node, ast.ImportFrom) and node.module in MODULES:
             for alias in node.names:
-                whole = f"{node.module}.{alias.name}"
-                yield whole if whole in MODULES else public_names().get(whole, node.module)
+                full = f"{node.module}.{alias.name}"
+                yield full if full in MODULES else public_names().get(full, node.module)
 
 
 @cache
 def public_names() -> dict[str, str]:
     """`package.name` -> the module that defines it, for the lazy names of the packages' `__init__`
     files."""
-    found: dict[str, str] = {}
+    result: dict[str, str] = {}
     for package in PACKAGE.values():
         for node in statements(ast.parse(MODULES[package][1].read_text(encoding="utf-8"))):
             if isinstance(node, ast.ImportFrom) and node.module in MODULES:
-                found |= {f"{package}.{alias.name}": node.module for alias in node.names}
-    return found
+                result |= {f"{package}.{alias.name}": node.module for alias in node.names}
+    return result
 
 
 @cache
@@ -125,9 +125,9 @@ def room(name: str) -> str:
 def layer(name: str) -> int:
     """The index of the layer of a module in LAYERS."""
     layers = LAYERS[MODULES[name][0]]
-    found = [i for i, rooms in enumerate(layers) if rooms == "*" or room(name) in rooms.split()]
-    assert len(found) == 1, f"{name} belongs to {len(found)} layers"
-    return found[0]
+    result = [i for i, rooms in enumerate(layers) if rooms == "*" or room(name) in rooms.split()]
+    assert len(result) == 1, f"{name} belongs to {len(result)} layers"
+    return result[0]
 
 
 def test_no_import_circle() -> None:
@@ -144,9 +144,9 @@ def test_layers_import_in_one_direction() -> None:
     for name, targets in arrows().items():
         top = MODULES[name][0]
         for target in sorted(targets):
-            other = MODULES[target][0]
-            if other != top:
-                allowed = other in OTHERS[top] or target in FOR_ALL
+            second = MODULES[target][0]
+            if second != top:
+                allowed = second in OTHERS[top] or target in FOR_ALL
             else:
                 allowed = layer(target) <= layer(name)
             if not allowed:
@@ -195,11 +195,11 @@ def test_rooms_are_not_halls() -> None:
 def test_one_file_names_the_accelerator() -> None:
     """Another one is then another such file. Messages and docstrings may say what a user writes."""
     named = ("torch.cuda", "torch.accelerator", "is_cuda")
-    found = set()
+    result = set()
     for name, (_, file) in MODULES.items():
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Attribute) and (
                 ast.unparse(node) in named or node.attr in named
             ):
-                found.add(name)
-    assert found == {"zbcompile.passes.gpu"}
+                result.add(name)
+    assert result == {"zbcompile.passes.gpu"}

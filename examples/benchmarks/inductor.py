@@ -1,4 +1,4 @@
-"""backend="inductor": a step beside our fx backend and alongside torch's compiled 1F1B; and what
+"""backend="inductor": a step next to our fx backend and alongside torch's compiled 1F1B; and what
 compiling costs.
 
     torchrun --standalone --nproc-per-node 2 examples/benchmarks/inductor.py

@@ -6,7 +6,7 @@
 
 The stages are tiny, so a step is almost all overhead; the time inside the graphs is subtracted.
 Steps with few and with many microbatches are compared: the difference is what one more action costs
-(sends and receives are actions too), the rest is what a step costs beside its actions (checking the
+(sends and receives are actions too), the rest is what a step costs next to its actions (checking the
 batch and the model, sharing the loss). The look at the Python values that forward has read is shown
 alone, and as a share of the small step with its graphs. Over messages, a bare exchange through
 torch.distributed is measured as well (two ranks that send each other tensors as large as ours,

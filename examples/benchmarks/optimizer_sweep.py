@@ -203,7 +203,7 @@ def furthest(parts: Parts, expected: Parts) -> float:
 
 
 def tensors() -> Iterator[Row]:
-    """Levels beside DTensors; after SGD also the unsplit model, trained on the batches of both
+    """Levels next to DTensors; after SGD also the unsplit model, trained on the batches of both
     replicas."""
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp", "pp", "tp"))
     generator = torch.Generator().manual_seed(0)

@@ -7,7 +7,7 @@ experts.
 As overlap_tp.py, with `zbcompile.ExpertExchange` in place of tensor parallelism: each layer SLEEPS
 in the place of its attention (`--attention` is the share of the layer's time), sends its tokens to
 the experts of two ranks, SLEEPS there, and brings the results back. An exchange of tokens completes
-no sooner than a fixed time after its start, that of counts at once; `--exchanges` says what the two
+no sooner than a fixed time after its start, that of counts immediately; `--exchanges` says what the two
 of a forward take together, and so the two of a backward, as a share of the layer's weight gradient.
 Tokens choose experts evenly, so no step is done again.
 

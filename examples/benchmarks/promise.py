@@ -11,7 +11,7 @@ the operations of this model SLEEP as long as the forward, the input gradient an
 gradient of a rank take in the profile of the zero bubble paper's 1.5B model (Qi et al., arXiv
 2401.10241, table 9), times four, so that eight ranks fit on two cores. The time to start an
 operation and to wake up from a sleep is no runtime's fault: it is measured beforehand, on all ranks
-at once, and every sleep is shortened by it. A step is measured from its first start on any rank to
+at the same time, and every sleep is shortened by it. A step is measured from its first start on any rank to
 its last return. Two ratios: to a simulation in which messages take no time, and to one in which
 they take as long as a measured bare message between two of the processes. Target: <= 1.03; below 1
 under dualpipe-v, whose pairs hand over the forward's result before their backward begins, while the

@@ -8,7 +8,7 @@ caches left by the previous contender affect all alike. Prints medians over the 
 per step, of CPU seconds summed over the ranks relative to the eager process, and of each
 contender's time relative to torch's fastest in the same round; and the peak of bytes that wait for
 a backward on any rank, counted by storage without parameters (torch's by saved-tensor hooks). The
-eager step is also run on all ranks at once: cores that work at the same time share caches and
+eager step is also run on all ranks at the same time: cores that work at the same time share caches and
 memory, and no schedule is to blame for that. With more ranks than cores only CPU seconds mean
 anything. Targets: CPU seconds of our zb-v <= 1.03; every one of ours ahead of every one of torch's,
 holding less.

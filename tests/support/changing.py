@@ -1,5 +1,5 @@
 """Python state that changes between steps: small models and losses, each with a change that eager
-sees at once."""
+sees immediately."""
 
 import argparse
 import functools
@@ -193,9 +193,9 @@ def eager(net: Net, loss: Any, x: Tensor, step: int) -> Tensor:
     total = torch.zeros(())
     for index, part in enumerate(x.chunk(MICROBATCHES)):
         torch.manual_seed(zbcompile.microbatch_seed(step, index))
-        found = loss(net(part), part) / MICROBATCHES
-        found.backward()
-        total += found.detach()
+        result = loss(net(part), part) / MICROBATCHES
+        result.backward()
+        total += result.detach()
     return total
 
 

@@ -52,8 +52,8 @@ def outcome_of(problem: Problem, schedules: Sequence[str]) -> Outcome:
         return Outcome("eager fails", one_line(error))
     if itself:
         return Outcome("eager fails", f"eager differs from itself: {itself[1]} by {itself[0]:.1e}")
-    found = [_under(schedule, model, problem.loss, batch, expected) for schedule in schedules]
-    return max(found, key=lambda outcome: KINDS.index(outcome.kind))
+    result = [_under(schedule, model, problem.loss, batch, expected) for schedule in schedules]
+    return max(result, key=lambda outcome: KINDS.index(outcome.kind))
 
 
 Step = Gradients
@@ -65,15 +65,15 @@ def _eager(model: nn.Module, loss: Loss | None, batch: Batch) -> Step:
     Some models change their own layers in their first forward, and draw random numbers for it: a
     step begins after it.
     """
-    own = copy.deepcopy(model).train()
-    before = _buffers(own.named_buffers())
+    local = copy.deepcopy(model).train()
+    before = _buffers(local.named_buffers())
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        microbatch_loss(own, loss, next(batch.parts(MICROBATCHES)))
-    for name, buffer in own.named_buffers():
+        microbatch_loss(local, loss, next(batch.parts(MICROBATCHES)))
+    for name, buffer in local.named_buffers():
         if f"buffer {name}" in before:
             buffer.copy_(before[f"buffer {name}"])
-    total = eager_step(own, loss, batch, MICROBATCHES, 0)
-    return {"loss": total, **gradients_of(own), **_buffers(own.named_buffers())}
+    total = eager_step(local, loss, batch, MICROBATCHES, 0)
+    return {"loss": total, **gradients_of(local), **_buffers(local.named_buffers())}
 
 
 def _buffers(named: Any) -> dict[str, Tensor]:
@@ -94,21 +94,21 @@ def _under(
     if worst is None:
         return Outcome("bitwise")
     cause = next(
-        (each for each in map(str, (w.message for w in seen)) if each.startswith("zbcompile:")), ""
+        (item for item in map(str, (w.message for w in seen)) if item.startswith("zbcompile:")), ""
     )
     kind = "within the bound" if worst[0] <= BOUND and cause else "wrong"
     return Outcome(kind, f"{schedule}: {worst[1]} by {worst[0]:.1e} {cause}"[:600])
 
 
 def _pipelined(schedule: str, model: nn.Module, loss: Loss | None, batch: Batch) -> Step:
-    own = copy.deepcopy(model).train()
+    local = copy.deepcopy(model).train()
     split: dict[str, bool | int] = {
         f"kwargs['{name}']": True
         for name, tensor in batch.kwargs.items()
         if len(tensor) != ROWS * MICROBATCHES
     }
     pipe = zbcompile.pipeline(
-        own,
+        local,
         schedule=schedule,
         microbatches=MICROBATCHES,
         ranks=RANKS,
@@ -118,7 +118,7 @@ def _pipelined(schedule: str, model: nn.Module, loss: Loss | None, batch: Batch)
     )
     target = {} if batch.target is None else {"target": batch.target}
     total = pipe.step(*batch.args, **batch.kwargs, **target)
-    return {"loss": total, **gradients_of(pipe), **_buffers(own.named_buffers())}
+    return {"loss": total, **gradients_of(pipe), **_buffers(local.named_buffers())}
 
 
 def _said(error: Exception) -> tuple[str, str]:
@@ -130,25 +130,25 @@ def _said(error: Exception) -> tuple[str, str]:
     ), one_line(error)
 
 
-def _difference(found: Step, expected: Step) -> tuple[float, str] | None:
+def _difference(result: Step, expected: Step) -> tuple[float, str] | None:
     """The largest difference, relative to the largest entry of its tensor, and where; None if every
     bit is equal.
 
     Gradients that are zero but for rounding (that of a key's bias) count relative to the largest of
     all.
     """
-    return max(_differences(found, expected), default=None)
+    return max(_differences(result, expected), default=None)
 
 
-def _differences(found: Step, expected: Step) -> Iterator[tuple[float, str]]:
+def _differences(result: Step, expected: Step) -> Iterator[tuple[float, str]]:
     sizes = {
-        name: float(each.double().abs().max())
-        for name, each in expected.items()
-        if each is not None and each.numel()
+        name: float(item.double().abs().max())
+        for name, item in expected.items()
+        if item is not None and item.numel()
     }
     noise = 1e-6 * max(sizes.values())
-    for name in found.keys() | expected.keys():
-        ours, theirs = found.get(name), expected.get(name)
+    for name in result.keys() | expected.keys():
+        ours, theirs = result.get(name), expected.get(name)
         if (
             ours is None
             or theirs is None

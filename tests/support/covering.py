@@ -14,9 +14,9 @@ TRIES = 40
 def pairs_of(columns: Columns) -> set[Pair]:
     """Returns every pair of values of two columns."""
     return {
-        ((one, value), (other, beside))
-        for one, other in combinations(columns, 2)
-        for value, beside in product(columns[one], columns[other])
+        ((one, value), (second, beside))
+        for one, second in combinations(columns, 2)
+        for value, beside in product(columns[one], columns[second])
     }
 
 

@@ -6,7 +6,7 @@ are full at every write.
 from the repository's root. A flipped bit must be refused with one line of ours (or, in a cache, be
 repaired with a notice); it is silent if what was damaged is used and its values differ, raw if
 another exception than ours comes out. A pickle is put in the place of every file in turn, and
-beside them under every name by which torch, transformers and earlier releases know one: it is
+next to them under every name by which torch, transformers and earlier releases know one: it is
 executed if unpickling it has left its mark.
 """
 

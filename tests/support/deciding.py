@@ -1,5 +1,5 @@
 """A model that decides by the values of its mask, streams of batches for it, and eager accumulation
-beside it."""
+next to it."""
 
 import copy
 from dataclasses import dataclass
@@ -56,11 +56,11 @@ class Eager:
     steps: int = 0
 
     def step(self, x: Tensor, mask: Tensor, target: Tensor) -> Tensor:
-        parts = zip(*(each.chunk(self.microbatches) for each in (x, mask, target)), strict=True)
+        parts = zip(*(item.chunk(self.microbatches) for item in (x, mask, target)), strict=True)
         total: Any = 0
-        for i, (rows, kept, wanted) in enumerate(parts):
+        for i, (rows, saved, expected) in enumerate(parts):
             torch.manual_seed(zbcompile.microbatch_seed(self.steps, i))
-            loss = nn.functional.mse_loss(self.model(rows, kept), wanted) / self.microbatches
+            loss = nn.functional.mse_loss(self.model(rows, saved), expected) / self.microbatches
             loss.backward()
             total = total + loss.detach()
         self.steps += 1

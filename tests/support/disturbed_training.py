@@ -42,7 +42,7 @@ def trained(pipe: zbcompile.Pipeline, batches: list[Batch], **options: Any) -> H
         optimizer.zero_grad()
         rate.step()
         norms.append(optimizer.norm if len(norms) % 2 else None)  # reading it settles the update
-    corrected = ["undone" if each.snapshots else "held" for each in seen if not stood(each)]
+    corrected = ["undone" if item.snapshots else "held" for item in seen if not stood(item)]
     return losses, norms, pipe.state_dict(full=True), corrected  # type: ignore[return-value]
 
 
@@ -50,14 +50,14 @@ def stood(validation: Any) -> bool:
     return bool(validation.settle())
 
 
-def assert_bitwise(found: History, expected: History) -> None:
-    for mine, theirs in zip((*found[0], *found[1]), (*expected[0], *expected[1]), strict=True):
-        assert (mine is None) is (theirs is None)
-        assert mine is None or torch.equal(_numbers(mine), _numbers(theirs))  # type: ignore[arg-type]
-    ours, others = (
-        {name: _numbers(value) for name, value in each[2].items()} for each in (found, expected)
+def assert_bitwise(result: History, expected: History) -> None:
+    for local, theirs in zip((*result[0], *result[1]), (*expected[0], *expected[1]), strict=True):
+        assert (local is None) is (theirs is None)
+        assert local is None or torch.equal(_numbers(local), _numbers(theirs))  # type: ignore[arg-type]
+    ours, rest = (
+        {name: _numbers(value) for name, value in item[2].items()} for item in (result, expected)
     )
-    assert_same_tensors(ours, others, "state dict:")
+    assert_same_tensors(ours, rest, "state dict:")
 
 
 def _numbers(tensor: Tensor) -> Tensor:

@@ -26,8 +26,8 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (
-            each(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2)
-            for each in (self.q, self.k, self.v)
+            item(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2)
+            for item in (self.q, self.k, self.v)
         )
         return self.o(
             F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)

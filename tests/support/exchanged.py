@@ -27,16 +27,16 @@ def needless(program: Program) -> list[str]:
     """Collectives of weight gradients, and sums of a microbatch that end in a weight gradient: the
     sum over ranks could follow the sum over microbatches."""
     in_w = [
-        f"{each.kind} in W"
+        f"{collective.kind} in W"
         for stage in program.stages
-        for each in collectives_of(stage)
-        if each.name == "W"
+        for collective in collectives_of(stage)
+        if collective.name == "W"
     ]
     return in_w + [
-        found
+        result
         for stage in program.stages
         for piece in stage.pieces.values()
-        for found in _sums(piece)
+        for result in _sums(piece)
     ]
 
 
@@ -53,7 +53,7 @@ def _sums(piece: PassGraph) -> Iterator[str]:
 
 
 def _is_addend(node: Node, results: list[Node]) -> bool:
-    """Whether a value is added to weight gradients, and nothing else reads it."""
+    """Returns True if a value is added to weight gradients, and nothing else reads it."""
     return bool(node.users) and all(_adds(node, user, results) for user in node.users)
 
 

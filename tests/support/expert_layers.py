@@ -51,8 +51,8 @@ class Layer(nn.Module):
     def compute(self, rows: Tensor, ends: Tensor) -> Tensor:
         return F.grouped_mm(F.silu(F.grouped_mm(rows, self.up, offs=ends)), self.down, offs=ends)
 
-    def join(self, x: Tensor, made: Tensor, weights: Tensor) -> Tensor:
-        return x + (made.view(-1, CHOSEN, WIDTH) * weights.unsqueeze(-1)).sum(1)
+    def join(self, x: Tensor, created: Tensor, weights: Tensor) -> Tensor:
+        return x + (created.view(-1, CHOSEN, WIDTH) * weights.unsqueeze(-1)).sum(1)
 
 
 class Mixture(nn.Module):
@@ -74,9 +74,9 @@ class Mixture(nn.Module):
         return x
 
 
-def mixture_of(rank: int, *given: Any, **options: Any) -> Mixture:
+def mixture_of(rank: int, *inputs: Any, **options: Any) -> Mixture:
     """One rank's part of a `Mixture`, whose arguments follow."""
-    model = Mixture(*given, **options)
+    model = Mixture(*inputs, **options)
     for layer in model.layers:
         layer.keep(rank)
     return model
@@ -85,7 +85,7 @@ def mixture_of(rank: int, *given: Any, **options: Any) -> Mixture:
 def everywhere(
     models: Sequence[Mixture], xs: list[Tensor], biases: Sequence[Tensor]
 ) -> list[Tensor]:
-    """What all ranks compute, in one process, with all experts of the first of `models`: rows
+    """Returns what all ranks compute, in one process, with all experts of the first of `models`: rows
     sorted by expert, those of one expert by rank."""
     for at, first in enumerate(models[0].layers):
         layers = [model.layers[at] for model in models]
@@ -95,15 +95,15 @@ def everywhere(
         experts = torch.cat([chosen.flatten() for _, chosen in routed])
         order = experts.argsort(stable=True)
         ends = torch.bincount(experts, minlength=EXPERTS).cumsum(0).int()
-        made = first.compute(rows[order], ends)
-        back = torch.zeros_like(made).index_copy(0, order, made).chunk(len(models))
+        created = first.compute(rows[order], ends)
+        back = torch.zeros_like(created).index_copy(0, order, created).chunk(len(models))
         parts = zip(layers, xs, back, routed, strict=True)
         xs = [layer.join(x, rows, weights) for layer, x, rows, (weights, _) in parts]
     return xs
 
 
 def bias_of(router: str, microbatch: int, rows: int) -> Tensor:
-    """What is added to the scores: nothing ("even"); much, so that each expert gets equally many
+    """Returns what is added to the scores: nothing ("even"); much, so that each expert gets equally many
     ("balanced"), or two experts of one rank get all, always or in turn."""
     bias = torch.zeros(rows, EXPERTS)
     if router == "balanced":
@@ -138,9 +138,9 @@ class LayerOfCounts(Layer):
         rows = all_to_all_single_autograd(x[order // CHOSEN], arriving, sent, group)
         places = self.by_expert(come.view(ranks, -1), rows.shape[0])
         ends = come.view(ranks, -1).sum(0).cumsum(0).int()
-        made = self.compute(rows[places, :], ends)
-        back = made.new_empty(rows.shape)
-        back[places, :] = made
+        created = self.compute(rows[places, :], ends)
+        back = created.new_empty(rows.shape)
+        back[places, :] = created
         back = all_to_all_single_autograd(back, sent, arriving, group)
         return self.join(x, torch.zeros_like(back).index_copy(0, order, back), weights)
 

@@ -196,7 +196,7 @@ class Cell:
         return None
 
     def _fork(self, name: str) -> bool:
-        """Whether this is the new process."""
+        """Returns True if this is the new process."""
         pid = os.fork()
         if pid:
             self.pids[name] = pid
@@ -279,10 +279,10 @@ class Cell:
 
     def said(self, rank: int) -> str:
         text = (self.folder / f"log-{rank}").read_text(errors="replace")
-        found = re.findall(
+        matches = re.findall(
             r"^(?!frame|\[W).*(?:failed at|Error:|found no process group).*$", text, re.M
         )
-        return found[-1].strip() if found else ""
+        return matches[-1].strip() if matches else ""
 
     def spoke_after(self, rank: int) -> float:
         """Seconds from the fault to a rank's last word: what is left is the end of the interpreter,
@@ -290,7 +290,7 @@ class Cell:
         return (self.folder / f"log-{rank}").stat().st_mtime - self.broken
 
     def blames(self, rank: int) -> bool:
-        """Whether a rank named what was broken."""
+        """Returns True if a rank named what was broken."""
         what, victim, said = self.fault.what, self.fault.rank(self.ranks), self.said(rank)
         if what in GONE_WITH_THE_STORE:
             return "the launcher at" in said

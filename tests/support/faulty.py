@@ -129,7 +129,7 @@ class Ended:
 
 
 def attempt(pipe: zbcompile.Pipeline, call: Callable[[], object]) -> Ended | None:
-    """What `call` ends with, and what it leaves behind."""
+    """Returns what `call` ends with, and what it leaves behind."""
     before = [parameter.detach().clone() for parameter in pipe.parameters()]
     started = time.monotonic()
     try:
@@ -168,7 +168,7 @@ def failing_step(order: Order, timeout: float = 60, schedule: str = "1f1b") -> E
 
 
 def failing_beside_a_stall(order: Order) -> Ended | None:
-    """As `failing_step`; a rank that looks for the reason pauses 2.6 seconds between looks, as on a
+    """Like `failing_step`; a rank that looks for the reason pauses 2.6 seconds between looks, as on a
     busy machine."""
     pause = SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: time.sleep(2.6))
     with patch("zbcompile.faults.watch.time", pause):
@@ -353,9 +353,9 @@ def _raises_in_shard(rank: int, pass_: str, call: int) -> Scenario:
 
 
 def _dies(run: Callable[[Order], Ended | None], rank: int, pass_: str, call: int) -> Scenario:
-    says = f"rank {rank} failed at .*step 1: its process ended"
+    message = f"rank {rank} failed at .*step 1: its process ended"
     return Scenario(
-        f"SIGKILL in {pass_}", rank, run, (Order("kill", rank, pass_, call),), says, silent=True
+        f"SIGKILL in {pass_}", rank, run, (Order("kill", rank, pass_, call),), message, silent=True
     )
 
 

@@ -45,7 +45,7 @@ class Faulty(nn.Module):
 
 
 class Columns(Faulty):
-    """A norm, columns and rows beside a residual."""
+    """A norm, columns and rows next to a residual."""
 
     def __init__(self, mesh: Any, dimension: str, fault: str) -> None:
         super().__init__(mesh, dimension, fault)
@@ -83,9 +83,9 @@ class Sliced(Faulty):
     def forward(self, x: Tensor) -> Tensor:
         y = self.mix(x) if self.fault == "slice without a sum" else self.enter(self.mix(x))
         scale = self.scale if self.fault == "shared norm of parts" else self.enter(self.scale)
-        own = self.along.part(y, -1) * scale
-        start = self.along.rank * own.shape[-1]
-        whole = torch.zeros_like(y).slice_scatter(own, -1, start, start + own.shape[-1])
+        local = self.along.part(y, -1) * scale
+        start = self.along.rank * local.shape[-1]
+        whole = torch.zeros_like(y).slice_scatter(local, -1, start, start + local.shape[-1])
         return x + self.leave(whole)
 
 
@@ -99,14 +99,14 @@ class Sequence(Faulty):
         self.rows = nn.Parameter(self.along.part(torch.randn(WIDTH, 2 * WIDTH) / 4, 1).clone())
 
     def forward(self, x: Tensor) -> Tensor:
-        own = self.along.part(x, 1)
-        y = self.norm(own)
+        local = self.along.part(x, 1)
+        y = self.norm(local)
         y = y * self.router(y).softmax(-1).amax(-1, keepdim=True)
         part = F.linear(F.gelu(F.linear(self.along.gather(y, 1), self.columns)), self.rows)
-        return self.whole(own + self.along.scatter_sum(part, 1))
+        return self.whole(local + self.along.scatter_sum(part, 1))
 
     def whole(self, own: Tensor) -> Tensor:
-        """What all ranks have together, of which each differentiates its own part."""
+        """Returns what all ranks have together, of which each differentiates its own part."""
         return Gather.apply(own, self.along, 1)  # type: ignore[no-any-return]
 
 
@@ -124,8 +124,8 @@ class Balanced(Faulty):
         if self.fault == "auxiliary loss counted per rank":
             counts = collectives.all_reduce(counts, "sum", self.along.group)
         balance = (counts * shares.mean((0, 1))).sum()
-        own = self.along.part(shares if self.fault == "partial gate" else self.enter(shares), -1)
-        y = torch.einsum("bld,edf,ble->blf", self.enter(x), self.experts, own)
+        local = self.along.part(shares if self.fault == "partial gate" else self.enter(shares), -1)
+        y = torch.einsum("bld,edf,ble->blf", self.enter(x), self.experts, local)
         return self.out(x) + self.leave(y) + 0.01 * balance
 
 
@@ -151,14 +151,14 @@ class Counted(Faulty):
         self.layer = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        own = self.along.part(x, 1)
-        counts = own[..., 0] > 0
+        local = self.along.part(x, 1)
+        counts = local[..., 0] > 0
         number = (
             counts.sum()
             if self.fault
             else collectives.all_reduce(counts.sum(), "sum", self.along.group)
         )
-        return (self.layer(own).square().mean(-1) * counts).sum() / number
+        return (self.layer(local).square().mean(-1) * counts).sum() / number
 
 
 class Attending(Faulty):
@@ -169,13 +169,13 @@ class Attending(Faulty):
         self.key, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        own = self.along.part(x, 1)
-        key = self.key(own)
+        local = self.along.part(x, 1)
+        key = self.key(local)
         if self.fault == "gathered without a gradient":
             keys = Gather.apply(key, self.along, 1)
         else:
             keys = self.along.gather(key, 1)
-        return self.out((own @ keys.transpose(1, 2)).softmax(-1) @ keys).square().mean()
+        return self.out((local @ keys.transpose(1, 2)).softmax(-1) @ keys).square().mean()
 
 
 class Norming(Faulty):
@@ -187,9 +187,11 @@ class Norming(Faulty):
         self.register_buffer("mean", torch.zeros(WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
-        own = self.along.part(x, 1).detach().mean((0, 1))
+        local = self.along.part(x, 1).detach().mean((0, 1))
         self.mean.copy_(
-            own if self.fault else collectives.all_reduce(own, "sum", self.along.group) / self.size
+            local
+            if self.fault
+            else collectives.all_reduce(local, "sum", self.along.group) / self.size
         )
         return self.layer(x) - self.mean
 
@@ -248,8 +250,8 @@ def step_of(fault: str, right: bool, mesh: Any) -> tuple[nn.Module, dict[str, An
     model = kind(mesh, dimension, "" if right else fault)
     names = [name for name, _ in model.named_parameters()]
     placements = {
-        pattern: each
-        for pattern, each in placements.items()
+        pattern: item
+        for pattern, item in placements.items()
         if any(fnmatch(n, pattern) for n in names)
     }
     loss = _itself if kind in (Counted, Attending) else _mean

@@ -96,8 +96,8 @@ def run_alone(
         command, cwd=folder, env=environment, stderr=subprocess.PIPE, text=True, timeout=patience
     )
     assert done.returncode == 0, done.stderr
-    found = [torch.load(folder / f"found-{rank}.pt") for rank in range(4)]
-    return {(model, ranks): _joined(found, model, ranks) for model in models for ranks in PLANS}
+    result = [torch.load(folder / f"found-{rank}.pt") for rank in range(4)]
+    return {(model, ranks): _joined(result, model, ranks) for model in models for ranks in PLANS}
 
 
 def expected(model: str, ranks: int) -> Trained:
@@ -105,25 +105,29 @@ def expected(model: str, ranks: int) -> Trained:
 
 
 def _save(model: str, folder: Path, backend: str) -> None:
-    """Compile a model for two and for four ranks; beside the programs its parameters and
+    """Compile a model for two and for four ranks; next to the programs its parameters and
     one batch."""
     problem = problem_of(model)
     (batch,) = problem.batches(1, 2 * MICROBATCHES)
     part = next(batch.parts(MICROBATCHES))
-    made = problem.model()
-    microbatch = one_microbatch(Example(made, part.args, part.kwargs, problem.loss, part.target))
+    created = problem.model()
+    microbatch = one_microbatch(Example(created, part.args, part.kwargs, problem.loss, part.target))
     choices = Choices(exact=backend == "fx")
-    exported = export_step(made, microbatch, problem.loss)
+    exported = export_step(created, microbatch, problem.loss)
     for ranks, name in PLANS.items():
         schedule = build(name, ranks, MICROBATCHES)
-        program = compile_program(made, microbatch, exported, schedule, choices)
+        program = compile_program(created, microbatch, exported, schedule, choices)
         replace(program, step=StepOptions(backend=backend)).save(folder / f"{model} at {ranks}")
     target = {} if batch.target is None else {"target": batch.target}
-    given = {"state": made.state_dict(), "args": batch.args, "kwargs": {**batch.kwargs, **target}}
-    torch.save(given, folder / f"{model}.pt")
+    inputs = {
+        "state": created.state_dict(),
+        "args": batch.args,
+        "kwargs": {**batch.kwargs, **target},
+    }
+    torch.save(inputs, folder / f"{model}.pt")
 
 
 def _joined(found: list[dict[str, Any]], model: str, ranks: int) -> Trained:
-    shares = [each[f"{model} at {ranks}"] for each in found if f"{model} at {ranks}" in each]
+    shares = [item[f"{model} at {ranks}"] for item in found if f"{model} at {ranks}" in item]
     assert len(shares) == ranks
     return join([Trained([share["loss"]], [share["gradients"]], {}) for share in shares])

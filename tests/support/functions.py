@@ -142,11 +142,11 @@ class Chosen(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, run: Any, x: Tensor, given: Any, nothing: None, mode: str, dtype: torch.dtype
+        ctx: Any, run: Any, x: Tensor, inputs: Any, nothing: None, mode: str, dtype: torch.dtype
     ) -> Tensor:
-        ctx.run, ctx.given, ctx.mode = run, given, mode
+        ctx.run, ctx.given, ctx.mode = run, inputs, mode
         ctx.save_for_backward(x)
-        return run(x, given["scale"]).to(dtype)
+        return run(x, inputs["scale"]).to(dtype)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
@@ -241,9 +241,9 @@ class Early(Function):
             *gradients, result = _flat(torch.func.grad_and_value(_size, (0, 1))(x, weight))
         else:
             with torch.enable_grad():
-                given = x.detach().requires_grad_(), weight.detach().requires_grad_()
-                result = _size(*given)
-            gradients = list(torch.autograd.grad(result, given))
+                inputs = x.detach().requires_grad_(), weight.detach().requires_grad_()
+                result = _size(*inputs)
+            gradients = list(torch.autograd.grad(result, inputs))
         ctx.save_for_backward(*gradients)
         return result.detach()
 

@@ -4,7 +4,7 @@
 
 A forked child saves as fast as it can, every other run in a thread, and says which steps are
 committed. Nothing that was committed may be lost, every directory with a step's name must be whole
-and hold that step's bits, and the next save must work at once.
+and hold that step's bits, and the next save must work immediately.
 """
 
 import argparse

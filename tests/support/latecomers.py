@@ -61,18 +61,18 @@ class Case:
         return TIMEOUTS[self.part]
 
     def judge(self, said: list[str]) -> str:
-        """What is not good about what the ranks said."""
+        """Returns what is not good about what the ranks said."""
         if self.part < 1:
-            return "; ".join(each for each in said if each)
-        other, own = said[1 - self.late], said[self.late]
+            return "; ".join(item for item in said if item)
+        second, local = said[1 - self.late], said[self.late]
         named = rf"rank {self.late} failed at|found no process group"
-        if not re.search(named, other):
-            return f"rank {1 - self.late} said {other!r}"
-        return "" if re.search(named, own) else f"rank {self.late} said {own!r}"
+        if not re.search(named, second):
+            return f"rank {1 - self.late} said {second!r}"
+        return "" if re.search(named, local) else f"rank {self.late} said {local!r}"
 
 
 def come_late(case: Case, rank: int, port: int, folder: str) -> str:
-    """What one of two ranks raised; empty if all went well. There is no process group yet, and none
+    """Returns what one of two ranks raised; empty if all went well. There is no process group yet, and none
     is left."""
     place = {
         "RANK": rank,
@@ -157,7 +157,7 @@ def as_rank(case: Case, port: int, folder: str) -> str:
 
 
 def run(case: Case, pool: Pool, folder: str, port: int) -> str:
-    """What is not good about a case. `port` is free; under torchrun this process keeps the
+    """Returns what is not good about a case. `port` is free; under torchrun this process keeps the
     store."""
     store = None
     if case.launcher == "torchrun":
@@ -165,7 +165,7 @@ def run(case: Case, pool: Pool, folder: str, port: int) -> str:
     outcomes = pool.outcomes(as_rank, case, port, folder)
     pool.group = None
     del store
-    return case.judge([each.trace or each.value for each in outcomes])
+    return case.judge([outcome.trace or outcome.value for outcome in outcomes])
 
 
 def main() -> int:
@@ -175,15 +175,15 @@ def main() -> int:
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--part", default="1/1", help="I/N: every Nth case, from the Ith one")
     options = parser.parse_args()
-    cases = [Case(*each) for each in itertools.product(KINDS, TIMEOUTS, GROUPS, LAUNCHERS, (0, 1))]
+    cases = [Case(*item) for item in itertools.product(KINDS, TIMEOUTS, GROUPS, LAUNCHERS, (0, 1))]
     first, parts = map(int, options.part.split("/"))
     bad = 0
     with open_pool() as pool:
-        for case in [each for each in cases if options.only in str(each)][first - 1 :: parts]:
+        for case in [case for case in cases if options.only in str(case)][first - 1 :: parts]:
             with tempfile.TemporaryDirectory() as folder:
-                found = run(case, pool, folder, free_port())
-            bad += bool(found)
-            print(f"{case} | {found or 'good'}", flush=True)
+                result = run(case, pool, folder, free_port())
+            bad += bool(result)
+            print(f"{case} | {result or 'good'}", flush=True)
     return bad
 
 

@@ -19,14 +19,18 @@ def leave_aside() -> list[torch.Tensor]:
     """The tensors that there are. They and all else, in a process that has run many tests millions
     of objects, stay to its end: no collection or count from here on walks through them."""
     gc.collect()
-    found = living_tensors()
+    result = living_tensors()
     gc.freeze()
-    return found
+    return result
 
 
 def living_tensors() -> list[torch.Tensor]:
     """All that are alive and were not left aside."""
-    tensors = [each for each in gc.get_objects() if type(each) in (torch.Tensor, nn.Parameter)]
+    tensors = [
+        candidate
+        for candidate in gc.get_objects()
+        if type(candidate) in (torch.Tensor, nn.Parameter)
+    ]
     return [tensor for tensor in tensors if not tensor.is_meta]  # no memory
 
 
@@ -51,9 +55,9 @@ class Alive(TorchDispatchMode):
     @property
     def now(self) -> int:
         """Bytes that are alive."""
-        sizes = [(key, found, _size(found)) for key, (found, _) in self.seen.items()]
-        self.seen = {key: (found, size) for key, found, size in sizes if size is not None}
-        self.empty = [found for found, size in self.seen.values() if size == 0]
+        sizes = [(key, result, _size(result)) for key, (result, _) in self.seen.items()]
+        self.seen = {key: (result, size) for key, result, size in sizes if size is not None}
+        self.empty = [result for result, size in self.seen.values() if size == 0]
         self.sum = sum(size for _, size in self.seen.values())
         return self.sum
 
@@ -61,28 +65,28 @@ class Alive(TorchDispatchMode):
         for value in values:
             storage = value.untyped_storage()
             if storage._cdata not in self.without:
-                found, size = self.seen.get(storage._cdata, (None, 0))
-                if found is None or found.expired():  # another storage may have been there
-                    found, size = StorageWeakRef(storage), 0
-                self.seen[storage._cdata] = found, storage.nbytes()
+                result, size = self.seen.get(storage._cdata, (None, 0))
+                if result is None or result.expired():  # another storage may have been there
+                    result, size = StorageWeakRef(storage), 0
+                self.seen[storage._cdata] = result, storage.nbytes()
                 self.sum += storage.nbytes() - size
         if self.sum > self.most or any(map(_size, self.empty)):
             self.most = max(self.most, self.now)
 
 
-def _size(found: StorageWeakRef) -> int | None:
+def _size(result: StorageWeakRef) -> int | None:
     """The bytes of a storage; None if it is gone."""
-    storage = torch.UntypedStorage._new_with_weak_ptr(found.cdata)
+    storage = torch.UntypedStorage._new_with_weak_ptr(result.cdata)
     return None if storage is None else storage.nbytes()
 
 
 def forward_bytes(program: Program) -> tuple[int, int]:
-    """What a forward-only run of all ranks in one process is predicted to hold: of one microbatch
+    """Returns what a forward-only run of all ranks in one process is predicted to hold: of one microbatch
     in its largest stage, since one stage runs at a time; and in messages and outputs, if none is
     taken before all are made.
     """
     count = program.schedule.microbatches
     inside = max(transient_bytes(stage, "F") for stage in program.stages)
     sent = sum(stage.send_bytes for stage in program.stages)
-    made = sum(spec.bytes for _, spec in program.returns.made.values())
-    return inside, count * (sent + 2 * made)  # the parts of an output, and the output
+    created = sum(spec.bytes for _, spec in program.returns.made.values())
+    return inside, count * (sent + 2 * created)  # the parts of an output, and the output

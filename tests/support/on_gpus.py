@@ -35,7 +35,7 @@ def waiting_forbidden() -> Iterator[None]:
 
 
 def on_gpu(function: Callable[..., Any], *args: Any) -> Any:
-    """What `function` returns, on the host. It runs as on the CPU, but the tensors that it makes
+    """Returns what `function` returns, on the host. It runs as on the CPU, but the tensors that it makes
     are on this rank's GPU, and from the second one on no step of a pipeline or its optimizer waits
     for the GPU."""
     rank = dist.get_rank() if dist.is_initialized() else 0
@@ -44,9 +44,9 @@ def on_gpu(function: Callable[..., Any], *args: Any) -> Any:
         _from_the_second(zbcompile.Pipeline),
         _from_the_second(PipelineOptimizer),
     ):
-        found = function(*args)
+        result = function(*args)
     written = io.BytesIO()
-    torch.save(found, written)
+    torch.save(result, written)
     written.seek(0)
     return torch.load(written, map_location="cpu", weights_only=False)
 
@@ -55,12 +55,12 @@ def on_gpu(function: Callable[..., Any], *args: Any) -> Any:
 def _from_the_second(kind: type[Any]) -> Iterator[None]:
     """Inside, `step` of an object may wait for the device only the first time, when it compiles and
     makes state."""
-    known: WeakSet[Any] = WeakSet()
+    seen: WeakSet[Any] = WeakSet()
     step = kind.step
 
     def watched(self: Any, *args: Any, **options: Any) -> Any:
-        if self not in known:
-            known.add(self)
+        if self not in seen:
+            seen.add(self)
             return step(self, *args, **options)
         with waiting_forbidden():
             return step(self, *args, **options)

@@ -65,9 +65,9 @@ class Operators(nn.Module):
             )
 
     def _without_tensors(self, sample: Any) -> tuple[list[Any], Any]:
-        leaves, structure = pytree.tree_flatten((sample.input, sample.args, sample.kwargs))
+        values, structure = pytree.tree_flatten((sample.input, sample.args, sample.kwargs))
         return [
-            self._keep(leaf) if isinstance(leaf, Tensor) else (None, leaf) for leaf in leaves
+            self._keep(leaf) if isinstance(leaf, Tensor) else (None, leaf) for leaf in values
         ], structure
 
     def _keep(self, leaf: Tensor) -> tuple[int, None]:
@@ -75,17 +75,17 @@ class Operators(nn.Module):
         return len(self.tensors) - 1, None
 
     def results(self) -> list[Tensor]:
-        """What can carry a gradient of what the operator returns, complex results as pairs."""
-        made: list[Tensor] = []
-        for operator, leaves, structure in self.calls:
-            values = [leaf if index is None else self.tensors[index] for index, leaf in leaves]
+        """Returns what can carry a gradient of what the operator returns, complex results as pairs."""
+        created: list[Tensor] = []
+        for operator, tensors, structure in self.calls:
+            values = [leaf if index is None else self.tensors[index] for index, leaf in tensors]
             first, args, kwargs = pytree.tree_unflatten(values, structure)
             with replaced(importlib.import_module(TORCHS_LIST), "wrapper_set_seed", _unseeded):
                 result = operator(first, *args, **kwargs)
-            made += [value for value in pytree.tree_leaves(result) if _real(value)]
+            created += [value for value in pytree.tree_leaves(result) if _real(value)]
         return [
             torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
-            for value in made
+            for value in created
         ]
 
     def forward(self, one: Tensor) -> Tensor:
@@ -113,8 +113,8 @@ def eager_gradients(model: Operators) -> Gradients:
         name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
     }
     torch.manual_seed(1)
-    found = torch.autograd.grad(model(torch.ones(())), list(named.values()), allow_unused=True)
-    return dict(zip(named, found, strict=True))
+    result = torch.autograd.grad(model(torch.ones(())), list(named.values()), allow_unused=True)
+    return dict(zip(named, result, strict=True))
 
 
 def split_gradients(model: Operators) -> Gradients:
@@ -122,9 +122,9 @@ def split_gradients(model: Operators) -> Gradients:
     batch = ((torch.ones(()),), {}, None)
     compiled = compile_step(model, *batch, ranks_of=[0], exact=True)
     order = [Action(kind, 0, 0) for kind in ("F", "B", "W")]
-    found = Runner(compiled, model, [batch], seed=1).run([order]).gradients
+    result = Runner(compiled, model, [batch], seed=1).run([order]).gradients
     return {
-        name: found.get(name)
+        name: result.get(name)
         for name, parameter in model.named_parameters()
         if parameter.requires_grad
     }
@@ -138,9 +138,9 @@ class Difference:
     relative: float
 
 
-def differences(found: Gradients, expected: Gradients) -> list[Difference]:
+def differences(result: Gradients, expected: Gradients) -> list[Difference]:
     """The gradients that differ in a bit, or in whether there is one."""
-    pairs = ((name, found[name], gradient) for name, gradient in expected.items())
+    pairs = ((name, result[name], gradient) for name, gradient in expected.items())
     return [Difference(name, _relative(a, b)) for name, a, b in pairs if not _equal(a, b)]
 
 
@@ -181,7 +181,7 @@ KINDS = (
 
 
 def eagers_own(cases: Sequence[Case]) -> Outcome:
-    """Whether eager computes gradients of `cases`, twice the same."""
+    """Returns True if eager computes gradients of `cases`, twice the same."""
     try:
         model = Operators(cases)
         same = not differences(eager_gradients(model), eager_gradients(model))
@@ -194,12 +194,12 @@ def outcome_of(cases: Sequence[Case]) -> Outcome:
     """Run `cases`, which eager can, as one model both ways."""
     try:
         model = Operators(cases)
-        found = differences(split_gradients(model), eager_gradients(model))
+        result = differences(split_gradients(model), eager_gradients(model))
     except CaptureError as error:
         return Outcome("refused" if error.__cause__ is None else "torch fails", _first_line(error))
     except Exception as error:
         return Outcome("error", _first_line(error))
-    worst = max(found, key=lambda difference: difference.relative, default=None)
+    worst = max(result, key=lambda difference: difference.relative, default=None)
     return (
         Outcome("bitwise")
         if worst is None

@@ -62,19 +62,19 @@ class Shampoo(Plain):
 
     def direction(self, parameter: Tensor) -> Tensor:
         assert parameter.grad is not None
-        found = (
+        result = (
             parameter.grad.view(len(parameter), -1) if parameter.ndim else parameter.grad.view(1, 1)
         )
-        state, (rows, columns) = self.state[parameter], found.shape
+        state, (rows, columns) = self.state[parameter], result.shape
         for side, size, product in (
-            ("rows", rows, found @ found.T),
-            ("columns", columns, found.T @ found),
+            ("rows", rows, result @ result.T),
+            ("columns", columns, result.T @ result),
         ):
-            kept = state.setdefault(side, 1e-4 * torch.eye(size, dtype=found.dtype))
-            values, vectors = torch.linalg.eigh(kept.add_(product))
+            saved = state.setdefault(side, 1e-4 * torch.eye(size, dtype=result.dtype))
+            values, vectors = torch.linalg.eigh(saved.add_(product))
             root = vectors @ (values.clamp(min=1e-9) ** -0.25).diag() @ vectors.T
-            found = root @ found if side == "rows" else found @ root
-        return found.view(parameter.shape)
+            result = root @ result if side == "rows" else result @ root
+        return result.view(parameter.shape)
 
 
 OPTIMIZERS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {  # and their options

@@ -84,8 +84,8 @@ class Skips(nn.Module):
         for layer in self.down:
             x = torch.tanh(layer(x.permute(1, 2, 0)).permute(2, 0, 1))
             passed.append(x)
-        for layer, other in zip(self.up, reversed(passed), strict=True):
-            x = torch.sigmoid(layer((x * other).permute(1, 2, 0)).permute(2, 0, 1)) + first
+        for layer, second in zip(self.up, reversed(passed), strict=True):
+            x = torch.sigmoid(layer((x * second).permute(1, 2, 0)).permute(2, 0, 1)) + first
         return x.permute(1, 2, 0)
 
 
@@ -214,20 +214,20 @@ def eager_step_in_order(
     step: int,
     orders: Mapping[str, Sequence[int]],
 ) -> Tensor:
-    """As `eager_step`, but each parameter's per-microbatch gradients are added in the order that
+    """Like `eager_step`, but each parameter's per-microbatch gradients are added in the order that
     `orders` gives."""
     microbatches = len(next(iter(orders.values())))
-    whole = [
+    full = [
         eager_gradients(model, loss, part, microbatches, step, i)
         for i, part in enumerate(batch.parts(microbatches))
     ]
     for name, parameter in model.named_parameters():
         for i in orders[name]:
-            gradient = whole[i][1][name]
+            gradient = full[i][1][name]
             if gradient is not None:
                 parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
-    total = whole[0][0]
-    for scaled, _ in whole[1:]:
+    total = full[0][0]
+    for scaled, _ in full[1:]:
         total = total + scaled
     return total
 

@@ -1,6 +1,6 @@
 """The names that snippets of README and docs/ take for granted: a model, batches, a loss.
 
-`tests/support/page_runs.py` copies this file beside the snippets: it imports nothing of the
+`tests/support/page_runs.py` copies this file next to the snippets: it imports nothing of the
 checkout.
 """
 
@@ -39,7 +39,7 @@ def run(page: str, blocks: list[tuple[int, str]], with_names: bool) -> None:
 
 
 def close_optimizers(names: dict[str, Any]) -> None:
-    """One after the other: some may not be beside others."""
+    """One after the other: some may not be next to others."""
     for value in list(names.values()):
         if "zbcompile" in type(value).__module__ and "ptimizer" in type(value).__name__:
             value.close()

@@ -1,5 +1,5 @@
 """Runs every command and every snippet of README, CONTRIBUTING and docs/, as the pages show them: in clones, or
-beside a wheel.
+next to a wheel.
 
     python -m tests.support.page_runs                          each page in a fresh clone, with this interpreter
     python -m tests.support.page_runs --wheel ENV/bin/python   in empty folders, by an environment that has the wheel
@@ -100,7 +100,7 @@ class Command:
     def shell(self) -> str:
         text = re.sub(r" \[--[^]]*\]", "", INSTALLS.sub("", self.text))
         text = re.sub(
-            rf"\b(?:{'|'.join(PLACEHOLDERS)})\b", lambda found: PLACEHOLDERS[found[0]], text
+            rf"\b(?:{'|'.join(PLACEHOLDERS)})\b", lambda result: PLACEHOLDERS[result[0]], text
         )
         if text.startswith("examples/"):
             return f"python {text}"
@@ -127,15 +127,15 @@ def read(page: str) -> tuple[list[Command], list[Snippet], dict[str, str]]:
         elif language == "python":
             snippets.append(Snippet(page, line, block, "run" in mark or page == FRONT_PAGE))
         elif language == "bash":
-            commands += (Command(page, line, each) for each in _commands(block))
+            commands += (Command(page, line, command) for command in _commands(block))
         elif prompts := re.findall(r"^\$ (.*)$", block, re.MULTILINE):
-            commands += (Command(page, line, each) for each in prompts)
+            commands += (Command(page, line, prompt) for prompt in prompts)
     prose = FENCE.sub(lambda fence: "\n" * fence[0].count("\n"), text)
     spans = (
         (prose[: span.start()].count("\n") + 1, " ".join(span[1].split()))
         for span in SPAN.finditer(prose)
     )
-    commands += (Command(page, line, each) for line, each in spans)
+    commands += (Command(page, line, item) for line, item in spans)
     return sorted(commands, key=lambda command: command.line), snippets, files
 
 
@@ -168,19 +168,19 @@ class Runner:
                 (folder / name).write_text(text, encoding="utf-8")
             self._snippets(
                 page,
-                [each for each in snippets if each.in_page_script],
+                [snippet for snippet in snippets if snippet.in_page_script],
                 folder,
                 ranks=1,
                 with_names=False,
             )
             self._snippets(
                 page,
-                [each for each in snippets if not each.in_page_script],
+                [snippet for snippet in snippets if not snippet.in_page_script],
                 folder,
                 ranks=RANKS.get(page, 2),
                 with_names=True,
             )
-            for command in {each.shell: each for each in commands}.values():
+            for command in {command.shell: command for command in commands}.values():
                 if command.left_out or (self.wheel and command.needs_checkout):
                     continue
                 if "step.json" in command.shell:
@@ -216,7 +216,7 @@ class Runner:
             return
         source = Path(page_names.__file__).read_text(encoding="utf-8")
         (folder / "page_names.py").write_text(source, encoding="utf-8")
-        blocks = [(each.line, each.text) for each in snippets]
+        blocks = [(snippet.line, snippet.text) for snippet in snippets]
         script = f"import page_names\npage_names.run({page!r}, {blocks!r}, {with_names})\n"
         (folder / "snippets_of_page.py").write_text(script, encoding="utf-8")
         start = (
@@ -224,7 +224,7 @@ class Runner:
             if ranks > 1
             else []
         )
-        lines = ", ".join(str(each.line) for each in snippets)
+        lines = ", ".join(str(snippet.line) for snippet in snippets)
         command = [str(self.interpreter), *start, "snippets_of_page.py"]
         self._run(command, folder, f"{page}: Python at line {lines}, in {ranks} process(es)")
 

@@ -1,4 +1,4 @@
-"""Small models parallelised by hand over dimensions of a mesh, beside the same model in one process
+"""Small models parallelised by hand over dimensions of a mesh, next to the same model in one process
 (`mesh=None`).
 
 Each takes [rows, LENGTH, WIDTH] and gives what `loss` makes a scalar of. Weights are drawn whole,
@@ -171,8 +171,8 @@ class TensorParallel(nn.Module):
     def whole(self, x: Tensor) -> Tensor:
         """The output of all ranks, of which each differentiates its own part: every rank has the
         same loss."""
-        others = self.along.gather(x.detach(), 1)
-        return others + F.pad(
+        rest = self.along.gather(x.detach(), 1)
+        return rest + F.pad(
             x - x.detach(),
             (0, 0, self.along.rank * x.shape[1], LENGTH - (self.along.rank + 1) * x.shape[1]),
         )
@@ -231,10 +231,10 @@ class Attention(nn.Module):
             source = (rank - step) % size
             scores = self.weights(q, kv[0], (rank - source) * q.shape[2])
             new = torch.maximum(top, scores.amax(-1, keepdim=True).detach())
-            shares, kept = (scores - new).exp() * (scores > -1e29), (top - new).exp()
+            shares, saved = (scores - new).exp() * (scores > -1e29), (top - new).exp()
             total, sums, top = (
-                total * kept + shares @ kv[1],
-                sums * kept + shares.sum(-1, keepdim=True),
+                total * saved + shares @ kv[1],
+                sums * saved + shares.sum(-1, keepdim=True),
                 new,
             )
             kv = self.onward(kv) if step < size - 1 else kv
@@ -293,5 +293,5 @@ class Dispatched(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = self.norm(x).flatten(0, 1)
-        made = F.gelu(self.along.exchange(tokens) @ self.expert[0])
-        return x + (self.along.exchange(made) * self.router(tokens).sigmoid()).view_as(x)
+        created = F.gelu(self.along.exchange(tokens) @ self.expert[0])
+        return x + (self.along.exchange(created) * self.router(tokens).sigmoid()).view_as(x)

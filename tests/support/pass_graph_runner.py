@@ -229,19 +229,19 @@ def eager_step(
 
 def differences(result: StepResult, expected: StepResult) -> list[str]:
     """Returns what is not equal under torch.equal."""
-    found = []
-    for index, (one, other) in enumerate(zip(result.losses, expected.losses, strict=True)):
-        if not torch.equal(local(one), local(other)):
-            found.append(f"loss {index}")
+    matches = []
+    for index, (one, second) in enumerate(zip(result.losses, expected.losses, strict=True)):
+        if not torch.equal(local(one), local(second)):
+            matches.append(f"loss {index}")
     if result.gradients.keys() != expected.gradients.keys():
-        found.append(f"parameters {result.gradients.keys() ^ expected.gradients.keys()}")
+        matches.append(f"parameters {result.gradients.keys() ^ expected.gradients.keys()}")
     for name in result.gradients.keys() & expected.gradients.keys():
         if not torch.equal(local(result.gradients[name]), local(expected.gradients[name])):
-            found.append(f"gradient of {name}")
+            matches.append(f"gradient of {name}")
     for name, buffer in expected.buffers.items():
         if not torch.equal(local(result.buffers[name]), local(buffer)):
-            found.append(f"buffer {name}")
-    return found
+            matches.append(f"buffer {name}")
+    return matches
 
 
 def run_uncut(step: StepGraph, model: nn.Module, batch: Batch, seed: int = 0) -> StepResult:

@@ -16,27 +16,27 @@ def every_choice(candidates: Candidates) -> Iterator[tuple[int, int]]:
     values from which the backward's can be made; the best within a budget of bytes is the one of
     least cost."""
     for flags in itertools.product((False, True), repeat=len(candidates.bytes)):
-        kept = {value for value, flag in zip(candidates.bytes, flags, strict=True) if flag}
+        saved = {value for value, flag in zip(candidates.bytes, flags, strict=True) if flag}
         remade: set[Any] = set()
-        missing = [value for value in candidates.backward_inputs if value not in kept]
+        missing = [value for value in candidates.backward_inputs if value not in saved]
         while missing and missing[-1] in candidates.cost:
             value = missing.pop()
             new = () if value in remade else candidates.inputs[value]
             remade.add(value)
-            missing += [argument for argument in new if argument not in kept]
+            missing += [argument for argument in new if argument not in saved]
         if not missing:
             yield (
-                sum(candidates.bytes[value] for value in kept),
+                sum(candidates.bytes[value] for value in saved),
                 sum(candidates.cost[value] for value in remade),
             )
 
 
 def one_after_the_other(
     first: PassGraph,
-    given: Sequence[torch.Tensor],
+    inputs: Sequence[torch.Tensor],
     second: PassGraph,
-    asked: Sequence[torch.Tensor],
+    requested: Sequence[torch.Tensor],
 ) -> tuple[Any, Any]:
     """`zbcompile.passes.stage.overlap`: what both halves of a pair return, in whatever order they
     run."""
-    return first.module(*given), second.module(*asked)
+    return first.module(*inputs), second.module(*requested)

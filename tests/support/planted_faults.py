@@ -386,10 +386,10 @@ def finding_test(fault: PlantedFault) -> str | None:
             capture_output=True,
             text=True,
         )
-    found = re.search(r"^(?:FAILED|ERROR) (\S+)", run.stdout, re.MULTILINE)
-    if found is None and run.returncode != 0:
+    result = re.search(r"^(?:FAILED|ERROR) (\S+)", run.stdout, re.MULTILINE)
+    if result is None and run.returncode != 0:
         return f"(pytest ended with status {run.returncode})"
-    return found and found[1]
+    return result and result[1]
 
 
 def planted(fault: PlantedFault, text: str) -> str:

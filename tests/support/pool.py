@@ -173,7 +173,7 @@ class Pool:
         timeout: float = 120,
         backend: str = "gloo",
     ) -> list[Outcome]:
-        """As `run`, but a rank's exception is an outcome. TaskFailed, with all stacks, if a rank
+        """Like `run`, but a rank's exception is an outcome. TaskFailed, with all stacks, if a rank
         does not end."""
         path = _path(function)
         self._import(function.__module__)
@@ -243,20 +243,20 @@ class Pool:
 
     def _collect(self, ranks: int, timeout: float) -> list[Outcome]:
         pipes = {self.workers[rank].pipe: rank for rank in range(ranks)}
-        found: dict[int, Outcome] = {}
+        result: dict[int, Outcome] = {}
         deadline = time.monotonic() + timeout
-        while len(found) < ranks:
+        while len(result) < ranks:
             ready = wait(
-                [p for p, rank in pipes.items() if rank not in found],
+                [p for p, rank in pipes.items() if rank not in result],
                 max(0, deadline - time.monotonic()),
             )
             if not ready:
-                raise TaskFailed(self._give_up(found, ranks))
+                raise TaskFailed(self._give_up(result, ranks))
             for pipe in ready:
-                found[pipes[pipe]] = _receive(pipe)  # type: ignore[index]
-            if any(outcome.error for outcome in found.values()):
+                result[pipes[pipe]] = _receive(pipe)  # type: ignore[index]
+            if any(outcome.error for outcome in result.values()):
                 deadline = min(deadline, time.monotonic() + GRACE)
-        return [found[rank] for rank in range(ranks)]
+        return [result[rank] for rank in range(ranks)]
 
     def _give_up(self, found: dict[int, Outcome], ranks: int) -> str:
         """Ask the ranks that hang for their stacks, end all workers, and say where everyone was."""
@@ -300,13 +300,13 @@ def _path(function: Callable[..., Any]) -> str:
 def _start_nursery() -> Nursery:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    pipes, given = socket.socketpair()
+    pipes, inputs = socket.socketpair()
     process = context.Process(
-        target=nurse, args=(theirs, given), daemon=FORKS
+        target=nurse, args=(theirs, inputs), daemon=FORKS
     )  # a daemon may fork, but not spawn
     process.start()
     theirs.close()
-    given.close()
+    inputs.close()
     return Nursery(process, ours, pipes)
 
 
@@ -389,8 +389,8 @@ def _start_worker(order: Start, orders: Connection, pipes: socket.socket) -> int
     if FORKS:
         pid = os.fork()
         if not pid:
-            for other in (orders, pipes, ours):
-                other.close()
+            for second in (orders, pipes, ours):
+                second.close()
             _live(theirs, order.stacks)
     else:
         process = multiprocessing.get_context("spawn").Process(

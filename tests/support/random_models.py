@@ -60,16 +60,16 @@ class RandomModel(nn.Module):
 
 def _recipe(seed: int, steps: int) -> list[Step]:
     choose = random.Random(seed)
-    found, done = [], set[str]()
-    for made in range(2, 2 + steps):
+    result, done = [], set[str]()
+    for index in range(2, 2 + steps):
         operation = choose.choice(
             [name for name in OPERATIONS if name != "observe" or name not in done]
         )
         done.add(operation)
-        recent = max(made - choose.choice([1, 1, 1, 3, made]), 0)
-        reads = (recent, *(choose.randrange(made) for _ in range(ARITY.get(operation, 1) - 1)))
-        found.append(Step(operation, reads, choose.randrange(5)))
-    return found
+        recent = max(index - choose.choice([1, 1, 1, 3, index]), 0)
+        reads = (recent, *(choose.randrange(index) for _ in range(ARITY.get(operation, 1) - 1)))
+        result.append(Step(operation, reads, choose.randrange(5)))
+    return result
 
 
 def _linear(model: RandomModel, layer: int, x: Tensor) -> Tensor:

@@ -54,12 +54,12 @@ def replicated(problem: str, schedule: str, reduction: str, unsynchronised: int)
     for step, batch in enumerate(
         chosen.batches(unsynchronised + 2, REPLICAS * MICROBATCHES * ROWS)
     ):
-        own = list(batch.parts(REPLICAS))[mesh["dp"].get_local_rank()]
+        local = list(batch.parts(REPLICAS))[mesh["dp"].get_local_rank()]
         if step < unsynchronised:
             with pipe.no_sync():
-                losses.append(pipe.step(*own.args, target=own.target))
+                losses.append(pipe.step(*local.args, target=local.target))
         else:
-            losses.append(pipe.step(*own.args, target=own.target))
+            losses.append(pipe.step(*local.args, target=local.target))
     gradients = gradients_of(pipe)
     norm = pipe.clip_grad_norm_(0.5)
     return Run(losses, gradients, norm, gradients_of(pipe))
@@ -72,8 +72,8 @@ def replicated_in_half_precision() -> Gradients:
     pipe = zbcompile.pipeline(
         model, schedule="zb-h1", microbatches=MICROBATCHES, loss=chosen.loss, mesh=mesh
     )
-    own = halves()[mesh["dp"].get_local_rank()]
-    pipe.step(*own.args, target=own.target)
+    local = halves()[mesh["dp"].get_local_rank()]
+    pipe.step(*local.args, target=local.target)
     return gradients_of(pipe)
 
 

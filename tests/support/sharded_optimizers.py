@@ -69,27 +69,31 @@ def at_levels(training: Training, levels: tuple[int, ...] = (0, 1)) -> list[Resu
 
 def trained(training: Training, zero: int, mesh: DeviceMesh) -> Result:
     pipe, optimizer = pipeline_with(training, zero, mesh)
-    found = Result([], [], {}, 0, [])
+    result = Result([], [], {}, 0, [])
     steps = training.unsynchronised + training.synchronised
     for step, batch in enumerate(batches(training, training.updates * steps)):
-        own = list(batch.parts(REPLICAS))[mesh["dp"].get_local_rank()]
-        own = in_dtype(own, training.dtype)
+        plain = list(batch.parts(REPLICAS))[mesh["dp"].get_local_rank()]
+        plain = in_dtype(plain, training.dtype)
         if step % steps < training.unsynchronised:
             with pipe.no_sync():
-                found.losses.append(pipe.step(*own.args, target=own.target))
+                result.losses.append(pipe.step(*plain.args, target=plain.target))
             continue
-        found.losses.append(pipe.step(*own.args, target=own.target))
-        mine = [p for p in pipe.parameters() if p.ndim == 2 or training.kind != "Muon"]
-        found.gradients.append(sum(p.grad is not None for p in mine))
+        result.losses.append(pipe.step(*plain.args, target=plain.target))
+        local = [p for p in pipe.parameters() if p.ndim == 2 or training.kind != "Muon"]
+        result.gradients.append(sum(p.grad is not None for p in local))
         if step % steps == steps - 1:
             optimizer.step()
             optimizer.zero_grad()
-            found.norms.append(torch.zeros(()) if optimizer.norm is None else optimizer.norm)
-    found = Result(
-        found.losses, found.norms, pipe.state_dict(full=True), bytes_of(optimizer), found.gradients
+            result.norms.append(torch.zeros(()) if optimizer.norm is None else optimizer.norm)
+    result = Result(
+        result.losses,
+        result.norms,
+        pipe.state_dict(full=True),
+        bytes_of(optimizer),
+        result.gradients,
     )
     pipe.close()
-    return found
+    return result
 
 
 def pipeline_with(
@@ -116,8 +120,8 @@ def pipeline_with(
 
 
 def in_dtype(batch: Batch, dtype: str) -> Batch:
-    wanted = getattr(torch, dtype)
-    args = (x.to(wanted) if x.is_floating_point() else x for x in (*batch.args, batch.target))
+    expected = getattr(torch, dtype)
+    args = (x.to(expected) if x.is_floating_point() else x for x in (*batch.args, batch.target))
     return Batch((next(args),), {}, next(args))
 
 
@@ -127,7 +131,7 @@ def batches(training: Training, count: int) -> Any:
 
 def bytes_of(optimizer: torch.optim.Optimizer) -> int:
     """The state that is as large as what it belongs to."""
-    return sum(t.nbytes for kept in optimizer.state.values() for t in kept.values() if t.dim())
+    return sum(t.nbytes for saved in optimizer.state.values() for t in saved.values() if t.dim())
 
 
 def saved_and_moved(
@@ -140,8 +144,10 @@ def saved_and_moved(
     for zero in (0, 1):
         pipe, optimizer = pipeline_with(training, zero, mesh)
         for batch in batches(training, training.updates):
-            own = in_dtype(list(batch.parts(REPLICAS))[mesh["dp"].get_local_rank()], training.dtype)
-            pipe.step(*own.args, target=own.target)
+            local = in_dtype(
+                list(batch.parts(REPLICAS))[mesh["dp"].get_local_rank()], training.dtype
+            )
+            pipe.step(*local.args, target=local.target)
             optimizer.step()
             optimizer.zero_grad()
         zbcompile.save_checkpoint(f"{folder}/{zero}", pipe, optimizer)

@@ -16,12 +16,12 @@ class UNet(nn.Module):
         self.up = nn.ModuleList(nn.Linear(2 * WIDTH, WIDTH) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
-        kept = []
+        saved = []
         for layer in self.down:
             x = torch.tanh(layer(x))
-            kept.append(x)
+            saved.append(x)
         for layer in self.up:
-            x = torch.tanh(layer(torch.cat([x, kept.pop()], -1)))
+            x = torch.tanh(layer(torch.cat([x, saved.pop()], -1)))
         return x
 
 
@@ -35,12 +35,12 @@ class EncoderDecoder(nn.Module):
         self.values = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(5))
 
     def forward(self, x: Tensor) -> Tensor:
-        memory = found = x
+        memory = result = x
         for layer in self.encoder:
             memory = torch.tanh(layer(memory))
         for key, value in zip(self.keys, self.values, strict=True):
-            found = found + torch.sigmoid(key(memory) * found) * value(memory)
-        return found
+            result = result + torch.sigmoid(key(memory) * result) * value(memory)
+        return result
 
 
 class Residuals(nn.Module):
@@ -52,13 +52,13 @@ class Residuals(nn.Module):
         self.weights = nn.ParameterList(torch.ones(i + 1) / (i + 1) for i in range(8))
 
     def forward(self, x: Tensor) -> Tensor:
-        made = [x]
+        created = [x]
         for layer, weights in zip(self.layers, self.weights, strict=True):
-            mixed = made[0] * weights[0]
-            for value, weight in zip(made[1:], weights[1:], strict=True):
+            mixed = created[0] * weights[0]
+            for value, weight in zip(created[1:], weights[1:], strict=True):
                 mixed = mixed + value * weight
-            made.append(torch.tanh(layer(mixed)))
-        return made[-1]
+            created.append(torch.tanh(layer(mixed)))
+        return created[-1]
 
 
 class MaybeSkip(nn.Module):

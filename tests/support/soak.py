@@ -65,7 +65,8 @@ def step(pipe: zbcompile.Pipeline, rows: int) -> None:
 def types() -> Counter[str]:
     gc.collect()
     return Counter(
-        f"{type(each).__module__}.{type(each).__qualname__}" for each in gc.get_objects()
+        f"{type(get_object).__module__}.{type(get_object).__qualname__}"
+        for get_object in gc.get_objects()
     )
 
 
@@ -74,15 +75,17 @@ def measure(name: str, count: int, act: Callable[[int], None], objects: bool) ->
     with contextlib.redirect_stdout(None):  # each compilation says why
         for number in range(count // 4):
             act(number)
-        found, before = [resident()], types()
+        result, before = [resident()], types()
         for number in range(count // 4, count):
             act(number)
             if (number + 1) % max(1, count // 4) == 0:
-                found.append(resident())
-    slope = (found[-1] - found[len(found) // 2]) / (count - (len(found) // 2 + 1) * (count // 4))
+                result.append(resident())
+    slope = (result[-1] - result[len(result) // 2]) / (
+        count - (len(result) // 2 + 1) * (count // 4)
+    )
     where = f", rank {os.environ['RANK']}" if "RANK" in os.environ else ""
     print(
-        f"{name}{where}: {' '.join(f'{each:.1f}' for each in found)} MB, {slope:.4f} MB each",
+        f"{name}{where}: {' '.join(f'{item:.1f}' for item in result)} MB, {slope:.4f} MB each",
         flush=True,
     )
     if objects:

@@ -53,19 +53,19 @@ ARCHITECTURES: Mapping[str, Mapping[str, Any]] = {
 
 
 def problem_of(name: str) -> Problem:
-    given = ARCHITECTURES[name]
+    inputs = ARCHITECTURES[name]
     return Problem(
-        partial(_make, name, given),
+        partial(_make, name, inputs),
         nn.functional.cross_entropy,
-        partial(_pictures, given.get("img_size", 64)),
+        partial(_pictures, inputs.get("img_size", 64)),
     )
 
 
-def _make(name: str, given: Mapping[str, Any]) -> nn.Module:
+def _make(name: str, options: Mapping[str, Any]) -> nn.Module:
     import timm
 
-    made: nn.Module = timm.create_model(name, num_classes=LABELS, **given)
-    return made
+    created: nn.Module = timm.create_model(name, num_classes=LABELS, **options)
+    return created
 
 
 def _pictures(edge: int, size: int) -> Batch:

@@ -24,16 +24,16 @@ def batch_of(model: nn.Module, task: str) -> Callable[[int], Batch]:
     takes = inspect.signature(model.forward).parameters
 
     def batch(size: int) -> Batch:
-        made = dict(_inputs(model, takes, size))
+        created = dict(_inputs(model, takes, size))
         if "labels" not in takes:
-            return Batch((), made, torch.randint(0, 2, (size,)))
-        return Batch((), {**made, "labels": _labels(model, task, made, size)})
+            return Batch((), created, torch.randint(0, 2, (size,)))
+        return Batch((), {**created, "labels": _labels(model, task, created, size)})
 
     return batch
 
 
 def loss_of(model: nn.Module) -> Loss | None:
-    """None if the model computes its own."""
+    """Returns None if the model computes its own."""
     return None if "labels" in inspect.signature(model.forward).parameters else _of_logits
 
 
@@ -71,12 +71,12 @@ def _text(
         model.config.is_encoder_decoder and "labels" in takes
     ):  # classes are told from the end of the text
         text[torch.arange(LENGTH) == lengths - 1] = END
-    shown = torch.ones(size, begin, dtype=torch.long)
-    yield "input_ids", torch.cat([shown * (picture_token(model) or 0), text], 1)
+    printed = torch.ones(size, begin, dtype=torch.long)
+    yield "input_ids", torch.cat([printed * (picture_token(model) or 0), text], 1)
     if "attention_mask" in takes:
-        yield "attention_mask", torch.cat([shown, mask.long()], 1)
+        yield "attention_mask", torch.cat([printed, mask.long()], 1)
     for name in {"token_type_ids", "mm_token_type_ids"}.intersection(takes) if begin else ():
-        yield name, torch.cat([shown, torch.zeros_like(text)], 1)
+        yield name, torch.cat([printed, torch.zeros_like(text)], 1)
 
 
 def _spectra(model: nn.Module, size: int) -> Tensor:

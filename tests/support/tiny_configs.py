@@ -188,22 +188,22 @@ def tiny_config(kind: type, **special: Any) -> Any:
 
 
 def _fields(kind: Any) -> dict[str, Any]:
-    whole = kind()
-    nested = {name: _fields(type(value)) for name, value in _nested(whole)}
-    own = {name: _tiny(name, value) for name, value in _defaults(kind, whole)}
-    alike = (
+    full = kind()
+    nested = {name: _fields(type(value)) for name, value in _nested(full)}
+    local = {name: _tiny(name, value) for name, value in _defaults(kind, full)}
+    equal = (
         {"num_key_value_heads": 4}
-        if "num_attention_heads" in own and _has_equal_heads(whole)
+        if "num_attention_heads" in local and _has_equal_heads(full)
         else {}
     )
-    missing = {name: value for name, value in MISSING.items() if _get(whole, name, 0) is None}
-    layers = _types_of_layers(kind, whole)
-    off = {name: value for name, value in OFF.items() if hasattr(whole, name)}
-    rotary = _rotary(whole)
+    missing = {name: value for name, value in MISSING.items() if _get(full, name, 0) is None}
+    layers = _types_of_layers(kind, full)
+    off = {name: value for name, value in OFF.items() if hasattr(full, name)}
+    rotary = _rotary(full)
     return {
-        **own,
+        **local,
         **off,
-        **alike,
+        **equal,
         **missing,
         **layers,
         **nested,
@@ -218,22 +218,22 @@ _THREE = r"qwen2_vl|qwen2_5_vl|glm4v|glm46v|glm_ocr|hunyuan_vl"
 
 def _rotary(whole: Any) -> Mapping[str, Any]:
     """Rotary positions of three kinds share the pairs of a head."""
-    given = _get(whole, "rope_parameters")
-    if not isinstance(given, dict) or not (
-        "mrope_section" in given or re.search(_THREE, whole.model_type)
+    inputs = _get(whole, "rope_parameters")
+    if not isinstance(inputs, dict) or not (
+        "mrope_section" in inputs or re.search(_THREE, whole.model_type)
     ):
         return {}
-    pairs = int(8 * given.get("partial_rotary_factor", 1)) // 2
+    pairs = int(8 * inputs.get("partial_rotary_factor", 1)) // 2
     return {
         "rope_parameters": {
-            **given,
+            **inputs,
             "mrope_section": [pairs - 2 * (pairs // 3), pairs // 3, pairs // 3],
         }
     }
 
 
 def _has_equal_heads(whole: Any) -> bool:
-    """Whether keys have as many heads as queries; some attentions have to."""
+    """Returns True if keys have as many heads as queries; some attentions have to."""
     heads = _get(whole, "num_attention_heads")
     return heads is not None and heads == _get(whole, "num_key_value_heads")
 
@@ -281,7 +281,7 @@ def _tiny(name: str, value: Any) -> Any:
     if name in ("num_heads", "num_attention_heads") and isinstance(value, list | tuple):
         return type(value)(2 ** min(stage + 1, 4) for stage in range(len(value)))
     if isinstance(value, list | tuple):
-        return type(value)(_tiny(name, each) for each in value)
+        return type(value)(_tiny(name, item) for item in value)
     cap = next((cap for pattern, cap in CAPS if re.fullmatch(pattern, name)), float("inf"))
     return min(value, cap) if value > 0 else value
 
@@ -303,13 +303,13 @@ def _types_of_layers(kind: type, whole: Any) -> Mapping[str, Any]:
         if name in names
     }
     count = max([2, *map(len, lists.values())])
-    made = {name: (found * count)[:count] for name, found in lists.items() if found}
+    created = {name: (result * count)[:count] for name, result in lists.items() if result}
     return {
-        **made,
+        **created,
         **{
             name: count
             for name in ("num_hidden_layers", "n_layer", "num_layers")
-            if made and name in names
+            if created and name in names
         },
     }
 
@@ -319,12 +319,14 @@ def _tokens(kind: type) -> dict[str, int]:
     configurations."""
     defaults = {field.name: field.default for field in dataclasses.fields(kind)}
     named = [name for name in defaults if re.fullmatch(r".*(token_id|token_index)", name)]
-    asked = [
+    requested = [
         name
         for name in named
         if name in ("pad_token_id", "image_token_index") or _is_number(defaults[name])
     ]
-    return {name: _BEGIN.get(name, 3 + sum(name.encode()) % (FIRST_TOKEN - 3)) for name in asked}
+    return {
+        name: _BEGIN.get(name, 3 + sum(name.encode()) % (FIRST_TOKEN - 3)) for name in requested
+    }
 
 
 def _is_number(value: Any) -> bool:

@@ -52,12 +52,13 @@ PICTURES = {"pixel_values", "image"}
 
 def _vision(config: Any) -> Any:
     return next(
-        (found for found in map(config.__dict__.get, ("vision_config", "encoder")) if found), config
+        (result for result in map(config.__dict__.get, ("vision_config", "encoder")) if result),
+        config,
     )
 
 
 def _patch_values(model: nn.Module, vision: Any) -> int:
-    """What the first layer of the part that sees takes of each patch."""
+    """Returns what the first layer of the part that sees takes of each patch."""
     seeing = next((m for m in model.modules() if getattr(m, "config", None) is vision), model)
     first = next(m for m in seeing.modules() if isinstance(m, nn.Linear | nn.Conv2d | nn.Conv3d))
     return int(first.weight[0].numel())
@@ -86,14 +87,14 @@ def picture_token(model: nn.Module) -> int | None:
     )
 
 
-def tokens_of(model: nn.Module, made: Mapping[str, Tensor], size: int) -> int:
+def tokens_of(model: nn.Module, created: Mapping[str, Tensor], size: int) -> int:
     """How many tokens of each row stand for its picture: the model says so itself."""
-    asked = next((m for m in model.modules() if hasattr(m, "get_image_features")), None)
-    if asked is None or "pixel_values" not in made or picture_token(model) is None:
+    requested = next((m for m in model.modules() if hasattr(m, "get_image_features")), None)
+    if requested is None or "pixel_values" not in created or picture_token(model) is None:
         return 0
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        found = asked.get_image_features(**made)
-    features = getattr(found, "pooler_output", found)
+        result = requested.get_image_features(**created)
+    features = getattr(result, "pooler_output", result)
     listed = features if isinstance(features, list | tuple) else [features]
     width = model.config.get_text_config().hidden_size
-    return int(sum(each.numel() for each in listed) // width // size)
+    return int(sum(item.numel() for item in listed) // width // size)

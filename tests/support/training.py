@@ -87,7 +87,7 @@ def train(pipe: zbcompile.Pipeline, case: Case) -> Trained:
 
 
 def quickly(case: Case) -> Trained:
-    """As `pipelined`, but compiled once."""
+    """Like `pipelined`, but compiled once."""
     with compiled_once(case.problem, case.exact, case.recompute):
         return pipelined(case)
 
@@ -97,9 +97,9 @@ def compiled_once(problem: str, exact: bool, recompute: Recompute = "hints") -> 
     """Context for pipelines of a problem: it is exported once, and schedules with equal stages on
     equal ranks share one compilation."""
 
-    def export_once(*given: Any, **more: Any) -> ExportedModel:
+    def export_once(*inputs: Any, **more: Any) -> ExportedModel:
         if problem not in _EXPORTED:
-            _EXPORTED[problem] = export_step(*given, **more)
+            _EXPORTED[problem] = export_step(*inputs, **more)
         return _EXPORTED[problem]
 
     def compile_once(
@@ -197,12 +197,12 @@ def join(shares: Sequence[Trained]) -> Trained:
 
 
 def _join(shares: Sequence[Mapping[str, Tensor | None]]) -> dict[str, Tensor | None]:
-    whole: dict[str, Tensor | None] = {}
+    full: dict[str, Tensor | None] = {}
     for share in shares:
-        both = share.keys() & whole.keys()
-        assert_same_tensors({k: share[k] for k in both}, {k: whole[k] for k in both}, "held twice:")
-        whole.update(share)
-    return whole
+        both = share.keys() & full.keys()
+        assert_same_tensors({k: share[k] for k in both}, {k: full[k] for k in both}, "held twice:")
+        full.update(share)
+    return full
 
 
 def assert_bitwise(ours: Trained, theirs: Trained) -> None:
@@ -281,9 +281,9 @@ def worst_difference(ours: Trained, theirs: Trained, rounding: float = 0.0) -> t
 
 def _differences(ours: Gradients, theirs: Gradients, rounding: float) -> dict[str, float]:
     sizes = {
-        name: 0.0 if each is None else float(each.abs().max()) for name, each in theirs.items()
+        name: 0.0 if item is None else float(item.abs().max()) for name, item in theirs.items()
     }
-    largest, found = max(sizes.values()), {}
+    largest, result = max(sizes.values()), {}
     for name, their in theirs.items():
         our = ours[name]
         if our is None or their is None:
@@ -291,5 +291,5 @@ def _differences(ours: Gradients, theirs: Gradients, rounding: float) -> dict[st
             continue
         scale = sizes[name] if sizes[name] >= rounding * largest else largest
         difference = float((our - their).abs().max())
-        found[name] = difference and (difference / scale if scale else float("inf"))
-    return found
+        result[name] = difference and (difference / scale if scale else float("inf"))
+    return result

@@ -97,23 +97,23 @@ class Entry:
 def entries() -> list[Entry]:
     """One class of every architecture first, of all Auto classes in turn: the first rows of a table
     stand for all."""
-    found: dict[str, Entry] = {}
+    result: dict[str, Entry] = {}
     places: dict[str, int] = {}
     for task in TASKS:
         for place, (architecture, name) in enumerate(_names(task)):
-            found.setdefault(name, Entry(task, name, architecture))
+            result.setdefault(name, Entry(task, name, architecture))
             places.setdefault(name, place)
     first: dict[str, str] = {}
-    for entry in found.values():
+    for entry in result.values():
         first.setdefault(_folder(entry.architecture), entry.name)
     return sorted(
-        found.values(), key=lambda entry: (entry.name not in first.values(), places[entry.name])
+        result.values(), key=lambda entry: (entry.name not in first.values(), places[entry.name])
     )
 
 
 def entry_of(name: str) -> Entry:
     """The class of this name."""
-    (entry,) = (each for each in entries() if each.name == name)
+    (entry,) = (entry for entry in entries() if entry.name == name)
     return entry
 
 

@@ -72,8 +72,8 @@ def unreduced(output: Any, target: Tensor) -> Tensor:
     losses = F.cross_entropy(
         output.logits.flatten(0, 1).float(), target.flatten(), reduction="none"
     )
-    kept = (target.flatten() != 3).float()
-    return (losses * kept).sum() / kept.sum()
+    saved = (target.flatten() != 3).float()
+    return (losses * saved).sum() / saved.sum()
 
 
 # The kind of model, changes of its configuration, and the loss.

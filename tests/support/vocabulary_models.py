@@ -59,11 +59,11 @@ def one_step(case: ModelCase) -> Step:
 def quick_step(
     case: ModelCase, exported: dict[str, ExportedModel], compiled: dict[Any, Program]
 ) -> Step:
-    """As `one_step`, but what was exported and compiled before is used again."""
+    """Like `one_step`, but what was exported and compiled before is used again."""
 
-    def export_once(*given: Any, **more: Any) -> ExportedModel:
+    def export_once(*inputs: Any, **more: Any) -> ExportedModel:
         if case.model not in exported:
-            exported[case.model] = export_step(*given, **more)
+            exported[case.model] = export_step(*inputs, **more)
         return exported[case.model]
 
     def compile_once(
@@ -102,9 +102,9 @@ def assert_same(ours: Step, theirs: Step) -> None:
     """Within 1e-6 of the largest entry: these models compute their losses in fp32."""
     assert distance(ours[0], theirs[0]) < 1e-6
     for name, gradient in theirs[1].items():
-        found = ours[1][name]
-        assert (found is None) == (gradient is None), name
-        if gradient is not None and found is not None:
+        result = ours[1][name]
+        assert (result is None) == (gradient is None), name
+        if gradient is not None and result is not None:
             # the gradient of a key's bias is zero but for rounding
             noise = gradient.abs().max() < 1e-12
-            assert noise or distance(found, gradient) < 1e-6, name
+            assert noise or distance(result, gradient) < 1e-6, name

@@ -50,7 +50,7 @@ def small_gpt(tied: bool = False) -> nn.Module:
 
 
 def smoothed(output: Tensor, target: Tensor) -> Tensor:
-    """Ignored tokens, label smoothing, a soft cap and z-loss at once."""
+    """Ignored tokens, label smoothing, a soft cap and z-loss at the same time."""
     logits = 20 * torch.tanh(output / 20)
     target = target.masked_fill(target % 5 == 0, -100)
     loss = F.cross_entropy(logits.flatten(0, 1), target.flatten(), label_smoothing=0.1)

@@ -576,7 +576,7 @@ def test_weights_changed_in_place_are_seen() -> None:
 
 
 class Copying(Layers):
-    """Dropout of 0 is a copy. A copy beside its original decides in which order gradients are
+    """Dropout of 0 is a copy. A copy next to its original decides in which order gradients are
     added."""
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,5 +1,5 @@
 """Every kind of operation that a weight reaches, as the middle of three stages, has gradients of
-eager autograd: with B then W at once, W after all other microbatches, and both in one. W has the
+eager autograd: with B then W immediately, W after all other microbatches, and both in one. W has the
 contractions that belong there.
 """
 

@@ -54,9 +54,9 @@ def built() -> Path:
     with (folder.parent / f"{folder.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # another process may be building it
         if not folder.exists():
-            made = Path(tempfile.mkdtemp(dir=folder.parent))
-            _build(made)
-            made.rename(folder)
+            created = Path(tempfile.mkdtemp(dir=folder.parent))
+            _build(created)
+            created.rename(folder)
     return folder
 
 
@@ -76,7 +76,7 @@ def environment(folder: Path, devices: int = 2, faults: Path | None = None) -> d
 
 
 def faults_in(folder: Path) -> list[str]:
-    """What processes have written into the folder that they were given for faults."""
+    """Returns what processes have written into the folder that they were given for faults."""
     return sorted({line for file in folder.iterdir() for line in file.read_text().splitlines()})
 
 
@@ -104,12 +104,20 @@ def _build(folder: Path) -> None:
         f"-I{path}" for path in (*cpp_extension.include_paths(), sysconfig.get_paths()["include"])
     ]
     libraries = [f"-L{cpp_extension.library_paths()[0]}", "-ltorch_python", "-ltorch_cpu", "-lc10"]
-    for source, made, linked in (
+    for source, created, linked in (
         (HERE / "module.cpp", MODULE, libraries),
         (HERE / "preload.cpp", PRELOAD, ["-ldl"]),
     ):
         _run(
-            [compiler() or "g++", *FLAGS, *includes, str(source), "-o", str(folder / made), *linked]
+            [
+                compiler() or "g++",
+                *FLAGS,
+                *includes,
+                str(source),
+                "-o",
+                str(folder / created),
+                *linked,
+            ]
         )
 
 
@@ -134,9 +142,9 @@ def main(arguments: list[str], given: Mapping[str, str]) -> int:
     with tempfile.TemporaryDirectory() as faults:
         added = environment(built(), options.devices, Path(faults))
         code = subprocess.run(options.command, env={**given, **added}).returncode
-        found = faults_in(Path(faults))
-    print(*(f"against CUDA's order: {fault}" for fault in found), sep="\n", file=sys.stderr)
-    return code or bool(found)
+        result = faults_in(Path(faults))
+    print(*(f"against CUDA's order: {fault}" for fault in result), sep="\n", file=sys.stderr)
+    return code or bool(result)
 
 
 if __name__ == "__main__":

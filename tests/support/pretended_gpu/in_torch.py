@@ -44,7 +44,7 @@ def _where() -> str:
     frame = sys._getframe(1)
     while frame is not None and len(frames) < 5:
         name = frame.f_code.co_filename
-        if not any(each in name for each in ("site-packages", "/lib/python3", HERE)):
+        if not any(item in name for item in ("site-packages", "/lib/python3", HERE)):
             frames.append(
                 f"{'/'.join(name.split('/')[-2:])}:{frame.f_lineno} {frame.f_code.co_name}"
             )
@@ -52,17 +52,17 @@ def _where() -> str:
     return " <- ".join(frames)
 
 
-def _index(given: Any = None) -> int:
-    if given is None or (isinstance(given, int) and given < 0):
+def _index(inputs: Any = None) -> int:
+    if inputs is None or (isinstance(inputs, int) and inputs < 0):
         return device.device()
-    index = given if isinstance(given, int) else torch.device(given).index
+    index = inputs if isinstance(inputs, int) else torch.device(inputs).index
     return device.device() if index is None else index
 
 
 class Stream(torch.Stream):
-    def __new__(cls, device: Any = None, priority: int = 0, **known: Any) -> "Stream":
-        if known:
-            return super().__new__(cls, **known)
+    def __new__(cls, device: Any = None, priority: int = 0, **seen: Any) -> "Stream":
+        if seen:
+            return super().__new__(cls, **seen)
         return super().__new__(cls, device=torch.device("cuda", _index(device)), priority=priority)
 
     @property
@@ -84,10 +84,10 @@ class Event(torch.Event):
         super().wait(torch.cuda.current_stream() if stream is None else stream)
 
 
-def _current_stream(given: Any = None) -> Stream:
-    found = torch.accelerator.current_stream(_index(given))
+def _current_stream(inputs: Any = None) -> Stream:
+    result = torch.accelerator.current_stream(_index(inputs))
     return Stream(
-        stream_id=found.stream_id, device_index=found.device_index, device_type=found.device_type
+        stream_id=result.stream_id, device_index=result.device_index, device_type=result.device_type
     )
 
 
@@ -156,7 +156,7 @@ class GraphContext:
             self.context.__exit__(*raised)
 
 
-def _properties(given: Any = None) -> SimpleNamespace:
+def _properties(inputs: Any = None) -> SimpleNamespace:
     kilo = 1 << 10
     return SimpleNamespace(
         **{
@@ -167,7 +167,7 @@ def _properties(given: Any = None) -> SimpleNamespace:
             "multi_processor_count": 132,
         },
         **{
-            "uuid": f"pretended-{HOST}-{_index(given)}",
+            "uuid": f"pretended-{HOST}-{_index(inputs)}",
             "warp_size": 32,
             "max_threads_per_multi_processor": 2048,
         },
@@ -227,8 +227,8 @@ def _resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
     return storage
 
 
-def _put(where: Any, **made: Any) -> None:
-    for name, value in made.items():
+def _put(where: Any, **created: Any) -> None:
+    for name, value in created.items():
         setattr(where, name, value)
 
 
@@ -246,7 +246,7 @@ def _install() -> None:
     )
     _put(
         cuda,
-        set_device=lambda given: device.set_device(_index(given)),
+        set_device=lambda inputs: device.set_device(_index(inputs)),
         _is_in_bad_fork=lambda: False,
     )
     _put(
@@ -261,11 +261,11 @@ def _install() -> None:
     _put(
         cuda,
         get_device_properties=_properties,
-        get_device_name=lambda given=None: _properties(given).name,
+        get_device_name=lambda inputs=None: _properties(inputs).name,
     )
     _put(
         cuda,
-        get_device_capability=lambda given=None: (9, 0),
+        get_device_capability=lambda inputs=None: (9, 0),
         is_bf16_supported=lambda *_, **__: True,
     )
     _put(cuda, set_sync_debug_mode=lambda mode: device.set_sync_mode(SYNC_MODES.get(mode, mode)))
@@ -289,10 +289,10 @@ def _install_streams(cuda: Any) -> None:
         _put(module, Stream=Stream, Event=Event)
     _put(cuda, current_stream=_current_stream, set_stream=torch.accelerator.set_stream)
     _put(cuda, stream=StreamContext, StreamContext=StreamContext)
-    cuda.default_stream = lambda given=None: Stream(
-        stream_id=0, device_index=_index(given), device_type=1
+    cuda.default_stream = lambda inputs=None: Stream(
+        stream_id=0, device_index=_index(inputs), device_type=1
     )
-    cuda.synchronize = lambda given=None: torch.accelerator.synchronize(_index(given))
+    cuda.synchronize = lambda inputs=None: torch.accelerator.synchronize(_index(inputs))
     for module in (cuda, cuda.graphs):
         _put(module, CUDAGraph=CUDAGraph, graph=GraphContext, graph_pool_handle=lambda: (0, 1))
         _put(module, is_current_stream_capturing=device.is_capturing)
@@ -300,14 +300,15 @@ def _install_streams(cuda: Any) -> None:
 
 def _install_memory(cuda: Any) -> None:
     for module in (cuda, cuda.memory):
-        _put(module, memory_allocated=lambda given=None: device.memory(_index(given))[0])
-        _put(module, max_memory_allocated=lambda given=None: device.memory(_index(given))[1])
+        _put(module, memory_allocated=lambda inputs=None: device.memory(_index(inputs))[0])
+        _put(module, max_memory_allocated=lambda inputs=None: device.memory(_index(inputs))[1])
         # torch's allocator keeps what was freed, until its cache is emptied
-        _put(module, memory_reserved=lambda given=None: device.memory(_index(given))[1])
-        _put(module, max_memory_reserved=lambda given=None: device.memory(_index(given))[1])
-        _put(module, reset_peak_memory_stats=lambda given=None: device.reset_peak(_index(given)))
+        _put(module, memory_reserved=lambda inputs=None: device.memory(_index(inputs))[1])
+        _put(module, max_memory_reserved=lambda inputs=None: device.memory(_index(inputs))[1])
+        _put(module, reset_peak_memory_stats=lambda inputs=None: device.reset_peak(_index(inputs)))
         _put(
-            module, mem_get_info=lambda given=None: (TOTAL - device.memory(_index(given))[1], TOTAL)
+            module,
+            mem_get_info=lambda inputs=None: (TOTAL - device.memory(_index(inputs))[1], TOTAL),
         )
         _put(module, empty_cache=lambda: [device.reset_peak(index) for index in range(DEVICES)])
     _put(torch.UntypedStorage, resize_=_resize)

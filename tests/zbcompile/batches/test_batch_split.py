@@ -117,7 +117,7 @@ def made() -> SequenceFirst:
 
 @pytest.mark.slow
 def test_other_dimensions_and_lengths() -> None:
-    """A batch along dimension 1 beside one with twice its rows: eager's bits, in `eval` too."""
+    """A batch along dimension 1 next to one with twice its rows: eager's bits, in `eval` too."""
     model, eager = made(), made()
     x, prompt, goal = torch.randn(3, 8, WIDTH), torch.randn(16, WIDTH), torch.randn(3, 8, WIDTH)
     split = {"args[0]": 1, "prompt": True, "target": 1}

@@ -1,4 +1,4 @@
-"""Random numbers beside the pipeline: ranks that share microbatches draw the same ones."""
+"""Random numbers next to the pipeline: ranks that share microbatches draw the same ones."""
 
 from pathlib import Path
 from typing import Any

@@ -80,7 +80,7 @@ def worst(
 def test_terms_of_the_loss(
     vocab: int, schedule: str, bias: bool, dtype: torch.dtype, bound: float
 ) -> None:
-    """A float32 term keeps its digits beside an output layer in bfloat16, and so does its
+    """A float32 term keeps its digits next to an output layer in bfloat16, and so does its
     gradient."""
     results = worst(vocab, schedule, dtype, bias)
     assert results["gate"] <= 1e-6

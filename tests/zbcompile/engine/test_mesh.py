@@ -125,7 +125,7 @@ def trained(
 def test_gradients_are_those_of_one_process(
     kind: str, schedule: str, names: tuple[str, str], ranks: int, pool: Pool, tmp_path: Path
 ) -> None:
-    """On two ranks the stages of the pipeline are all on the rank, beside its part of the other
+    """On two ranks the stages of the pipeline are all on the rank, next to its part of the other
     dimension."""
     for loss, gradient, norm, forward, in_vain in pool.run(
         trained, kind, schedule, names, tmp_path, ranks=ranks

@@ -1,4 +1,4 @@
-"""The loop by Accelerate beside the plain one, on the same model and data."""
+"""The loop by Accelerate next to the plain one, on the same model and data."""
 
 import os
 from unittest.mock import patch

@@ -1,4 +1,4 @@
-"""The loop by Lightning beside eager's, in one process and under torchrun."""
+"""The loop by Lightning next to eager's, in one process and under torchrun."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Training over a mesh, small, and the sweep that holds schedules beside replicas against one
+"""Training over a mesh, small, and the sweep that holds schedules next to replicas against one
 process."""
 
 import contextlib

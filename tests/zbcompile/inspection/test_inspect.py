@@ -149,7 +149,7 @@ def test_causes(
 
 @pytest.mark.slow
 def test_a_recorded_step(inspect: Callable[..., str], golden: Callable[[str, str], None]) -> None:
-    """A step of four processes (examples/record_step.py under torchrun), beside its prediction."""
+    """A step of four processes (examples/record_step.py under torchrun), next to its prediction."""
     text = inspect(f"{TARGETS}:gpt", "--measured", RECORD)
     assert max(map(len, text.splitlines())) <= WIDTH
     golden("inspect_measured.txt", text.removesuffix(OTHER_TORCH))

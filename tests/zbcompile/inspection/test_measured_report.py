@@ -1,4 +1,4 @@
-"""A recorded step: as a file, in the simulator's terms, and beside its prediction."""
+"""A recorded step: as a file, in the simulator's terms, and next to its prediction."""
 
 import json
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""What users of peft, transformers and Lightning do around training, by two processes, beside the
+"""What users of peft, transformers and Lightning do around training, by two processes, next to the
 same in eager mode: adapters that take turns, evaluations before the first step, saving, and the
 model that is whole again.
 """

@@ -1,4 +1,4 @@
-"""PipelineTrainer beside transformers.Trainer: the same data, the same losses."""
+"""PipelineTrainer next to transformers.Trainer: the same data, the same losses."""
 
 import os
 from collections.abc import Mapping

@@ -15,7 +15,7 @@ MICROBATCHES = 4
 
 
 class Dropless(nn.Module):
-    """Sorts tokens by their experts and multiplies all of them at once."""
+    """Sorts tokens by their experts and multiplies all of them at the same time."""
 
     def __init__(self, width: int = 16, experts: int = 4, chosen: int = 2) -> None:
         super().__init__()

@@ -213,7 +213,7 @@ def test_gradients_of_half_precision_are_rounded_where_eager_rounds_them(
 
 
 def test_matrices_and_the_rest_have_an_optimizer_each() -> None:
-    """And two optimizers at once leave each other's gradients alone."""
+    """And two optimizers at the same time leave each other's gradients alone."""
     problem = PROBLEMS["mlp"]
     model, pipe = problem.model(), pipeline_of(Case("mlp", "zb-h1", 2, MICROBATCHES))
     theirs = [

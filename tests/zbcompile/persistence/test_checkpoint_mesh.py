@@ -1,4 +1,4 @@
-"""Checkpoints of models whose tensors are sharded beside the pipeline: saved on one mesh, loaded on
+"""Checkpoints of models whose tensors are sharded next to the pipeline: saved on one mesh, loaded on
 another."""
 
 import math

@@ -107,7 +107,7 @@ def test_all_ranks_choose_alike(pool: Pool) -> None:
 
 
 class Wide(nn.Module):
-    """Layers that keep much beside their parameters, most of it elementwise."""
+    """Layers that keep much next to their parameters, most of it elementwise."""
 
     def __init__(self) -> None:
         super().__init__()

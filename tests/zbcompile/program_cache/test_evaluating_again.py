@@ -18,7 +18,7 @@ WIDTH = 8
 
 
 class Counting(nn.Module):
-    """Returns numbers beside its rows."""
+    """Returns numbers next to its rows."""
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
@@ -194,7 +194,7 @@ def calls_apart() -> tuple[list[str], Any]:
 
 @pytest.mark.slow
 def test_ranks_that_ask_for_different_things(pool: Pool) -> None:
-    """Every rank says why, at once, and the pipeline stays whole."""
+    """Every rank says why, immediately, and the pipeline stays whole."""
     (reasons, first), (rest, last) = pool.run(calls_apart)
     assert reasons == rest
     words = ("outputs", "microbatches", "the inputs[0]", "the inputs", "the inputs[0]", "the call")

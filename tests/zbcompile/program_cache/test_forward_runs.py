@@ -46,7 +46,7 @@ def pipe() -> zbcompile.Pipeline:
 
 @pytest.mark.parametrize("count", [1, 8])
 def test_what_is_predicted_is_alive(pipe: zbcompile.Pipeline, count: int) -> None:
-    """One microbatch in one stage beside messages and outputs, however many microbatches
+    """One microbatch in one stage next to messages and outputs, however many microbatches
     there are."""
     x = batch_of(8)
     pipe.eval(x, microbatches=count)

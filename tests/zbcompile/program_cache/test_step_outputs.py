@@ -1,4 +1,4 @@
-"""`step(return_outputs=True)`: what the model returned, and what the loss function measured, beside
+"""`step(return_outputs=True)`: what the model returned, and what the loss function measured, next to
 the loss."""
 
 from typing import Any

@@ -160,7 +160,7 @@ def test_what_the_stages_were_not_compiled_for_is_refused(pool: Pool) -> None:
 
 
 def driven_over_a_group_for_each_direction(choices: TorchCase) -> tuple[Trained, int]:
-    """As `driven_by_torch`, and how many groups beside the pipeline's own its messages took."""
+    """Like `driven_by_torch`, and how many groups next to the pipeline's own its messages took."""
     taken = {}
 
     def noted(stage: Any, source: int, destination: int) -> Any:
