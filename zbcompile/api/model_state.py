@@ -11,13 +11,13 @@ from zbcompile.api.optimizers import Optimizers
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
 from zbcompile.model.distributed_tensors import is_distributed
+from zbcompile.model.model_info import first_names
 from zbcompile.model.placements import SHARD, along
 from zbcompile.model.remote_tensors import local_state_dict
 from zbcompile.model.tensor_shard import chunk_of, local_of
 from zbcompile.optimizer.gradient_norm import total_norm
 from zbcompile.program.program import Program
 from zbcompile.program_cache.binding import ModelBinding
-from zbcompile.program_cache.state_dict import stream_state
 
 
 class ModelState:
@@ -180,11 +180,26 @@ class ModelState:
                 )
 
     def _stream(self, frozen: bool = True) -> Iterator[tuple[str, Any]]:
+        """Yields eager's whole state dict, tensor by tensor on every rank, from the ranks that hold
+        them. Frozen parameters are left out if `frozen` is False."""
         self._complete_updates()
-        binding = self._binding
-        return stream_state(
-            binding.model, self._ranks, self.program.holders, binding.shards, frozen
-        )
+        model, ranks, shards = self._binding.model, self._ranks, self._binding.shards
+        names = first_names(model)
+        parameters = dict(model.named_parameters())
+        excluded = {n for n, p in parameters.items() if not (frozen or p.requires_grad)}
+        group = None if shards is None else ranks.collective_group()
+        for key, value in local_state_dict(model).items():
+            name = names.get(key, key)
+            if name in excluded:
+                continue
+            with ranks.watch.position.waiting(key):
+                if ranks.group is None:
+                    tensor = value
+                elif shards is not None and group is not None and name in shards.own:
+                    tensor = shards.gathered(name, group).clone()
+                else:
+                    tensor = _broadcast(value, self.program.holders(name)[0], ranks)
+            yield key, tensor
 
     def _complete_updates(self) -> None:
         """Blocks until the last update is complete. Raises PipelineError before compiling."""
@@ -217,3 +232,13 @@ def _check_keys(target: Mapping[str, Any], state: Mapping[str, Any]) -> None:
                 f"{key} has shape {list(state[key].shape)} in the state dict and"
                 f" {list(value.shape)} in the model."
             )
+
+
+def _broadcast(value: Any, owner: int, ranks: Ranks) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return ranks.gather_here(value)[owner]
+    buffer = torch.empty(value.shape, dtype=value.dtype, device=ranks.device)
+    if not value.is_meta:
+        buffer.copy_(value.detach())
+    ranks.broadcast(buffer, owner)
+    return buffer

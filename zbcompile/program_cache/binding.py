@@ -1,6 +1,6 @@
 """The tensors of a model that live in this process, and programs bound to them."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from zbcompile.engine.vocabulary_parameters import (
     make_executable_shards,
 )
 from zbcompile.env import DEBUG_NAN
+from zbcompile.errors import PipelineError
 from zbcompile.model.distributed_tensors import Parts
 from zbcompile.model.materialize import Share
 from zbcompile.model.model_info import first_names
@@ -37,10 +38,11 @@ from zbcompile.passes.stage.stage_program import bind_groups
 from zbcompile.passes.torch_private import accumulators, function_modes, global_hooks, hook_tables
 from zbcompile.profiling.pass_checks import inspected
 from zbcompile.program.program import OF_A_PLACE, Program
-from zbcompile.program_cache.partial_norms import mark_partial, unmark_partial
 from zbcompile.program_cache.warm_up import warm_up
 from zbcompile.schedules.ir.actions import flatten
-from zbcompile.torch_private import fingerprint
+from zbcompile.torch_private import before_clipping, fingerprint
+
+PARTIAL_NORM = "zbcompile_norm_is_partial"  # an attribute of parameters
 
 
 class ModelBinding:
@@ -99,11 +101,14 @@ class ModelBinding:
             broadcast(real, self.ranks.mesh.group("dp"))
         self.parts.renew()
         self._partial = self._partial_parameters()
-        mark_partial(self._partial)
+        before_clipping(_refuse_partial_norm)
+        for parameter in self._partial:
+            setattr(parameter, PARTIAL_NORM, True)
 
     def close(self) -> None:
         """Lets torch's clipping accept the parameters again."""
-        unmark_partial(self._partial)
+        for parameter in self._partial:
+            vars(parameter).pop(PARTIAL_NORM, None)
 
     def _partial_parameters(self) -> list[torch.Tensor]:
         """Returns the parameters whose norm is a part of the model's, also as DTensors: all if
@@ -280,4 +285,15 @@ class ModelBinding:
         group = self.ranks.collective_group()
         return make_executable_shards(
             program.vocabulary, self.shards, ends, resident, group, passes
+        )
+
+
+def _refuse_partial_norm(parameters: Sequence[torch.Tensor]) -> None:
+    """Raises PipelineError for torch's `clip_grad_norm_` where other processes have gradients of
+    the model too: it would clip by the norm of this process alone."""
+    if any(hasattr(parameter, PARTIAL_NORM) for parameter in parameters):
+        raise PipelineError(
+            "torch's clip_grad_norm_ would clip by the norm of the gradients in this process, which"
+            " differs from rank to rank. Call pipe.clip_grad_norm_(max_norm) on every rank, or pass"
+            " clip= to pipe.optimizer."
         )
