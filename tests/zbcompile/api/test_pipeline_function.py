@@ -55,9 +55,10 @@ def test_example_compiles_at_once() -> None:
         example=((X,), {"target": GOAL}),
     )
     assert pipe.program.schedule.name == "zb-v"
-    assert {name for name, _ in pipe.named_parameters()} == {
-        name for name, _ in MLP().named_parameters()
-    }
+    parameters = dict(pipe.model.named_parameters())
+    assert all(parameter is parameters.pop(name) for name, parameter in pipe.named_parameters())
+    assert not parameters
+    assert pipe.step_index == 0
 
 
 def test_an_untried_torch_warns_once() -> None:

@@ -7,6 +7,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 
 import zbcompile
 from tests.support.meshes import mesh_of
@@ -117,6 +124,56 @@ def test_what_is_common_has_eagers_mask_and_parts_repeat_theirs(
     assert repeats(one[1], -1 if name == "tp" else 1)
     assert all(differ(now, later) for now, later in zip(one[:3], one[3:], strict=True))
     assert all(torch.equal(*item) for item in zip(one, second, strict=True))
+
+
+class Distributed(nn.Module):
+    """Dropouts of a part of the sequence, and of what all ranks have."""
+
+    def __init__(self, mesh: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.drop = nn.Embedding(3, WIDTH), nn.Dropout()
+        self.gather, self.last = nn.Linear(WIDTH, WIDTH, False), nn.Linear(WIDTH, WIDTH)
+        nn.init.ones_(self.embedding.weight)
+        nn.init.eye_(self.gather.weight)
+        plan = {
+            "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+            "drop": SequenceParallel(use_local_output=True),
+            "gather": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+        }
+        parallelize_module(self, mesh, plan)
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.gather(self.drop(self.embedding(tokens)))
+        return x, F.dropout(self.last(x))
+
+
+def drawn_distributed() -> list[tuple[list[Tensor], dict[str, Tensor]]]:
+    """Returns the results of steps, and under another schedule with recomputation."""
+    mesh, results, tokens = mesh_of(pp=2, tp=2), [], torch.zeros(SHAPE[:2], dtype=torch.int64)
+    options: dict[str, Any] = {"microbatches": MICROBATCHES, "loss": loss_of, "exact": True}
+    for schedule, recompute in (("1f1b", "off"), ("zb-h1", "full")):
+        model = Distributed(mesh["tp"])
+        pipe = zbcompile.pipeline(
+            model, mesh=mesh, schedule=schedule, recompute=recompute, **options
+        )
+        results.append(steps_of(pipe, tokens))
+        pipe.close()
+    return results
+
+
+@pytest.mark.slow
+def test_sequence_parallelism(pool: Pool) -> None:
+    """On every rank and under every schedule the same."""
+    runs = pool.run(drawn_distributed, ranks=4)
+    first, _ = runs[0][0]
+    assert repeats(first[0], 1)
+    for run in runs:
+        (_, gradients), (_, second) = run
+        assert gradients.keys() == second.keys()
+        assert all(torch.equal(gradients[name], second[name]) for name in gradients)
+        for outputs, _ in run:
+            assert all(map(torch.equal, outputs, first))
 
 
 def test_seeds_differ_by_step_microbatch_and_seed() -> None:

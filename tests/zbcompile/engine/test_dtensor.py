@@ -69,6 +69,7 @@ def trained(kind: str, schedule: str, exact: bool, disturbed: bool = True) -> di
             "microbatches": MICROBATCHES,
             "loss": loss,
             "debug_nan": kind == "plain",
+            "recompute": "full" if kind == "loss" else "hints",
         }
         pipe = zbcompile.pipeline(model, mesh=mesh, schedule=schedule, exact=exact, **options)
         x, y = batch()

@@ -189,8 +189,10 @@ def test_bits_of_one_process(case: str, pool: Pool) -> None:
 
 def overflowing(run: Run) -> tuple[int, Seen]:
     """Runs `trained` after a step in which more tokens chose one rank than there is room for."""
-    pipe, _, rank = pipeline_of(run)
+    pipe, model, rank = pipeline_of(run)
     x, bias, target = batch_of(run._replace(routers=("one",)), rank, 0)
+    with pytest.raises(RuntimeError, match="number of ranks is enough for any routing"):
+        model(x, bias)
     with pytest.raises(zbcompile.PipelineError, match="Pass a larger factor= to ExpertExchange"):
         pipe.step(x, bias, target=target)
     assert all(parameter.grad is None for parameter in pipe.parameters())
@@ -205,3 +207,25 @@ def overflowing(run: Run) -> tuple[int, Seen]:
 def test_tokens_without_room_are_an_error_and_the_next_step_goes_on(pool: Pool) -> None:
     run = Run(schedule="1f1b", factor=1.0, alone=True)
     compare(run, pool.run(overflowing, run, ranks=2))
+
+
+def evaluated_and_refused() -> float:
+    """Returns the difference of an evaluation from eager. Batches of two sizes, both compiled, are
+    refused."""
+    pipe, model, rank = pipeline_of(Run(schedule="1f1b", alone=True))
+    x, bias, target = batch_of(Run(), rank, 0)
+    rows = (4 * MICROBATCHES, ROWS * MICROBATCHES)
+    for count in rows:
+        pipe.step(x[:count], bias[:count], target=target[:count])
+    with torch.no_grad():
+        difference = float((pipe.eval(x, bias) - model(x, bias)).abs().max())
+    count = rows[rank]
+    with pytest.raises(zbcompile.PipelineError, match="pass batches of one size"):
+        pipe.step(x[:count], bias[:count], target=target[:count])
+    pipe.close()
+    return difference
+
+
+@pytest.mark.slow
+def test_evaluations_are_eagers_and_batches_of_other_sizes_are_refused(pool: Pool) -> None:
+    assert max(pool.run(evaluated_and_refused, ranks=2)) <= 1e-6

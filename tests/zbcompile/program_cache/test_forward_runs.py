@@ -75,3 +75,10 @@ def grads(pipe: zbcompile.Pipeline) -> list[tuple[str, Tensor | None]]:
 
 def test_the_state_dict_as_a_stream(pipe: zbcompile.Pipeline) -> None:
     assert_same_tensors(dict(pipe.stream_state_dict()), pipe.state_dict(full=True), "state dict:")
+
+
+def test_split_microbatches_of_any_shape(pipe: zbcompile.Pipeline) -> None:
+    parts, model = [batch_of(rows) for rows in (3, 1, 3)], Layers().eval()
+    outputs = pipe.eval(microbatches=[((part,), {}) for part in parts])
+    for output, part in zip(outputs, parts, strict=True):
+        assert torch.equal(output, model(part).detach())

@@ -163,3 +163,12 @@ def test_replicas_take_as_many_microbatches(pool: Pool) -> None:
     for results in pool.run(on_each_replica, (6, 8), ranks=4):
         assert "rank 0 runs 3 microbatches with" in results
         assert "rank 2 runs 4 microbatches with" in results
+
+
+@pytest.mark.slow
+def test_the_first_step_may_bring_its_own_count() -> None:
+    pipe, model = made(microbatches=None), PROBLEM.model()
+    parts = split(EIGHT, 2, 3, 3)
+    assert torch.equal(pipe.step(microbatches=parts), eagerly(model, parts))
+    assert pipe.program.schedule.microbatches == 3
+    assert same(pipe, model)

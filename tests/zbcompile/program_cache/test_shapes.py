@@ -112,3 +112,15 @@ def test_other_operations_add_gradients_in_order() -> None:
             pipe.step(*batch.args, target=batch.target), eager_step(eager, F.mse_loss, batch, 2, 0)
         )
         assert_same_tensors(gradients_of(pipe), gradients_of(eager), "gradient of")
+
+
+@pytest.mark.slow
+def test_evaluations_are_bounded_too() -> None:
+    pipe = zbcompile.pipeline(
+        made(), schedule="1f1b", ranks=2, microbatches=2, loss=F.mse_loss, max_shapes=2
+    )
+    batch = sequences(4, 5)
+    pipe.compile(*batch.args, target=batch.target)
+    for length in (2, 3, 4):
+        pipe.eval(*sequences(4, length).args)
+    assert len(pipe._compiled.evaluations.entries) == 2

@@ -53,6 +53,7 @@ CASES = [
     TorchCase("ScheduleGPipe", "gpipe"),
     TorchCase("Schedule1F1B", "1f1b"),
     TorchCase("Schedule1F1B", "1f1b", "gpt-dropout"),
+    TorchCase("Schedule1F1B", "1f1b", "u-net"),
     TorchCase("ScheduleInterleaved1F1B", "interleaved-1f1b"),
     TorchCase("ScheduleInterleavedZeroBubble", "interleaved-zb"),
     TorchCase("ScheduleInterleavedZeroBubble", "interleaved-zb", "small-dropout"),
@@ -242,7 +243,7 @@ def evaluated_by_torch(choices: TorchCase) -> Evaluated:
 
 
 @pytest.mark.parametrize(
-    "choices", [CASES[2], CASES[6]], ids=lambda choices: f"{choices.theirs} {choices.problem}"
+    "choices", [CASES[2], CASES[7]], ids=lambda choices: f"{choices.theirs} {choices.problem}"
 )
 def test_an_evaluation_leaves_no_trace(choices: TorchCase, pool: Pool) -> None:
     """No gradients and no numbers for outputs; the next step draws the random numbers of a first
