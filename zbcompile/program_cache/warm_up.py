@@ -24,7 +24,8 @@ def warm_up(stages: Iterable[CompiledStage], passes: Collection[tuple[str, int]]
             if (name, stage.index) not in passes:
                 continue
             try:
-                with undisturbed(stage.device), torch.no_grad():
+                no_autocast = torch.autocast(stage.device.type, enabled=False)
+                with undisturbed(stage.device), torch.no_grad(), no_autocast:
                     _run(stage, name)
             except Exception as error:
                 problem = f"{type(error).__name__}: {error}".partition("\n")[0]
