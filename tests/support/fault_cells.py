@@ -112,7 +112,9 @@ class Job:
                 raise
 
     def _activity(self, pipe: zbcompile.Pipeline) -> Callable[[int], object]:
-        optimizer, folder = torch.optim.SGD(pipe.parameters(), lr=0.01), self.folder / "checkpoints"
+        # the last of four ranks has no parameters, which torch.optim.SGD itself would refuse
+        optimizer = pipe.optimizer(torch.optim.SGD, lr=0.01)
+        folder = self.folder / "checkpoints"
         if self.fault.activity == "load":
             zbcompile.save_checkpoint(folder, pipe, optimizer)
         acts: dict[str, Callable[[int], object]] = {
