@@ -2,6 +2,8 @@
 outputs`."""
 
 import copy
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -182,3 +184,61 @@ def test_a_model_that_returns_its_loss_and_logits() -> None:
     losses, outputs = zip(*map(Both(), ROWS.chunk(4)), strict=True)
     assert torch.equal(output, torch.cat(outputs))
     assert torch.equal(loss, sum(part / 4 for part in losses))
+
+
+LOOKS: dict[str, Callable[[nn.Module], Any]] = {
+    "parameters": lambda model: sum(item.square().sum() for item in model.parameters()),
+    "children": lambda model: len(list(model.children())),
+    "modules": lambda model: len(list(model.modules())),
+    "state": lambda model: len(model.state_dict()),
+    "attribute": lambda model: hasattr(model, "loss"),
+}
+
+
+class Looking(MLP):
+    """Its output depends on all that it is made of."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (1 + LOOKS[self.kind](self))
+
+
+@pytest.mark.slow
+@pytest.mark.mostly_slow(every=3, suite=1)
+@pytest.mark.parametrize("kind", LOOKS)
+def test_forward_sees_no_loss_that_its_model_does_not_have(kind: str) -> None:
+    torch.manual_seed(0)
+    model, loss = Looking(kind), Temperature()
+    eager, eagers_loss = copy.deepcopy((model, loss))
+    options = {"schedule": "1f1b", "microbatches": 2, "ranks": 2, "exact": True}
+    pipe = zbcompile.pipeline(model, loss=loss, **options)
+    for _ in range(2):
+        losses = [eagers_loss(eager(part), part) / 2 for part in ROWS.chunk(2)]
+        assert torch.equal(pipe.step(ROWS, target=ROWS), sum(item.detach() for item in losses))
+        for item in losses:
+            item.backward()
+    theirs = {name: item.grad for name, item in eager.named_parameters()}
+    theirs["loss.scale"] = eagers_loss.scale.grad
+    assert all(torch.equal(item.grad, theirs[name]) for name, item in pipe.named_parameters())
+    torch.testing.assert_close(pipe.eval(ROWS), eager.eval()(ROWS).detach())
+
+
+class CallsItsLoss(nn.Module):
+    def __init__(self, loss: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.loss = seeded(), loss
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.loss(self.inner(x), x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.slow
+def test_a_loss_that_is_joined_with_one_model_is_seen_by_another_that_has_it() -> None:
+    loss, options = Temperature(), {"schedule": "1f1b", "microbatches": 2, "ranks": 2}
+    zbcompile.pipeline(seeded(), loss=loss, **options).close()
+    pipe = zbcompile.pipeline(CallsItsLoss(loss), exact=True, **options)
+    expected = sum(loss(seeded()(part), part).detach() / 2 for part in ROWS.chunk(2))
+    assert torch.equal(pipe.step(ROWS), expected)

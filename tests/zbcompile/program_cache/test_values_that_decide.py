@@ -17,6 +17,7 @@ from tests.support.deciding import (
     batch_of,
     follow,
 )
+from tests.support.pool import Pool
 from tests.support.training import assert_same_tensors, gradients_of
 from zbcompile.errors import PipelineError
 from zbcompile.passes.errors import CaptureError, PartitionError
@@ -122,3 +123,12 @@ def test_an_evaluation_computes_its_batch_as_one() -> None:
     for kind in ("full", "both", "padded", "full"):
         x, mask, _ = batch_of(kind, 2, seed=9)
         torch.testing.assert_close(pipe.eval(x, mask), eager(x, mask), rtol=1e-6, atol=1e-6)
+
+
+def followed() -> int:
+    return len(follow(KINDS[:3], "zb-h1", 4, static_inputs=MASK)._compiled.steps.entries)
+
+
+@pytest.mark.slow
+def test_on_two_ranks(pool: Pool) -> None:
+    assert pool.run(followed, ranks=2) == [3, 3]
