@@ -69,10 +69,14 @@ def test_every_bit_is_that_of_an_update_after_the_step(
 
 def test_the_step_is_the_update() -> None:
     """Gradients are None afterwards, `optimizer.step()` does nothing, and a rate that changes
-    between the two counts for the next step."""
+    between the two counts for the next step. A stage updates while others still work."""
     pipe, (batch, *_) = pipeline()
     optimizer = pipe.optimizer(SGD, lr=0.1, overlap=True)
+    pipe.record = True
     pipe.step(*batch.args, target=batch.target)
+    assert pipe.last_step is not None
+    actions = [span.action for span in pipe.last_step.spans[0]]
+    assert actions.index("OPT3.0") < actions.index("W0.3") < actions.index("OPT0.0")
     assert all(parameter.grad is None for parameter in pipe.parameters())
     after = {name: value.clone() for name, value in pipe.state_dict(full=True).items()}
     optimizer.param_groups[0]["lr"] = 1.0
