@@ -21,7 +21,7 @@ def read_text(path: str | Path, family: Family) -> str:
             f"{path} is not UTF-8 text: byte {error.start} is {error.object[error.start]:#04x}."
         ) from None
     except ValueError as error:  # a name with a null byte, or that the file system cannot encode
-        raise family(f"{str(path)!r} is no name of a file: {error}.") from None
+        raise family(f"{str(path)!r} is not a file name: {error}.") from None
 
 
 def read_json(path: str | Path, family: Family) -> Any:

@@ -41,9 +41,9 @@ INSIDE_CONTEXT_PARALLEL = (
     "values written in the model (functional collectives)."
 )
 READS_A_TRAINED_TENSOR = (
-    "forward or the loss reads a tensor that requires a gradient, but is no parameter of the model "
-    "({line}): its gradient would be lost. Register it as a parameter of the model or of a loss "
-    "module, or detach it."
+    "forward or the loss reads a tensor that requires a gradient, but is not a parameter of the "
+    "model ({line}): its gradient would be lost. Register it as a parameter of the model or of a "
+    "loss module, or detach it."
 )
 READS_PARAMETER_STATE = (
     "forward reads or sets {attribute} of a parameter ({line}), which another microbatch may have "

@@ -49,7 +49,7 @@ class Extraction:
         for node in self.nodes:
             if node in labels:
                 for label in dict.fromkeys(labels[user] for user in node.users if user in labels):
-                    self._add_way(node, labels[node], label)
+                    self._add_route(node, labels[node], label)
         self.order = self._order()
         self.inputs, self.results = step.inputs(), step.results()
 
@@ -105,7 +105,7 @@ class Extraction:
             if label.kind in every_stage or label in self.members or label in linked
         ]
 
-    def _add_way(self, node: Node, start: Label, end: Label) -> None:
+    def _add_route(self, node: Node, start: Label, end: Label) -> None:
         current = start
         while current != end:
             following = _next_hop(current, end)

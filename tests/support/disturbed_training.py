@@ -36,8 +36,8 @@ def trained(pipe: zbcompile.Pipeline, batches: list[Batch], **options: Any) -> H
     losses, norms, seen = [], [], []
     for batch in batches:
         losses.append(pipe.step(*batch.args, target=batch.target))
-        if optimizer._unsettled is not None:
-            seen.append(optimizer._unsettled)
+        if optimizer._pending_validation is not None:
+            seen.append(optimizer._pending_validation)
         optimizer.step()
         optimizer.zero_grad()
         rate.step()

@@ -122,7 +122,7 @@ class StepRunner:
         no_autocast = torch.autocast(ranks.device.type, enabled=False)
         with self._named(step, executable, outputs, index):
             try:
-                with cache.void_if_it_fails(), self.optimizers.step(), no_autocast:
+                with cache.drop_gradients_on_error(), self.optimizers.step(), no_autocast:
                     losses, values = self.engine.run_step(executable, request, binding.parameters)
             finally:
                 binding.parts.give_gradients()

@@ -124,7 +124,7 @@ def compile_forward(
         loss_dtype="float32",
         inputs={path: (tuple(t.shape), str(t.dtype)) for path, t in microbatch.tensors.items()},
         vocabulary=vocabulary,
-        canonical_targets=operators_of(compiled.line),
+        line_operators=operators_of(compiled.line),
         call=call_of(microbatch),
         groups=groups_of(step, programs),
         changed_state=frozenset(step.changed_state),

@@ -160,7 +160,7 @@ def compile_program(
         loss_dtype=_loss_dtype(exported.step),
         inputs={path: (tuple(t.shape), str(t.dtype)) for path, t in microbatch.tensors.items()},
         vocabulary=vocabulary,
-        canonical_targets=operators_of(compiled.line),
+        line_operators=operators_of(compiled.line),
         operations=exported.text,
         call=call_of(microbatch),
         groups=groups_of(compiled.step, programs),
@@ -179,7 +179,7 @@ def choose_cuts(
     like: Program | None = None,
 ) -> Sequence[int]:
     """Returns the cuts: where another program of the model has them, by names, or balanced."""
-    if like is not None and operators_of(line) == like.canonical_targets:
+    if like is not None and operators_of(line) == like.line_operators:
         return [node + 1 for node in like.cuts.after]
     if like is not None:
         divided = like.vocabulary.parameters if like.vocabulary is not None else ()

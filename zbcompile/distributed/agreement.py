@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 
 import torch
 
+from zbcompile.distributed.in_flight import complete
 from zbcompile.distributed.mesh import PLACE
 from zbcompile.distributed.ranks import Ranks
-from zbcompile.distributed.under_way import complete
 
 Result = TypeVar("Result")
 Key = TypeVar("Key")

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from zbcompile.distributed.in_flight import keep_in_flight
 from zbcompile.distributed.mesh import Mesh, Replicas, new_group
 from zbcompile.distributed.transport import (
     Channels,
@@ -16,7 +17,6 @@ from zbcompile.distributed.transport import (
     TaggedLinks,
     Transport,
 )
-from zbcompile.distributed.under_way import outlives_its_step
 from zbcompile.env import OF_MESSAGES
 from zbcompile.errors import PipelineError
 from zbcompile.faults.rank_status import RankStatus
@@ -159,7 +159,7 @@ class GroupRanks(Ranks):
             self.hosts = self.new_gloo_group() if steps else self.everyone
         values = numbers.to(self.device) if self.hosts is self.everyone else numbers
         work = dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.hosts, async_op=True)
-        return values, outlives_its_step(work)
+        return values, keep_in_flight(work)
 
     def transport(self, schedule: Schedule, microbatches: int, number: int) -> Transport:
         channels: Channels

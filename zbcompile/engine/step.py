@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch import nn
 
 from zbcompile.batches.losses import Losses
+from zbcompile.distributed.in_flight import complete, keep_in_flight
 from zbcompile.distributed.mesh import BATCHES, broadcast
 from zbcompile.distributed.packing import empty
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.distributed.transport import Transport
-from zbcompile.distributed.under_way import complete, outlives_its_step
 from zbcompile.engine.executable import Executable, Outputs, StepInput
 from zbcompile.engine.first_step_check import FirstStepCheck, written_buffers
 from zbcompile.engine.gradients import Gradients
@@ -247,7 +247,7 @@ class Engine:
         if check is not None or not step.ahead or executable.may_overflow:
             result.read()
         else:
-            outlives_its_step(work)
+            keep_in_flight(work)
         if executable.may_overflow and overflow:
             raise ranks.refusal(OVERFLOW)
         if check is not None:

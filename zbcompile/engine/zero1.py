@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zbcompile.distributed.under_way import complete, outlives_its_step
+from zbcompile.distributed.in_flight import complete, keep_in_flight
 from zbcompile.engine.gradients import Gradients, grad_dtype
 from zbcompile.errors import PipelineError
 from zbcompile.passes.torch_private import version_of
@@ -204,7 +204,7 @@ class ShardedBuffer:
                 for i, (b, e) in enumerate(pairwise(self.bounds))
                 if b < e
             ]
-        self._gathers += map(outlives_its_step, works)
+        self._gathers += map(keep_in_flight, works)
         self._writes = {name: version_of(parameter) for name, parameter in self.parameters.items()}
 
     def require_unwritten(self) -> None:

@@ -45,8 +45,8 @@ class PipelineOptimizer(Optimizer):
     trained: TrainedParameters
     _state_dict: OptimizerState
     _updating: bool  # within a step, whether a stage has updated
-    _torn: bool  # whether a step failed between updates
-    _unsettled: PostValidation | None
+    _partially_updated: bool  # whether a step failed between updates
+    _pending_validation: PostValidation | None
 
     def __init__(
         self, config: OptimizerConfig, ranks: Ranks, siblings: "list[PipelineOptimizer]"
@@ -187,20 +187,20 @@ class PipelineOptimizer(Optimizer):
     def begin_step(self) -> None:
         """Prepares a step of the pipeline. Raises PipelineError, on every rank, after a step that
         failed between updates."""
-        if self._torn:
+        if self._partially_updated:
             raise self._ranks.refusal(
                 "a step has failed after some stages had updated their parameters, or before their"
                 " updates were corrected, so that the model is of two steps. Load a checkpoint."
             )
-        if self._unsettled is not None and self.parameters.of_stage(LATE):
+        if self._pending_validation is not None and self.parameters.of_stage(LATE):
             self.settle()  # late parameters may be read before the first forward
 
     def update(self, stage: int) -> None:
         """Updates, inside of a step, what is complete with the last W of `stage`."""
         parameters = self.parameters
         if self.config.post_validates and not self._updating:
-            self._unsettled = self._begin_validation()
-        self._updating, validation = True, self._unsettled
+            self._pending_validation = self._begin_validation()
+        self._updating, validation = True, self._pending_validation
         with torch.no_grad():
             self._take_gradients()
             parameters.require_reduced(stage)
@@ -250,8 +250,8 @@ class PipelineOptimizer(Optimizer):
         None."""
         self._take_gradients()
         if self._updating:
-            if self._unsettled is not None:
-                self._unsettled.end_step(self.parameters.tensors)
+            if self._pending_validation is not None:
+                self._pending_validation.end_step(self.parameters.tensors)
             self._updating = False
             self.parameters.drop_gradients()
 
@@ -259,7 +259,7 @@ class PipelineOptimizer(Optimizer):
         """Forgets the gradients of a step that has failed."""
         if self._updating:
             self.forget_updates()
-            self._torn = True
+            self._partially_updated = True
         if self._parameters is not None:
             self._parameters.drop_gradients()
 
@@ -317,7 +317,7 @@ class PipelineOptimizer(Optimizer):
     def settle(self, stage: int = LATE) -> None:
         """Blocks until the norm of all gradients is known, and corrects the last update if it was
         not valid. Called before a stage or the user reads parameters."""
-        validation, self._unsettled = self._unsettled, None
+        validation, self._pending_validation = self._pending_validation, None
         if validation is None:
             return
         with torch.no_grad():
@@ -326,14 +326,14 @@ class PipelineOptimizer(Optimizer):
                 self._norm = validation.norm
             if is_valid:
                 return
-            self._torn = True
+            self._partially_updated = True
             parameters = self.parameters
             with validation.as_in_step(self.param_groups):
                 parameters.wait()
                 validation.undo(self.state)
                 parameters.round_masters()
                 self._update_all(validation.norm)
-            self._torn = False
+            self._partially_updated = False
 
     def wait(self, stage: int | None = None) -> None:
         """Waits until the parameters of a stage (with None: all) have the values of the last
@@ -352,8 +352,8 @@ class PipelineOptimizer(Optimizer):
 
     def forget_updates(self) -> None:
         """Forgets updates that are not settled: the parameters get values from elsewhere."""
-        self._updating = self._torn = False
-        self._unsettled = None
+        self._updating = self._partially_updated = False
+        self._pending_validation = None
 
     # State dicts
 

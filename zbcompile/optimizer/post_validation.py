@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from zbcompile.distributed.in_flight import complete, keep_in_flight
 from zbcompile.distributed.ranks import Ranks
-from zbcompile.distributed.under_way import complete, outlives_its_step
 from zbcompile.engine.optimizer_parameters import LATE, OptimizerTensor
 from zbcompile.errors import PipelineError
 from zbcompile.optimizer.gradient_norm import begin_sum, squares_of
@@ -109,7 +109,7 @@ class PostValidation:
             )
             self.works = [work for work in (work, max_work, self.sending) if work is not None]
             for pending in self.works:
-                outlives_its_step(pending)
+                keep_in_flight(pending)
 
     def end_step(self, tensors: Sequence[OptimizerTensor]) -> None:
         """Keeps what a correction needs of all `tensors` once the step has ended."""

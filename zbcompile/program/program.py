@@ -63,7 +63,7 @@ class Program:
     loss_dtype: str
     inputs: Mapping[str, tuple[tuple[int, ...], str]]
     vocabulary: VocabularyProgram | None
-    canonical_targets: tuple[str, ...] = field(repr=False)
+    line_operators: tuple[str, ...] = field(repr=False)
     operations: str = field(default="", repr=False)
     call: tuple[str, ...] = ()
     step: StepOptions = field(default_factory=StepOptions)

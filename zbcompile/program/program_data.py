@@ -25,7 +25,7 @@ from zbcompile.schedules import Schedule
 
 Data = dict[str, Any]
 # Fields that are stored elsewhere, or that belong to this process.
-_LEFT_OUT = {"lowered", "canonical_targets", "operations", "groups", "changed_state", "writer"}
+_LEFT_OUT = {"lowered", "line_operators", "operations", "groups", "changed_state", "writer"}
 _STORED = [field.name for field in fields(Program) if field.name not in _LEFT_OUT]
 _SPEC = [hint for name, hint in get_type_hints(TensorSpec).items() if name != "device"]
 
@@ -55,7 +55,7 @@ def program_from_data(
     """
     hints, converters = get_type_hints(Program), _readers(device, operators)
     values = {name: from_plain(hints[name], data[name], converters) for name in _STORED}
-    program = Program(**values, lowered=lowered, canonical_targets=())
+    program = Program(**values, lowered=lowered, line_operators=())
     if program.vocabulary is None:
         return program
     shards: tuple[Mapping[str, PassGraph], ...] = ({},) * len(program.vocabulary.bounds)

@@ -253,7 +253,7 @@ class ProgramCache:
             )
 
     @contextmanager
-    def void_if_it_fails(self) -> Iterator[None]:
+    def drop_gradients_on_error(self) -> Iterator[None]:
         """Drops the partial sums of a step that fails, so that an optimizer finds no gradients."""
         try:
             yield
@@ -438,7 +438,7 @@ class ProgramCache:
             # are balanced: those of the first rank decide.
             homes = gathered(self.ranks, program.homes)
             if any(part != homes[0] for part in homes):
-                like = replace(program, homes=homes[0], stages=(), canonical_targets=())
+                like = replace(program, homes=homes[0], stages=(), line_operators=())
                 program = together(self.ranks, "compiling", lambda: compile_program(*task, like))
         return replace(program, step=self._options.step)
 
