@@ -249,8 +249,8 @@ CACHE = (
     PlantedFault(
         "the warm-up draws random numbers",
         "zbcompile/program_cache/warm_up.py",
-        "with undisturbed(stage.device), torch.no_grad():",
-        "with torch.no_grad():",
+        "with undisturbed(stage.device), torch.no_grad(), no_autocast:",
+        "with torch.no_grad(), no_autocast:",
         ("tests/zbcompile/program_cache", "tests/zbcompile/engine"),
     ),
     PlantedFault(
