@@ -46,6 +46,27 @@ def test_in_processes(case: VocabularyCase, pool: Pool) -> None:
     assert_equal_within(join(pool.run(sharded, case, ranks=case.ranks)), eager(case), 1e-12)
 
 
+def rows_of_state(case: VocabularyCase) -> list[int]:
+    """Returns the shapes of the head in the state dict of this rank: as a whole, and here."""
+    pipe = zbcompile.pipeline(
+        model_of(case),
+        schedule=case.schedule,
+        microbatches=4,
+        loss=MODELS[case.model][1],
+        vocab=case.vocab,
+    )
+    batch = batches_of(case)[0]
+    pipe.compile(*batch.args, target=batch.target)
+    head = pipe.state_dict()["head.weight"]
+    return [*head.shape, *head.to_local().shape]
+
+
+@pytest.mark.slow
+def test_rows_are_dtensors_in_a_state_dict(pool: Pool) -> None:
+    shapes = pool.run(rows_of_state, VocabularyCase("gpt", "1f1b", 1, 2), ranks=2)
+    assert shapes == [[256, 32, 128, 32]] * 2
+
+
 def test_what_cannot_be_is_refused() -> None:
     case = VocabularyCase("gpt", "1f1b", 1, 2)
     batch = batches_of(case)[0]
