@@ -308,10 +308,7 @@ _READERS: dict[str, tuple[Callable[[Any], Any], str]] = {
         "bytes per byte of parameter",
     ),
     "vocab": (_one_of("off", "auto", 1, 2), '"off", "auto", 1 or 2 (barriers)'),
-    "balance": (
-        _read_balance,
-        '"flops", or a list with the names of all cuts, such as "blocks.2"',
-    ),
+    "balance": (_read_balance, '"flops", or a list with the names of all cuts, such as "blocks.2"'),
     "hardware": (
         read_hardware,
         f"{', '.join(hardware_names())}, a FILE.toml, or a zbcompile.Hardware",

@@ -7,13 +7,7 @@ from typing import Any
 
 from tabulate import SEPARATING_LINE, tabulate
 
-from zbcompile.amounts import (
-    format_bytes,
-    format_count,
-    format_share,
-    format_time,
-    plain,
-)
+from zbcompile.amounts import format_bytes, format_count, format_share, format_time, plain
 
 WIDTH = 100  # characters of a line of text
 

@@ -28,13 +28,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import zbcompile
-from tests.support.dtensor_models import (
-    LENGTH,
-    VOCABULARY,
-    Llama,
-    loss_of,
-    parallelised,
-)
+from tests.support.dtensor_models import LENGTH, VOCABULARY, Llama, loss_of, parallelised
 from tests.zbcompile.engine.test_dtensor import trained
 
 BOUND = 2e-6

@@ -50,17 +50,10 @@ from zbcompile.schedules import Costs, Schedule, build, simulate
 from zbcompile.schedules.ir.actions import BW, Action, Step, flatten
 
 # of a microbatch; of the model; of promise.py's times for one sublayer
-ROWS, SUBLAYERS, SHARE = (
-    2,
-    8,
-    0.5,
-)
+ROWS, SUBLAYERS, SHARE = (2, 8, 0.5)
 WIDER = 2 * WIDTH
 # elements of a sublayer's all-reduce in the forward, and in the backward
-SIZES = (
-    ROWS * WIDTH,
-    ROWS * WIDER,
-)
+SIZES = (ROWS * WIDTH, ROWS * WIDER)
 
 
 class Gate(FixedLength):  # type: ignore[misc]

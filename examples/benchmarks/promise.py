@@ -53,11 +53,7 @@ from zbcompile.schedules import Costs, Timeline, build, simulate
 # of the profile
 SCALE = float(sys.argv[sys.argv.index("--scale") + 1]) if "--scale" in sys.argv else 4.0
 # a rank's share, in seconds
-FORWARD, BACKWARD, WEIGHT = (
-    18.522e-3 * SCALE,
-    18.086e-3 * SCALE,
-    9.337e-3 * SCALE,
-)
+FORWARD, BACKWARD, WEIGHT = (18.522e-3 * SCALE, 18.086e-3 * SCALE, 9.337e-3 * SCALE)
 UPDATE = FORWARD / 4  # of a rank's parameters
 STEPS = 20
 SCHEDULES = ("1f1b", "interleaved-1f1b", "zb-h1", "zb-v", "dualpipe-v")

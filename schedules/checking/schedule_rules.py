@@ -31,12 +31,7 @@ from zbcompile.schedules.ir.actions import (
 )
 from zbcompile.schedules.ir.costs import Costs
 from zbcompile.schedules.ir.dependencies import routes_of
-from zbcompile.schedules.ir.kinds import (
-    COMPUTE_OPS,
-    MESSAGE_OPS,
-    OPS,
-    work_of,
-)
+from zbcompile.schedules.ir.kinds import COMPUTE_OPS, MESSAGE_OPS, OPS, work_of
 from zbcompile.schedules.ir.schedule import Schedule, require_schedule
 from zbcompile.schedules.lowering.collectives import collectives_of
 

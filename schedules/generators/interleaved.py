@@ -70,12 +70,7 @@ def interleaved_zero_bubble(task: Task, rank: int, group: int | None = None) -> 
 
 
 def _interleaved(
-    task: Task,
-    rank: int,
-    extra: int,
-    group: int | None,
-    paired: bool = False,
-    split: bool = False,
+    task: Task, rank: int, extra: int, group: int | None, paired: bool = False, split: bool = False
 ) -> Order:
     """Writes a warm-up of (v-1)g + `extra` forwards, then forwards and backwards in turn: in pairs,
     or with a split backward whose W is run once `rank` backwards are done."""

@@ -11,12 +11,7 @@ everything else about them.
 from collections.abc import Sequence
 from typing import NamedTuple, cast
 
-from zbcompile.schedules.ir.kinds import (
-    COLLECTIVE_OPS,
-    COMPUTE_OPS,
-    MESSAGE_OPS,
-    OPTIMIZER_OPS,
-)
+from zbcompile.schedules.ir.kinds import COLLECTIVE_OPS, COMPUTE_OPS, MESSAGE_OPS, OPTIMIZER_OPS
 
 F, B, W, BW, S, T = "F", "B", "W", "BW", "S", "T"
 SEND_F, RECV_F, SEND_B, RECV_B = "SEND_F", "RECV_F", "SEND_B", "RECV_B"

@@ -36,10 +36,7 @@ def post_collectives(graph: OrderGraph, run: NodeTimes, posts: Sequence[Posts]) 
     """Enters every collective into the `posts` of every shard's rank, behind the receives already
     in them."""
     # with the times at which they can begin
-    schedule, collectives = (
-        graph.schedule,
-        list[tuple[float, int, str]](),
-    )
+    schedule, collectives = (graph.schedule, list[tuple[float, int, str]]())
     for op in collectives_of(schedule):
         inputs = {need for shard in schedule.shards for need in needs(op, shard, schedule.stages)}
         for m in range(schedule.microbatches) if inputs else ():

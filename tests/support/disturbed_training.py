@@ -13,10 +13,7 @@ from tests.support.training import assert_same_tensors
 
 MICROBATCHES, STEPS, CLIP = 4, 40, 1.0
 # what is infinite stays in the parameters
-CLIPPED, INFINITE = (
-    {4: 8.0, 5: 1e3, 20: 10.0},
-    STEPS - 1,
-)
+CLIPPED, INFINITE = ({4: 8.0, 5: 1e3, 20: 10.0}, STEPS - 1)
 History = tuple[list[Tensor], list[float], dict[str, Any], list[str]]
 
 

@@ -221,10 +221,7 @@ class Cell:
         self.close()
 
     def _only_frozen(self) -> bool:
-        silent = self.fault.what in (
-            "SIGSTOP",
-            "never arrives",
-        ) and self.fault.rank(self.ranks)
+        silent = self.fault.what in ("SIGSTOP", "never arrives") and self.fault.rank(self.ranks)
         return silent is not False and set(range(self.ranks)) - self.ended.keys() == {silent}
 
     def _break(self) -> float:

@@ -408,11 +408,7 @@ SCENARIOS = (
         "a batch of 6 samples cannot be split into 4 equal microbatches",
     ),
     Scenario(
-        "a later batch that cannot be split",
-        1,
-        bad_batch,
-        (1,),
-        "target has 6 rows, the batch 8",
+        "a later batch that cannot be split", 1, bad_batch, (1,), "target has 6 rows, the batch 8"
     ),
     Scenario(
         "a later batch of fewer microbatches",

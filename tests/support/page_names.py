@@ -272,10 +272,7 @@ def inspect(names: dict[str, Any]) -> dict[str, Any]:
         "GPT": lambda: names["model"],
         "tokens": names["inputs"],
         "next_tokens": names["targets"],
-    } | {
-        "next_byte_loss": names["loss_fn"],
-        "pipe": pipe,
-    }
+    } | {"next_byte_loss": names["loss_fn"], "pipe": pipe}
 
 
 def optimizer(_: dict[str, Any]) -> dict[str, Any]:

@@ -369,10 +369,7 @@ def finding_test(fault: PlantedFault) -> str | None:
             source = ROOT / name
             if source.is_dir():
                 shutil.copytree(
-                    source,
-                    copy / name,
-                    symlinks=True,
-                    ignore=shutil.ignore_patterns("__pycache__"),
+                    source, copy / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__")
                 )
             else:
                 shutil.copy(source, copy / name)

@@ -12,11 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 # below the first token of a text: whatever has a meaning of its own
-VOCABULARY, FIRST_TOKEN, END = (
-    96,
-    48,
-    2,
-)
+VOCABULARY, FIRST_TOKEN, END = (96, 48, 2)
 IMAGE = 32
 
 # The first expression that matches the whole name of a field gives its largest value.

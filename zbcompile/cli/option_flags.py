@@ -82,11 +82,7 @@ OPTION_FLAGS: dict[
         "action": "append",
         "help": "how an input is split into microbatches, by path or keyword name",
     },
-    "seed": {
-        "type": int,
-        "metavar": "N",
-        "help": "enters zbcompile.microbatch_seed (default: 0)",
-    },
+    "seed": {"type": int, "metavar": "N", "help": "enters zbcompile.microbatch_seed (default: 0)"},
     "backend": {"choices": ("fx", "inductor"), "help": "what runs the graphs (default: fx)"},
 }
 

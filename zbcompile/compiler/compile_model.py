@@ -18,12 +18,7 @@ from zbcompile.compiler.vocabulary_sharding import choose_sharding, shard
 from zbcompile.model.model_info import facts_of
 from zbcompile.passes.capture.export import ExportOptions, export_training_step
 from zbcompile.passes.compile_options import Choices
-from zbcompile.passes.compile_step import (
-    CompiledStep,
-    Observer,
-    compile_graph,
-    no_observer,
-)
+from zbcompile.passes.compile_step import CompiledStep, Observer, compile_graph, no_observer
 from zbcompile.passes.cost.hardware import default_hardware
 from zbcompile.passes.errors import PartitionError
 from zbcompile.passes.graph.fx import graph_text
@@ -302,9 +297,7 @@ def output_of(computes: str, step: StepGraph, programs: Sequence[StageProgram]) 
 
 
 def parameter_homes(
-    model: nn.Module,
-    programs: Sequence[StageProgram],
-    vocabulary: VocabularyProgram | None = None,
+    model: nn.Module, programs: Sequence[StageProgram], vocabulary: VocabularyProgram | None = None
 ) -> dict[str, tuple[int, ...]]:
     """Returns the stages that hold each parameter and buffer, by its first name.
 

@@ -15,20 +15,9 @@ from zbcompile.passes.stage.stage_program import StageProgram
 from zbcompile.passes.step_graph import StepGraph
 from zbcompile.passes.vocabulary.output_layer import NotShardableError
 from zbcompile.passes.vocabulary.shard import shard_passes
-from zbcompile.passes.vocabulary.shard_program import (
-    Bounds,
-    VocabularyProgram,
-    even_bounds,
-)
+from zbcompile.passes.vocabulary.shard_program import Bounds, VocabularyProgram, even_bounds
 from zbcompile.passes.vocabulary.trunk import ShardedStep, cut_output_layer
-from zbcompile.schedules import (
-    Costs,
-    Placement,
-    Schedule,
-    ScheduleError,
-    simulate,
-    with_vocabulary,
-)
+from zbcompile.schedules import Costs, Placement, Schedule, ScheduleError, simulate, with_vocabulary
 
 WORTH = 0.95  # share of the step without sharding: the gain must pay for the collectives
 INFINITE = float("inf")

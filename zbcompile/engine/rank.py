@@ -19,14 +19,7 @@ from zbcompile.passes.torch_private import boxed
 from zbcompile.profiling.observation import ActionTimes
 from zbcompile.program.edges import Message, edges_of
 from zbcompile.schedules import Schedule
-from zbcompile.schedules.ir.actions import (
-    COLLECTIVES,
-    ONCE,
-    RECEIVES,
-    SENDS,
-    Action,
-    Pair,
-)
+from zbcompile.schedules.ir.actions import COLLECTIVES, ONCE, RECEIVES, SENDS, Action, Pair
 from zbcompile.schedules.ir.kinds import MESSAGE_OPS, result_of
 from zbcompile.schedules.ir.schedule import TORCH_LETTERS, format_step
 

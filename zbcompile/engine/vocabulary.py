@@ -25,12 +25,7 @@ from zbcompile.passes import gpu
 from zbcompile.passes.graph.roles import TensorSpec
 from zbcompile.passes.torch_names import dtype_named
 from zbcompile.passes.vocabulary.shard_program import VocabularyProgram
-from zbcompile.program.edges import (
-    GRADIENT_MESSAGE,
-    HIDDEN_MESSAGE,
-    ROWS_MESSAGE,
-    Message,
-)
+from zbcompile.program.edges import GRADIENT_MESSAGE, HIDDEN_MESSAGE, ROWS_MESSAGE, Message
 from zbcompile.schedules.ir.actions import CAST, LOOKUP, SPREAD, STATS, SUM, B, F, S, T
 
 Job = Callable[[], None]

@@ -13,13 +13,7 @@ from zbcompile.options import is_searched
 from zbcompile.passes.errors import PartitionError
 from zbcompile.prediction.predict import CostSource, count_messages, load_costs
 from zbcompile.program.program import Program
-from zbcompile.schedules import (
-    Placement,
-    ScheduleError,
-    Timeline,
-    simulate,
-    smallest_microbatches,
-)
+from zbcompile.schedules import Placement, ScheduleError, Timeline, simulate, smallest_microbatches
 from zbcompile.schedules.generators.registry import find
 from zbcompile.schedules.ir.files import ENDS_OF_SCHEDULES
 from zbcompile.schedules.visualization.step_tables import idle_share

@@ -43,10 +43,7 @@ class TensorPart:
             )
         if not isinstance(value, DTensor):
             value = distribute_tensor(
-                value.detach(),
-                self.whole.device_mesh,
-                self.whole.placements,
-                src_data_rank=None,
+                value.detach(), self.whole.device_mesh, self.whole.placements, src_data_rank=None
             )
         return value.redistribute(self.whole.device_mesh, self.whole.placements).to_local()
 

@@ -19,11 +19,7 @@ from zbcompile.optimizer.named_state import (
     torch_state_dict,
 )
 from zbcompile.optimizer.optimizer_config import OptimizerConfig
-from zbcompile.optimizer.sharded_state import (
-    gather_states,
-    names_with_whole_state,
-    scatter_states,
-)
+from zbcompile.optimizer.sharded_state import gather_states, names_with_whole_state, scatter_states
 from zbcompile.optimizer.trained_parameters import TrainedParameters
 from zbcompile.torch_private import step_without_hooks
 

@@ -145,11 +145,7 @@ def _gather(
 
 
 def _scatter(
-    buffer: ShardedBuffer,
-    name: str,
-    dtype: torch.dtype,
-    values: torch.Tensor | None,
-    source: int,
+    buffer: ShardedBuffer, name: str, dtype: torch.dtype, values: torch.Tensor | None, source: int
 ) -> torch.Tensor | None:
     """Returns this replica's part of state that replica `source` has whole; None if it has none."""
     parameter = buffer.parameters[name]

@@ -141,10 +141,7 @@ def _options(program: SavedProgram, options: Mapping[str, Any]) -> PipelineOptio
 
 
 def _read_for(
-    folder: Path,
-    ranks: Ranks,
-    operators: Collection[str],
-    init: Init | None,
+    folder: Path, ranks: Ranks, operators: Collection[str], init: Init | None
 ) -> SavedProgram:
     """This process's part of the program, which must be one for its device and number of ranks."""
     data = read_manifest(folder)

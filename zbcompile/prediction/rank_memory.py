@@ -135,11 +135,7 @@ def _moments(
 ) -> Iterator[tuple[float, int, int]]:
     """Yields the bytes of activations and messages while each pass of a rank runs, and, negative,
     those of `stage_sums` that are not allocated yet."""
-    waiting_for = {
-        "B": costs.activation,
-        "W": costs.residue,
-        "BW": costs.activation,
-    }
+    waiting_for = {"B": costs.activation, "W": costs.residue, "BW": costs.activation}
     messages = _Messages(rank, program)
     waiting = 0.0
     yield waiting, messages.bytes, -sum(stage_sums.values())

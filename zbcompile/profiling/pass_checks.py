@@ -40,11 +40,7 @@ def checked(stage: int, piece: PassGraph) -> Run:
 
 
 # a NaN in anything else that a pass reads was made by a pass
-ROOTS = (
-    "batch",
-    "parameter",
-    "buffer",
-)
+ROOTS = ("batch", "parameter", "buffer")
 
 
 class _Inspector(Interpreter):

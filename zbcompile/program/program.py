@@ -26,11 +26,7 @@ from zbcompile.schedules.ir.schedule import Schedule
 from zbcompile.version import __version__
 
 # of a manifest: tensor-parallel ranks may hold parts of different sizes
-OF_A_PLACE = (
-    "graphs",
-    "types",
-    "cuts",
-)
+OF_A_PLACE = ("graphs", "types", "cuts")
 
 
 @dataclass(frozen=True)

@@ -302,10 +302,7 @@ class ProgramCache:
             return entry
         change = self._describe(cache.change(key())) if cache.entries else ""
         title = f"compiling {what}" + f" (on this rank, of {change})" * bool(change)
-        with (
-            self.ranks.watch.position.turn_to(title),
-            Progress(f"zbcompile: {title}", first=LONG),
-        ):
+        with self.ranks.watch.position.turn_to(title), Progress(f"zbcompile: {title}", first=LONG):
             entry = compile_(change)
         self.binding.require_same_model()
         entry = replace(entry, key=key())
@@ -412,11 +409,7 @@ class ProgramCache:
         return together(self.ranks, "capturing", export_)
 
     def make(
-        self,
-        microbatch: Microbatch,
-        exported: ExportedModel,
-        schedule: Schedule,
-        choices: Choices,
+        self, microbatch: Microbatch, exported: ExportedModel, schedule: Schedule, choices: Choices
     ) -> Program:
         """Returns the exported step compiled for a schedule, with the parameters where they are."""
         task, placed = (self._model, microbatch, exported, schedule, choices), self.binding.program

@@ -22,9 +22,7 @@ from zbcompile.schedules import (
 )
 from zbcompile.schedules.execution.memory import peak_memory
 from zbcompile.schedules.searching.dispatcher import Direction
-from zbcompile.schedules.searching.forward_backward import (
-    forward_backward_pass,
-)
+from zbcompile.schedules.searching.forward_backward import forward_backward_pass
 from zbcompile.schedules.searching.order_search import scheduling_problems
 from zbcompile.schedules.searching.problem import SchedulingProblem
 

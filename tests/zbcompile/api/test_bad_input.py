@@ -240,9 +240,7 @@ BAD = (
     ),
     Refused(unknown_schedule, SCHEDULE, r"'1f2b'; did you mean"),
     Refused(
-        inadmissible_microbatches,
-        SCHEDULE,
-        r"dualpipe-v: 2 microbatches on 2 ranks; .*; use 4",
+        inadmissible_microbatches, SCHEDULE, r"dualpipe-v: 2 microbatches on 2 ranks; .*; use 4"
     ),
     Refused(
         buffers_in_two_model_copies,

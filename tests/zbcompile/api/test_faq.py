@@ -43,11 +43,7 @@ def assert_same_gradients(ours: nn.Module, theirs: nn.Module) -> None:
         ours.named_parameters(), theirs.named_parameters(), strict=True
     ):
         torch.testing.assert_close(
-            one.grad,
-            reference.grad,
-            rtol=1e-4,
-            atol=1e-6,
-            msg=lambda text, n=name: f"{n}: {text}",
+            one.grad, reference.grad, rtol=1e-4, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}"
         )
 
 

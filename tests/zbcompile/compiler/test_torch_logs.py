@@ -29,9 +29,7 @@ class OnSome(nn.Module):
 
 @pytest.mark.parametrize("printed", [False, True])
 def test_torchs_logs_are_shown_if_asked_for(
-    printed: bool,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    printed: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("ZBCOMPILE_TORCH_LOGS", str(int(printed)))
     level = logging.getLogger("torch").level

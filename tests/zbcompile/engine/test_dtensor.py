@@ -12,11 +12,7 @@ from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_module
 from torch.distributed.tensor.experimental import context_parallel
-from torch.distributed.tensor.parallel import (
-    RowwiseParallel,
-    loss_parallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import RowwiseParallel, loss_parallel, parallelize_module
 
 import zbcompile
 from tests.support.dtensor_models import LENGTH, VOCABULARY, Llama, loss_of, parallelised

@@ -36,8 +36,4 @@ def test_the_first_step_names_what_differs(pool: Pool) -> None:
         message = None if right else FAULTS[fault].says
         assert (
             (not text) if message is None else (message in text and FAULTS[fault].dimension in text)
-        ), (
-            fault,
-            right,
-            text,
-        )
+        ), (fault, right, text)

@@ -39,11 +39,7 @@ from zbcompile.schedules import Pair, ScheduleError, build, names, smallest_micr
 
 LAZY = "zb-h1-lazy"
 # over messages these run on 2 and on 4 ranks, the others on one of the two
-REGULAR = (
-    "1f1b",
-    "zb-v",
-    "dualpipe-v",
-)
+REGULAR = ("1f1b", "zb-v", "dualpipe-v")
 MODELS = ("small-tied", "skips")
 
 

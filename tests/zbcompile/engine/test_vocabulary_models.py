@@ -10,12 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.vocabulary_models import (
-    ModelCase,
-    assert_same,
-    quick_step,
-    unsplit,
-)
+from tests.support.vocabulary_models import ModelCase, assert_same, quick_step, unsplit
 from zbcompile.compiler.compile_model import ExportedModel
 from zbcompile.program.program import Program
 

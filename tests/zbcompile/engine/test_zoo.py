@@ -56,10 +56,7 @@ RARELY = {
     "whisper",
     "gemma2",
 }
-PROCESSES = (
-    Case("gpt2", "zb-h1", 2, 4, steps=2),
-    Case("resnet", "zb-v", 2, 4, steps=2),
-)
+PROCESSES = (Case("gpt2", "zb-h1", 2, 4, steps=2), Case("resnet", "zb-v", 2, 4, steps=2))
 
 
 def marks_of(case: Case) -> list[pytest.MarkDecorator]:

@@ -44,9 +44,7 @@ def test_a_store_that_is_gone_ends_the_rank() -> None:
     watch.close()
 
 
-def test_a_frozen_store_does_not_block_the_error_of_a_rank(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_frozen_store_does_not_block_the_error_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "ANSWER", 0.2)
     watch = watch_with(Store(lambda: time.sleep(5)))
     with pytest.raises(FaultError, match="is frozen, or cannot be"), watch.region("step 3"):

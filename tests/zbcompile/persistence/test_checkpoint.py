@@ -341,10 +341,7 @@ def test_frozen_parameters_may_stay_out(tmp_path: Path, pool: Pool) -> None:
         name
         for name in read_index(checkpoints_in(tmp_path)[0]).metadata.state_dict_metadata
         if "model." in name
-    } == {
-        "model.0.bias",
-        "model.1.bias",
-    }
+    } == {"model.0.bias", "model.1.bias"}
     with pytest.raises(
         zbcompile.PipelineError, match=r"missing nothing, unexpected \['0.bias', '0.weight'\]"
     ):

@@ -9,14 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import zbcompile
-from tests.support.deciding import (
-    KINDS,
-    WIDTH,
-    Attending,
-    Reusing,
-    batch_of,
-    follow,
-)
+from tests.support.deciding import KINDS, WIDTH, Attending, Reusing, batch_of, follow
 from tests.support.pool import Pool
 from tests.support.training import assert_same_tensors, gradients_of
 from zbcompile.errors import PipelineError
