@@ -135,13 +135,11 @@ def on_any_device(text: str) -> str:
     return re.sub(r"(device\(type='\w+'), index=\d+\)", r"\1)", text)
 
 
-def like(
-    value: Tensor, *, dtype: torch.dtype | None = None, device: torch.device | None = None
-) -> Tensor:
+def like(value: Tensor, *, device: torch.device | None = None) -> Tensor:
     """Returns an uninitialized tensor with the shape and strides of `value`.
 
     Inside of a fake tensor mode the result is a fake tensor of that mode, whichever mode `value`
     comes from.
     """
-    dtype, device = dtype or value.dtype, device or value.device
-    return torch.empty_strided(value.shape, value.stride(), dtype=dtype, device=device)
+    device = device or value.device
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)

@@ -5,8 +5,8 @@ Most are computed in W or BW; those that are no products, such as of a norm's we
 By default the operation that computes a gradient adds it, if it can: a matrix product adds into the
 buffer itself (addmm_, baddbmm_), an embedding adds its rows (index_add_) instead of making a whole
 table, and the terms of a sum are added one by one. The buffer is viewed the other way round where
-views stand between such an operation and the parameter. With `exact=True` whole gradients are
-added, as autograd's AccumulateGrad does.
+views stand between such an operation and the parameter. With `exact=True` passes return
+whole gradients, and the engine adds them, as autograd's AccumulateGrad does.
 """
 
 from collections.abc import Callable, Mapping
@@ -33,9 +33,7 @@ aten = torch.ops.aten
 View = tuple[Any, tuple[Any, ...]]  # operator and its further arguments
 
 
-def accumulate(
-    graph: PassGraph, buffers: Mapping[str, Tensor], *, exact: bool = False
-) -> PassGraph:
+def accumulate(graph: PassGraph, buffers: Mapping[str, Tensor]) -> PassGraph:
     """Returns the pass with every weight gradient added into an input instead of returned.
 
     Args:
@@ -56,9 +54,8 @@ def accumulate(
     returned = {node for _, node in remaining}
     read_often = {node for _, node in places if [n for _, n in places].count(node) > 1}
     for place, node in places:
-        parts = [(place, node)] if exact else _parts(place, node, returned | read_often)
-        for part, gradient in parts:
-            _add(copied, part, gradient, exact)
+        for part, gradient in _parts(place, node, returned | read_often):
+            _add(copied, part, gradient)
     _remove_unused(copied)
     copied.lint()
     return replace(
@@ -135,7 +132,7 @@ def _adds_itself(place: GradientPlace, gradient: Node) -> bool:
     return gradient.target is aten.embedding_dense_backward.default and not by_frequency
 
 
-def _add(graph: Graph, place: GradientPlace, gradient: Node, exact: bool) -> None:
+def _add(graph: Graph, place: GradientPlace, gradient: Node) -> None:
     """Inserts the addition right after the gradient is computed."""
     following = gradient.next
     while following.op == "placeholder":
@@ -145,7 +142,7 @@ def _add(graph: Graph, place: GradientPlace, gradient: Node, exact: bool) -> Non
         for operator, arguments in place.views:
             view = _call(graph, gradient, operator, buffer, *arguments)
             buffer = _aliasing(view, place.buffer, view.meta["val"])
-        if exact or not _adds_itself(place, gradient):
+        if not _adds_itself(place, gradient):
             added = _call(graph, gradient, aten.add_.Tensor, buffer, gradient)
         elif gradient.target in _PRODUCTS:
             added = _call(graph, gradient, _PRODUCTS[gradient.target], buffer, *gradient.args)
