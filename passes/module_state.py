@@ -245,9 +245,7 @@ def _hooks(model: nn.Module | None, loss: Any) -> Iterator[tuple[str, Any]]:
     """Yields the hooks of modules and of their parameters."""
     for path, module in _modules(model, loss):
         with without_torch_function():
-            parameters = [
-                plain_hooks(p) or {} for p in module._parameters.values() if p is not None
-            ]
+            parameters = [plain_hooks(p) or {} for p in module.parameters(recurse=False)]
         tables = (*forward_hook_tables(module), *parameters)
         hooks = [hook for table in tables for hook in table.values() if callable(hook)]
         for number, hook in enumerate(hooks):

@@ -2,8 +2,6 @@
 
 from collections.abc import Sequence
 
-from tabulate import tabulate
-
 from zbcompile.schedules.errors import ScheduleError
 from zbcompile.schedules.execution.order_graph import (
     MISSING,
@@ -89,5 +87,7 @@ def schedule_error_at(
         cells = [f"[{s}]" if (r, i) == (rank, index) else str(s) for i, s in enumerate(order)]
         rows.append([f"rank {r}", *cells[columns]])
     numbers = range(columns.start, columns.start + max(map(len, rows)) - 1)
+    from tabulate import tabulate  # only for errors: a schedule needs no other package
+
     grid = tabulate(rows, ["", *numbers], "plain", disable_numparse=True)
     return ScheduleError("\n".join([message, *map(str.rstrip, grid.splitlines())]))

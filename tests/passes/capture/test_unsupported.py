@@ -119,7 +119,7 @@ CASES = {
     ),
     "a tensor that is no parameter": Case(
         lambda m, x: x * m.scale[0],
-        r"no parameter of the model \(.*:\d+\).*detach",
+        r"not a parameter of the model \(.*:\d+\).*detach",
         lambda m, x: x * m.scale[0].detach(),
     ),
 }
