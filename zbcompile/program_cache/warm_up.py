@@ -6,11 +6,13 @@ ranks build them one after the other, because each needs the messages of the one
 
 import warnings
 from collections.abc import Collection, Iterable
+from typing import Any
 
 import torch
 
 from zbcompile.engine.stage import CompiledStage
 from zbcompile.model.seeds import undisturbed
+from zbcompile.passes.graph.roles import Slot
 
 
 def warm_up(stages: Iterable[CompiledStage], passes: Collection[tuple[str, int]]) -> None:
@@ -20,13 +22,14 @@ def warm_up(stages: Iterable[CompiledStage], passes: Collection[tuple[str, int]]
     becomes a warning, because a pass may refuse zeros.
     """
     for stage in stages:
+        results: dict[Slot, Any] = {}
         for name in stage.calls:
             if (name, stage.index) not in passes:
                 continue
             try:
                 no_autocast = torch.autocast(stage.device.type, enabled=False)
                 with undisturbed(stage.device), torch.no_grad(), no_autocast:
-                    _run(stage, name)
+                    _run(stage, name, results)
             except Exception as error:
                 problem = f"{type(error).__name__}: {error}".partition("\n")[0]
                 warnings.warn(
@@ -36,16 +39,18 @@ def warm_up(stages: Iterable[CompiledStage], passes: Collection[tuple[str, int]]
                 )
 
 
-def _run(stage: CompiledStage, name: str) -> None:
+def _run(stage: CompiledStage, name: str, results: dict[Slot, Any]) -> None:
+    """Runs a pass on the results of earlier ones, which may have another dtype than the fake
+    tensors say (a kernel of attention), and on zeros; adds its own results."""
     piece = stage.program.pieces[name]
     placeholders = piece.module.graph.find_nodes(op="placeholder")
     values = []
     for slot, node in zip(piece.inputs, placeholders, strict=True):
-        resident = stage.resident.get(slot)
-        if resident is None or resident.is_meta:  # rows of other ranks are gathered for a run
-            resident = _zeros(node.meta["val"], stage.device)
-        values.append(resident)
-    stage.calls[name].run(values)
+        value = results.get(slot) if slot in results else stage.resident.get(slot)
+        if value is None or value.is_meta:  # rows of other ranks are gathered for a run
+            value = _zeros(node.meta["val"], stage.device)
+        values.append(value)
+    results.update(zip(piece.outputs, stage.calls[name].run(values), strict=True))
 
 
 def _zeros(like: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -13,6 +13,9 @@ from tests.support.zoo import SMALL, ZOO
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings(
+    "error:warm-up"
+)  # attention saves float32 where fake tensors say bfloat16
 def test_bert_with_dropout() -> None:
     """Every gradient of BERT bit for bit; its head is not tied, since eager casts a tied weight
     once for both uses."""
