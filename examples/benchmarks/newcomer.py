@@ -20,14 +20,14 @@ BLOCK = re.compile(r"^```(\w+)(?: \{(.*?)\})?\n(.*?)^```$", re.MULTILINE | re.DO
 
 
 def page(folder: Path) -> list[str]:
-    """Writes the files of the first page, and returns its commands."""
+    """Writes the files of the first page, and returns its commands that need no checkout."""
     commands = []
     for language, mark, text in BLOCK.findall(
         (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
     ):
         if file := re.search(r"file=(\S+)", mark):
             (folder / file[1]).write_text(text, encoding="utf-8")
-        elif language == "bash":
+        elif language == "bash" and "examples/" not in text:  # those are for a checkout
             commands.append(text.strip())
     return commands
 
