@@ -5,11 +5,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import zbcompile
 from tests.support.oracle import PROBLEMS
 from tests.support.pool import Pool
 from tests.support.replicated import (
     Gradients as Found,
     in_one_process,
+    mesh_of_replicas,
     replicated,
     replicated_in_half_precision,
     summed_in_single_precision,
@@ -77,6 +79,32 @@ def test_half_precision_is_rounded_after_the_sum_over_replicas(pool: Pool) -> No
             assert gradient.dtype == torch.bfloat16
             assert torch.allclose(gradient, expected[name], rtol=2.0**-7, atol=0), name
             assert (gradient != expected[name]).float().mean() <= 0.01, name
+
+
+def buffers_of_a_replica() -> tuple[int, dict[str, Tensor]]:
+    """Returns the number of this replica, and its buffers after a step on its half of a batch."""
+    mesh = mesh_of_replicas()
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)
+    )
+    pipe = zbcompile.pipeline(
+        model, schedule="1f1b", microbatches=2, loss=nn.functional.mse_loss, mesh=mesh
+    )
+    replica = mesh["dp"].get_local_rank()
+    rows = torch.randn(2, 8, 4)[replica]
+    pipe.step(rows, target=rows)
+    return replica, {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+
+@pytest.mark.slow
+def test_replicas_have_the_buffers_of_the_first(pool: Pool) -> None:
+    """As with DistributedDataParallel: the running mean of each follows its own rows, and the
+    first replica's is sent to the others."""
+    results = pool.run(buffers_of_a_replica, ranks=2)
+    first, second = (buffers for _, buffers in sorted(results, key=lambda result: result[0]))
+    assert len(first) == 6
+    assert all(torch.equal(second[name], buffer) for name, buffer in first.items())
 
 
 def clipped(case: Case) -> tuple[Tensor, Tensor]:
