@@ -78,8 +78,8 @@ def cuts_of_owners(
     Raises:
         PartitionError: The parameters are read in another order than the owners' stages.
     """
-    tensors = {name: {**step.parameters, **step.buffers}[name] for name in owners}
-    parameters = set(tensors.values())
+    tensors = {**step.parameters, **step.buffers}
+    parameters = {tensors[name] for name in owners}
     both = {**line.free, **dict.fromkeys(line.homes)}
     readers: dict[Node, list[int]] = {}
     home_readers: dict[Node, list[int]] = {}

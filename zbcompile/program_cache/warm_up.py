@@ -12,7 +12,7 @@ import torch
 
 from zbcompile.engine.stage import CompiledStage
 from zbcompile.model.seeds import undisturbed
-from zbcompile.passes.graph.roles import Slot
+from zbcompile.passes.graph.roles import SAVED, Slot
 
 
 def warm_up(stages: Iterable[CompiledStage], passes: Collection[tuple[str, int]]) -> None:
@@ -22,14 +22,14 @@ def warm_up(stages: Iterable[CompiledStage], passes: Collection[tuple[str, int]]
     becomes a warning, because a pass may refuse zeros.
     """
     for stage in stages:
-        results: dict[Slot, Any] = {}
+        saved: dict[Slot, Any] = {}
         for name in stage.calls:
             if (name, stage.index) not in passes:
                 continue
             try:
                 no_autocast = torch.autocast(stage.device.type, enabled=False)
                 with undisturbed(stage.device), torch.no_grad(), no_autocast:
-                    _run(stage, name, results)
+                    _run(stage, name, saved)
             except Exception as error:
                 problem = f"{type(error).__name__}: {error}".partition("\n")[0]
                 warnings.warn(
@@ -39,18 +39,22 @@ def warm_up(stages: Iterable[CompiledStage], passes: Collection[tuple[str, int]]
                 )
 
 
-def _run(stage: CompiledStage, name: str, results: dict[Slot, Any]) -> None:
-    """Runs a pass on the results of earlier ones, which may have another dtype than the fake
-    tensors say (a kernel of attention), and on zeros; adds its own results."""
+def _run(stage: CompiledStage, name: str, saved: dict[Slot, Any]) -> None:
+    """Runs a pass on the values that earlier ones saved for it, and otherwise on zeros.
+
+    A saved value may have another dtype than its fake tensor (of attention under bfloat16). What
+    the pass saves is added to `saved`.
+    """
     piece = stage.program.pieces[name]
     placeholders = piece.module.graph.find_nodes(op="placeholder")
     values = []
     for slot, node in zip(piece.inputs, placeholders, strict=True):
-        value = results.get(slot) if slot in results else stage.resident.get(slot)
+        value = saved.get(slot, stage.resident.get(slot))
         if value is None or value.is_meta:  # rows of other ranks are gathered for a run
             value = _zeros(node.meta["val"], stage.device)
         values.append(value)
-    results.update(zip(piece.outputs, stage.calls[name].run(values), strict=True))
+    results = zip(piece.outputs, stage.calls[name].run(values), strict=True)
+    saved.update((slot, value) for slot, value in results if slot.role == SAVED)
 
 
 def _zeros(like: torch.Tensor, device: torch.device) -> torch.Tensor:
