@@ -39,7 +39,7 @@ SIZES = (
 )
 
 REMOVED = {
-    "boundary_bytes": "cuts are balanced by FLOPs; name them with balance= to send fewer bytes",
+    "boundary_bytes": "cuts are balanced by predicted time; balance= names others, to send less",
     "channels": "a hardware profile has the speeds of collectives: hardware=",
     "compare_batches": "the ranks compare their batches without being asked",
     "early": "overlap=True lets pipe.step update each stage",
@@ -51,7 +51,7 @@ REMOVED = {
     "relay": "values that skip stages always pass through the stages between",
     "reshard_after_forward": "zero takes 0 or 1, which keeps parameters whole",
     "search_seconds": "the search is deterministic and takes no time limit",
-    "vocab_logits": "the logits are kept or recomputed by their size",
+    "vocab_logits": "the logits of a shard wait from pass S to pass T",
     "weight_recompute": "recompute= chooses what a backward recomputes",
 }
 
