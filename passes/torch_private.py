@@ -31,7 +31,7 @@ from torch.fx._lazy_graph_module import (
     _LazyGraphModule as LazyGraphModule,  # generates its code when it is first run
 )
 from torch.fx.experimental.proxy_tensor import make_fx as make_fx  # documented as functorch.make_fx
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv as ShapeEnv
 from torch.fx.graph import _BoxedCodeGen  # frees inputs as they are used
 from torch.nn.utils.stateless import (
     _reparametrize_module as reparametrize_module,  # functional_call ends before the backward

@@ -58,7 +58,9 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.loadscopereorder = False
     if "PYTEST_XDIST_WORKER" not in os.environ:
         folder = tempfile.TemporaryDirectory()
-        os.environ["ZBCOMPILE_CACHE"] = folder.name  # not the user's, which other runs have filled
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = (
+            folder.name
+        )  # not the user's, which other runs have filled
         config.add_cleanup(folder.cleanup)
 
 

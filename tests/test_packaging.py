@@ -123,7 +123,7 @@ def test_metadata(metadata: Message) -> None:
         "Requires-Dist", []
     )  # no upper bound: installing never replaces torch
     required = [re.split(r"[<>=!~;\[ ]", line)[0] for line in metadata.get_all("Requires-Dist", [])]
-    assert {"torch", "sympy", "filelock", "tqdm"} <= set(required)
+    assert {"torch", "sympy", "tqdm"} <= set(required)
     assert (
         "functorch" not in required
     )  # it is the module inside torch; the package replaces it by an old one

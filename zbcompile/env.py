@@ -44,7 +44,6 @@ class Folder:
         return f"{self.name}=DIR  {self.help}; now {self.read() or 'not set'}"
 
 
-CACHE = Folder("ZBCOMPILE_CACHE", "the folder of compiled graphs (default: zbcompile in ~/.cache)")
 DEBUG_NAN = Switch(
     "ZBCOMPILE_DEBUG_NAN",
     "stop at the first operation that produces a NaN or infinity, and name its stage, pass,"
@@ -64,4 +63,4 @@ TORCH_LOGS = Switch(
     " that fails",
 )
 OF_MESSAGES = (ORDERED,)  # these change what ranks send, or when: all ranks set them alike
-VARIABLES = (CACHE, DEBUG_NAN, DUMP, ORDERED, TORCH_LOGS)
+VARIABLES = (DEBUG_NAN, DUMP, ORDERED, TORCH_LOGS)

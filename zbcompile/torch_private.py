@@ -2,14 +2,10 @@
 passes."""
 
 import contextlib
-import copy
 import functools
-import hashlib
-import pickle
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -214,32 +210,30 @@ def no_graphs_printed() -> Iterator[None]:
             del module.print
 
 
-# What inductor is told besides the user's own torch._inductor.config: eager's random numbers (its
-# own generator draws others), no CUDA graphs (zbcompile captures its own) and no cache of its own
-# (CompileCache is one).
-INDUCTOR = {
-    "fallback_random": True,
-    "triton.cudagraphs": False,
-    "fx_graph_cache": False,
-    "fx_graph_remote_cache": False,
-    "force_disable_caches": False,
-}
+# Inductor's options besides the user's torch._inductor.config: eager's random numbers (inductor's
+# generator draws others) and no CUDA graphs (zbcompile captures its passes).
+INDUCTOR = {"fallback_random": True, "triton.cudagraphs": False}
 
 
-def inductor_compile(module: torch.fx.GraphModule, inputs: Sequence[torch.Tensor]) -> bytes:
-    """Compiles a graph of ATen operations for fake inputs to bytes that `inductor_load` runs. Its
-    libraries are in the folder of `inductor_files_in`.
+def inductor_compile(
+    module: torch.fx.GraphModule, inputs: Sequence[torch.Tensor]
+) -> tuple[Callable[[list[Any]], Sequence[torch.Tensor]], bool]:
+    """Returns a graph of ATen operations compiled for fake inputs, a function of one list that it
+    empties, and whether inductor's cache had it.
 
     torch.compile and torch._inductor.compile would make additions into an input functional and copy
     the sums back, and their callables keep inputs alive until they return. So the graph is
     compiled by the function below them, `compile_fx_inner`. Its result leaves operations in place
-    and frees inputs as they are used.
+    and frees inputs as they are used. Inductor's cache needs the ShapeEnv of a tracing context.
     """
+    from torch._dynamo.utils import counters
+    from torch._guards import TracingContext, detect_fake_mode, tracing
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.decomposition import select_decomp_table
 
-    with config.patch(INDUCTOR), torch.no_grad():
+    mode = detect_fake_mode(inputs)
+    with config.patch(INDUCTOR), torch.no_grad(), tracing(TracingContext(mode)):
         _keep_in_place_operations()
         rules = {op: rule for op, rule in select_decomp_table().items() if not is_in_place(op)}
         lowered = make_fx(module, decomposition_table=rules)(*inputs)
@@ -247,9 +241,9 @@ def inductor_compile(module: torch.fx.GraphModule, inputs: Sequence[torch.Tensor
         values = output.args[0]
         output.meta["user_visible_output_idxs"] = list(range(len(values)))  # type: ignore[arg-type]
         output.meta["original_output_strides"] = [value.meta["val"].stride() for value in values]  # type: ignore[union-attr]
-        compiled = copy.copy(compile_fx_inner(lowered, list(inputs), is_inference=True))
-    compiled.prepare_for_serialization()
-    return pickle.dumps(compiled)
+        hits = counters["inductor"]["fxgraph_cache_hit"]
+        compiled = compile_fx_inner(lowered, list(inputs), is_inference=True)
+    return compiled, counters["inductor"]["fxgraph_cache_hit"] > hits  # type: ignore[return-value]
 
 
 def _keep_in_place_operations() -> None:
@@ -266,89 +260,17 @@ def _keep_in_place_operations() -> None:
             make_fallback(operation, warn=False, override_decomp=True)
 
 
-def inductor_load(content: bytes) -> Callable[[list[Any]], Sequence[torch.Tensor]]:
-    """Returns the function that `inductor_compile` compiled. It takes one list, which it empties.
-
-    Inductor's cache does the same on a hit. Runs code from the folder of `inductor_files_in`.
-    """
-    from torch._inductor.output_code import CompiledFxGraphConstants
-    from torch._inductor.utils import BoxedBool
-
-    compiled = pickle.loads(content)
-    constants = CompiledFxGraphConstants()
-    with _no_headers():
-        compiled.after_deserialization(constants)
-    compiled.post_compile((), constants, {"cudagraphs": BoxedBool(False), "is_backward": False})
-    return compiled  # type: ignore[no-any-return]
-
-
-@contextlib.contextmanager
-def _no_headers() -> Iterator[None]:
-    """Inductor prepares torch's headers before it sees that a library is there already. To switch
-    that off in its config would change the names of the libraries, which hash the compiler's
-    command: all would be compiled again (`_precompile_header` returns what is included first, if
-    anything)."""
-    from torch._inductor import codecache
-
-    prepare = codecache._precompile_header
-    setattr(codecache, "_precompile_header", lambda *_, **__: "")  # noqa: B010  it takes what mypy does not
-    try:
-        yield
-    finally:
-        codecache._precompile_header = prepare
-
-
 def takes_a_list(function: Callable[..., Any]) -> bool:
     """Returns True if a compiled function takes one list, which it empties (a mark of torch)."""
     return bool(getattr(function, "_boxed_call", False))
 
 
-@contextlib.contextmanager
-def inductor_files_in(folder: Path) -> Iterator[None]:
-    """Let inductor read and write in `folder` alone (the environment variable for it is public,
-    that it must forget what it loaded from elsewhere is not)."""
-    from torch._inductor.runtime.cache_dir_utils import temporary_cache_dir
+def has_cpp_compiler() -> bool:
+    """Returns True if inductor has a C++ compiler."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
 
-    with temporary_cache_dir(str(folder)):
-        yield
-
-
-def inductor_settings() -> str:
-    """Everything besides the graph that enters the compiled code: torch's release, inductor's
-    options and the switches of torch that it reads (the options have no public list)."""
-    from torch._inductor import config
-
-    with config.patch(INDUCTOR):
-        options = sorted(config.save_config_portable().items())
-    switches = [
-        *(
-            torch.__version__,
-            torch.version.git_version,
-            torch.get_num_threads(),
-            torch.get_float32_matmul_precision(),
-        ),
-        *(torch.are_deterministic_algorithms_enabled(), torch.backends.cuda.matmul.allow_tf32),
-    ]
-    return hashlib.sha256(repr([options, switches]).encode()).hexdigest()
-
-
-def cpp_compiler() -> tuple[str, str]:
-    """The C++ compiler that inductor uses, and its version; RuntimeError where there is none."""
-    from torch._inductor.cpp_builder import get_compiler_version_info, get_cpp_compiler
-
-    compiler = get_cpp_compiler()
-    return compiler, get_compiler_version_info(compiler)
-
-
-def vector_instructions(known: str | None) -> str:
-    """The vector instructions that inductor compiles for. To find them it compiles and loads a
-    library, which takes seconds; `known`, what an earlier run found on such a machine, is believed
-    where the processor has them (`vec_isa_ok` skips the trial)."""
-    from torch._inductor import config, cpu_vec_isa
-
-    if known is not None:
-        with config.patch({"cpp.vec_isa_ok": True}):
-            if str(cpu_vec_isa.pick_vec_isa()) == known:
-                return known
-        cpu_vec_isa.valid_vec_isa_list.cache_clear()
-    return str(cpu_vec_isa.pick_vec_isa())
+    try:
+        get_cpp_compiler()
+    except RuntimeError:
+        return False
+    return True

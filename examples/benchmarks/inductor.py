@@ -90,7 +90,7 @@ def ratio(one: list[float], second: list[float]) -> float:
 def start(layers: int, ranks: int, width: int) -> None:
     """Measures compiling, and the second start of a rank."""
     with tempfile.TemporaryDirectory() as folder:
-        os.environ["ZBCOMPILE_CACHE"] = f"{folder}/cache"
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/cache"
         tokens = torch.randint(256, (2, 2 * ranks, 33)).unbind()[0]
         model = GPT(layers=layers, width=width, heads=4, length=32)
         pipe = zbcompile.pipeline(

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from zbcompile.passes.graph.fx import graph_text, like
-from zbcompile.passes.torch_private import FakeTensorMode
+from zbcompile.passes.torch_private import FakeTensorMode, ShapeEnv
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,8 @@ def bare(module: GraphModule) -> BareGraph:
     values = {node: node.meta["val"] for node in module.graph.find_nodes(op="placeholder")}
     graph, copies = Graph(), dict[Node, Node]()
     # A code generator refuses fake tensors of several modes.
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+    with mode, torch.no_grad():
         for number, (node, value) in enumerate({**values, **constants}.items()):
             copies[node] = graph.placeholder(f"arg_{number}")
             copies[node].meta = {"val": like(value)}

@@ -1,13 +1,12 @@
-"""Bits flipped in checkpoints, programs and compiled graphs, pickles put into them, and disks that
-are full at every write.
+"""Bits flipped in checkpoints and programs, pickles put into them, and disks that are full at every
+write.
 
-    python -m tests.support.damage --checkpoints 500 --programs 150 --caches 150 --pickles --disks
+    python -m tests.support.damage --checkpoints 500 --programs 150 --pickles --disks
 
-from the repository's root. A flipped bit must be refused with one line of ours (or, in a cache, be
-repaired with a notice); it is silent if what was damaged is used and its values differ, raw if
-another exception than ours comes out. A pickle is put in the place of every file in turn, and
-next to them under every name by which torch, transformers and earlier releases know one: it is
-executed if unpickling it has left its mark.
+from the repository's root. A flipped bit must be refused with one line of ours; it is silent if what
+was damaged is used and its values differ, raw if another exception than ours comes out. A pickle is
+put in the place of every file in turn, and next to them under every name by which torch,
+transformers and earlier releases know one: it is executed if unpickling it has left its mark.
 """
 
 import argparse
@@ -136,22 +135,6 @@ def loss_of(program: Path, **options: Any) -> float:
         pipe.close()
 
 
-def flip_caches(folder: Path, flips: int, seed: int = 0) -> Counts:
-    """Bits of graphs that inductor has compiled: they are compiled again, with a notice."""
-    program, chance, counts = save_program(folder), random.Random(seed), Counter[str]()
-    cache = folder / "cache"
-    with mock.patch.dict(os.environ, {"ZBCOMPILE_CACHE": str(cache)}):
-        expected = loss_of(program, backend="inductor")
-        shutil.copytree(cache, complete := folder / "whole")
-        for _ in range(flips):
-            flip_bit(cache, chance)
-            outcome = outcome_of(lambda: loss_of(program, backend="inductor") == expected)
-            counts[outcome] += 1
-            shutil.rmtree(cache)
-            shutil.copytree(complete, cache)
-    return counts
-
-
 class Trap:
     """Unpickling it makes a file."""
 
@@ -201,8 +184,8 @@ def planted(folder: Path, mark: Path, use: Callable[[], bool]) -> Counts:
 
 
 def plant_pickles(folder: Path) -> Counts:
-    """In a checkpoint, in one that torch.distributed.checkpoint wrote, in a folder of weights, in a
-    program and in the cache of its compiled graphs."""
+    """In a checkpoint, in one that torch.distributed.checkpoint wrote, in a folder of weights, in a and a
+    program."""
     mark, counts = folder / "mark", Counter[str]()
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     path = zbcompile.save_checkpoint(
@@ -211,20 +194,18 @@ def plant_pickles(folder: Path) -> Counts:
     foreign, weights = folder / "foreign", folder / "weights"
     dcp.save({"model": model.state_dict(), "trap": Trap(mark)}, checkpoint_id=foreign, no_dist=True)
     zbcompile.save_weights(weights, piped(model))
-    values, program, cache = model.state_dict(), save_program(folder), folder / "cache"
-    with mock.patch.dict(os.environ, {"ZBCOMPILE_CACHE": str(cache)}):
-        plain, expected = loss_of(program), loss_of(program, backend="inductor")
-        places: dict[Path, Callable[[], bool]] = {
-            path: lambda: loads(lambda new: zbcompile.load_checkpoint(path.parent, new), values),
-            foreign: lambda: loads(lambda new: zbcompile.load_checkpoint(foreign, new), values),
-            weights: lambda: loads(lambda new: zbcompile.load_weights(weights, piped(new)), values),
-            program: lambda: loss_of(program) == plain,
-            cache: lambda: loss_of(program, backend="inductor") == expected,
-        }
-        for place, use in places.items():
-            result = planted(place, mark, use)
-            print(f"  {place.name}: {dict(result)}", flush=True)
-            counts += result
+    values, program = model.state_dict(), save_program(folder)
+    plain = loss_of(program)
+    places: dict[Path, Callable[[], bool]] = {
+        path: lambda: loads(lambda new: zbcompile.load_checkpoint(path.parent, new), values),
+        foreign: lambda: loads(lambda new: zbcompile.load_checkpoint(foreign, new), values),
+        weights: lambda: loads(lambda new: zbcompile.load_weights(weights, piped(new)), values),
+        program: lambda: loss_of(program) == plain,
+    }
+    for place, use in places.items():
+        result = planted(place, mark, use)
+        print(f"  {place.name}: {dict(result)}", flush=True)
+        counts += result
     return counts
 
 
@@ -299,14 +280,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    for name in ("checkpoints", "programs", "caches"):
+    for name in ("checkpoints", "programs"):
         parser.add_argument(f"--{name}", type=int, default=0, metavar="FLIPS")
     parser.add_argument("--pickles", action="store_true")
     parser.add_argument("--disks", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    campaigns = {"checkpoints": flip_checkpoints, "programs": flip_programs, "caches": flip_caches}
+    campaigns = {"checkpoints": flip_checkpoints, "programs": flip_programs}
     for name, run in campaigns.items():
         if flips := getattr(options, name):
             with tempfile.TemporaryDirectory() as folder:

@@ -13,9 +13,8 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from zbcompile.backends.compile_cache import How
 from zbcompile.backends.cuda_graphs import record
-from zbcompile.backends.types import GraphCompiler, Run
+from zbcompile.backends.types import GraphCompiler, How, Run
 from zbcompile.errors import PipelineError
 from zbcompile.options import backend_name
 from zbcompile.passes import gpu

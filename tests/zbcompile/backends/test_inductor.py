@@ -24,9 +24,6 @@ from tests.support.training import (
     train,
 )
 from zbcompile.backends.backend import Compilation
-from zbcompile.backends.inductor import make_inductor
-from zbcompile.passes.stage.anonymous_graph import bare
-from zbcompile.passes.torch_private import make_fx
 
 pytestmark = [
     pytest.mark.beside_ranks,
@@ -62,13 +59,13 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """One folder of compiled graphs for all tests of this file."""
     folder = tmp_path_factory.mktemp("compiled")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ZBCOMPILE_CACHE", str(folder))
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder))
         yield folder
 
 
 def entries(folder: Path) -> int:
     """The graphs in a cache."""
-    return len(list(folder.glob("*/graph.pickle")))
+    return len(list(folder.glob("fxgraph/*/*")))
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +97,7 @@ def test_each_distinct_graph_is_compiled_once(
 def run_here(case: Case, folder: str) -> tuple[Trained, Compilation]:
     """One rank's share of a training through the cache in `folder`."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ZBCOMPILE_CACHE", folder)
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", folder)
         pipe = pipe_of(case, backend="inductor")
         return train(pipe, case), pipe.compilations[0]
 
@@ -112,7 +109,7 @@ def test_zero_bubble_schedules_with_inductor_over_gloo(case: Case, cache: Path, 
     before = entries(cache)
     shares, done = zip(*pool.run(run_here, case, str(cache), ranks=2, timeout=800), strict=True)
     assert_close(join(shares), reference(case), BOUND)
-    assert sum(item.compiled for item in done) == entries(cache) - before
+    assert sum(item.compiled for item in done) >= entries(cache) - before
     assert all(item.compiled + item.loaded == item.distinct for item in done)
 
 
@@ -147,16 +144,3 @@ def test_gradients_accumulate_in_place(first: tuple[Trained, Compilation], cache
         assert parameter.grad is not None
         assert parameter.grad.data_ptr() == once[name][0]
         torch.testing.assert_close(parameter.grad, 2 * once[name][1], rtol=1e-5, atol=1e-7)
-
-
-def test_another_number_of_threads_is_other_code(cache: Path) -> None:
-    """Compiled loops have it inside."""
-    inductor = make_inductor(torch.device("cpu"))
-    graph = bare(make_fx(lambda x: [x + 1])(torch.zeros(2)))
-    key = inductor.key(graph)
-    torch.set_num_threads(2)
-    try:
-        assert inductor.key(graph) != key
-    finally:
-        torch.set_num_threads(1)
-    assert inductor.key(graph) == key
