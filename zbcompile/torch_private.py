@@ -237,6 +237,11 @@ def inductor_compile(
         _keep_in_place_operations()
         rules = {op: rule for op, rule in select_decomp_table().items() if not is_in_place(op)}
         lowered = make_fx(module, decomposition_table=rules)(*inputs)
+        for node in lowered.graph.nodes:
+            # Inductor takes the result of an operation that it calls for another tensor, and drops
+            # what is added into it.
+            if node.op == "call_function" and is_in_place(node.target):
+                node.replace_all_uses_with(node.all_input_nodes[0])
         output = lowered.graph.output_node()
         values = output.args[0]
         output.meta["user_visible_output_idxs"] = list(range(len(values)))  # type: ignore[arg-type]

@@ -144,3 +144,28 @@ def test_gradients_accumulate_in_place(first: tuple[Trained, Compilation], cache
         assert parameter.grad is not None
         assert parameter.grad.data_ptr() == once[name][0]
         torch.testing.assert_close(parameter.grad, 2 * once[name][1], rtol=1e-5, atol=1e-7)
+
+
+class Penalized(nn.Module):
+    """A weight that a product and a penalty read: GPT-2's layout, weight decay."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 1, 64).view(8, 8))
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        penalty = self.weight.pow(3).sum()
+        return self.head(torch.tanh(x @ self.weight)).square().mean() + penalty
+
+
+def test_all_uses_of_a_weight_add_up(cache: Path) -> None:
+    model, batch = Penalized(), torch.linspace(-1, 1, 64).view(8, 8)
+    (sum(model(part) for part in batch.split(2)) / 4).backward()
+    expected, model.weight.grad = model.weight.grad, None
+    assert expected is not None
+    pipe = zbcompile.pipeline(model, schedule="1f1b", ranks=1, microbatches=4, backend="inductor")
+    pipe.step(batch)
+    torch.testing.assert_close(
+        model.weight.grad, expected, rtol=0, atol=BOUND * expected.abs().max()
+    )
