@@ -272,6 +272,7 @@ class Cell:
             "SIGSTOP",
             "never arrives",
             "early end",
+            "endless F",
             "endless code between calls",
         )
         return (rank for rank in range(self.ranks) if not (mute and rank == victim))

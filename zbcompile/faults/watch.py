@@ -87,8 +87,10 @@ class Watch:
         self._event: Any = None  # behind the work of the last call in the device's stream
         self._beat, self._seen, self._since = 0, self.position.place, time.monotonic()
         self._stopped = threading.Event()
+        self._store_is_frozen = False
         self._thread = threading.Thread(target=self._watch, name="zbcompile-watch", daemon=True)
         self._thread.start()
+        threading.Thread(target=self._guard, name="zbcompile-guard", daemon=True).start()
 
     @contextlib.contextmanager
     def region(self, doing: str) -> Iterator[None]:
@@ -159,7 +161,9 @@ class Watch:
             daemon=True,
         )
         thread.start()
-        thread.join(ANSWER)
+        end = time.monotonic() + ANSWER
+        while thread.is_alive() and not self._store_is_frozen and time.monotonic() < end:
+            thread.join(INTERVAL / 10)
         self.position.waits = False
         if not explained:  # the store is frozen
             self.fault = self.fault or self._store_fault()
@@ -240,7 +244,19 @@ class Watch:
             return Fault(None, self.position.where, cause)
         return Fault(self.store.members[0], self.position.doing, f"its process {lost}")
 
-    # On the watching thread
+    # On the watching threads
+
+    def _guard(self) -> None:
+        """Ends the wait of this rank if the store has not answered for `timeout` seconds: its host
+        is frozen, and the calls of the store itself wait without a limit."""
+        silent, beat = 0.0, self._beat
+        while not self._stopped.wait(INTERVAL):
+            silent = silent + INTERVAL if self._beat == beat else 0.0
+            beat = self._beat
+            if silent > self.timeout:
+                self._store_is_frozen = True
+                self._abort(self.fault or self._store_fault())
+                return
 
     def _watch(self) -> None:
         world = dist.group.WORLD

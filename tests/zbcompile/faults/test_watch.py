@@ -44,6 +44,17 @@ def test_a_store_that_is_gone_ends_the_rank() -> None:
     watch.close()
 
 
+def test_a_frozen_store_ends_the_wait_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "INTERVAL", 0.05)
+    watch = watch_with(Store(lambda: time.sleep(30)))
+    watch.timeout = 0.2
+    end = time.monotonic() + 10
+    while watch.fault is None and time.monotonic() < end:
+        time.sleep(0.1)
+    assert watch.fault is not None
+    assert "its process ended, is frozen" in watch.fault.cause
+
+
 def test_a_frozen_store_does_not_block_the_error_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "ANSWER", 0.2)
     watch = watch_with(Store(lambda: time.sleep(5)))
