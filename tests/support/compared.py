@@ -87,8 +87,11 @@ def _under(
         warnings.simplefilter("always")
         try:
             worst = _difference(_pipelined(schedule, model, loss, batch), expected)
+        except zbcompile.FaultError as error:
+            return Outcome("crash", one_line(error))
         except OURS as error:
-            return Outcome(*_said(error))
+            kind = "refused" if _exports(model, batch) else "torch.export fails"
+            return Outcome(kind, one_line(error))
         except Exception as error:
             return Outcome("crash", f"{schedule}: {one_line(error)}")
     if worst is None:
@@ -121,13 +124,18 @@ def _pipelined(schedule: str, model: nn.Module, loss: Loss | None, batch: Batch)
     return {"loss": total, **gradients_of(pipe), **_buffers(local.named_buffers())}
 
 
-def _said(error: Exception) -> tuple[str, str]:
-    """Whose failure an error of ours tells of."""
-    if isinstance(error, zbcompile.FaultError):
-        return "crash", one_line(error)
-    return (
-        "torch.export fails" if "torch.export cannot capture" in str(error) else "refused"
-    ), one_line(error)
+def _exports(model: nn.Module, batch: Batch) -> bool:
+    """Returns whether torch.export captures the forward of a microbatch."""
+    rows = {
+        name: t[: len(t) // MICROBATCHES] if isinstance(t, torch.Tensor) else t
+        for name, t in batch.kwargs.items()
+    }
+    args = tuple(t[:ROWS] for t in batch.args)
+    try:
+        torch.export.export(copy.deepcopy(model).train(), args, rows)
+    except Exception:
+        return False
+    return True
 
 
 def _difference(result: Step, expected: Step) -> tuple[float, str] | None:
