@@ -36,8 +36,6 @@ from zbcompile.passes.vocabulary.output_layer import (
     without,
 )
 
-aten = torch.ops.aten
-Values = Mapping[Node, Tensor]  # of placeholders
 NO_LABEL = -1
 _LINEAR = COPIES | VIEWS | CASTS | {"neg", "mul", "div"}
 _RESHAPES = COPIES | VIEWS | CASTS | {"unsqueeze", "squeeze"}
@@ -59,7 +57,7 @@ class Statistics(NamedTuple):
 
 
 class RowLoss:
-    """The loss, and outputs, behind the output layers of a step; several layers share one weight.
+    """The loss, and outputs, behind the output layer of a step.
 
     Attributes:
         trained: Values that depend on parameters, and no logits.
@@ -67,19 +65,15 @@ class RowLoss:
         linear: Linear operations at the end of the loss, the last one first. Their sums may have
             operands in `trained`: losses of the layers before.
         form: The elementwise operations between product and softmax.
+        bias: The placeholder of the bias, or None.
     """
 
-    def __init__(
-        self, step: StepGraph, layers: Sequence[OutputLayer], gradients: Sequence[Node]
-    ) -> None:
-        """`gradients` are those of the layers' products; there are none for a forward alone."""
-        self.step, self.layers = step, layers
-        self.layer_of = {node: layer for layer in layers for node in layer.logits}
-        self.statistics = {node: name for x in layers for node, name in x.statistics.items()}
-        self.counts = [shape_of(layer.product)[0] for layer in layers]
-        self.rows, self.words = sum(self.counts), shape_of(layers[0].product)[1]
-        self.has_total = LOGIT_SUM in self.statistics.values()
-        self.derived = {layer.product for layer in layers}
+    def __init__(self, step: StepGraph, layer: OutputLayer) -> None:
+        self.step, self.layer = step, layer
+        self.counts = [shape_of(product)[0] for product in layer.products]
+        self.rows, self.words = sum(self.counts), shape_of(layer.products[0])[1]
+        self.has_total = LOGIT_SUM in layer.statistics.values()
+        self.derived = set(layer.products)
         self.trained = set(step.parameters.values())
         self.trained |= {step.buffers[name] for name in step.buffer_updates if name in step.buffers}
         for node in step.calls():
@@ -89,24 +83,14 @@ class RowLoss:
             elif node not in self.derived and (is_random(node) or sources & self.trained):
                 self.trained.add(node)
         self.linear: list[Node] = []
-        if step.loss is not None:
-            self._find_linear_end(step.loss, step.backward_nodes())
-        forms = {node: self.logits_of(node).elementwise for node in self.statistics}
-        self.form = next(iter(forms.values()))
-        for node, form in forms.items():
-            if list(map(_operation, form)) != list(map(_operation, self.form)):
-                refuse(node, "a loss that reads logits before and after a scale, cap or cast")
-        for layer in layers:
-            if len({_label_order(layer, node) for node in layer.labels}) > 1:
-                refuse(next(iter(layer.labels)), "terms of the loss with different labels")
-        self._check_on_fake_tensors()
-        if gradients:
-            self._check_gradients(gradients)
-
-    def logits_of(self, node: Node) -> Logits:
-        """Returns the logits that an operation reads."""
-        source: Any = node.args[0]
-        return self.layer_of[source].logits[source]
+        backward = step.backward_nodes()
+        for node in reversed(step.forward_nodes()):
+            users = node.users.keys() - backward.keys()
+            ends = node is step.loss or (users and users <= set(self.linear))
+            if ends and node in self.derived and self._is_linear(node):
+                self.linear.append(node)
+        self._check_reads()
+        self._check_statistics()
 
     def with_trunk_loss(self) -> set[Node]:
         """Returns the values that contain a loss of the layers before."""
@@ -116,96 +100,105 @@ class RowLoss:
                 dependent.add(node)
         return dependent
 
-    def _find_linear_end(self, node: Node, backward: Mapping[Node, None]) -> None:
-        sources = [source for source in node.all_input_nodes if source in self.derived]
+    def _is_linear(self, node: Node) -> bool:
+        sources = node.all_input_nodes
         if operator_name(node) == "add":
-            shapes = {shape_of(source) for source in (node, *node.all_input_nodes)}
-            is_linear = len(shapes) == 1 and not node.kwargs
-        else:
-            is_linear = operator_name(node) in _LINEAR and sources == [node.args[0]]
-            is_linear = is_linear and not self.trained.intersection(node.all_input_nodes)
-        if is_linear:
-            self.linear.append(node)
-            for source in sources:
-                if all(user is node or user in backward for user in source.users):
-                    self._find_linear_end(source, backward)
+            return len({shape_of(source) for source in (node, *sources)}) == 1 and not node.kwargs
+        derived = self.derived.intersection(sources)
+        is_alone = derived == {node.args[0]} and self.trained.isdisjoint(sources)
+        return operator_name(node) in _LINEAR and is_alone
 
-    def _check_on_fake_tensors(self) -> None:
-        """Refuses a loss that reads more than statistics."""
-        holders = self.step.graph.find_nodes(op="placeholder")
-        values = {node: node.meta["val"] for node in holders if node not in self.trained}
-        product = self.layers[0].product.meta["val"]
-        dtype = torch.promote_types(product.dtype, torch.float32)
-        with torch.no_grad():
-            statistics = Statistics(*(product.new_empty(self.rows, dtype=dtype) for _ in range(4)))
-            evaluation = Evaluation(self, values, statistics)
-            evaluation.labels()
-            evaluation.outputs()
-            if self.step.tangent is not None:
-                evaluation.derivatives()
+    def _check_reads(self) -> None:
+        """Refuses a loss that reads more than statistics and the batch."""
+        layer, trunk = self.layer, self.with_trunk_loss()
+        inner = self.derived.difference(layer.logits, self.linear)
+        for node in self.step.forward_nodes():
+            if node in inner:
+                if is_random(node):  # every rank would draw numbers of its own
+                    refuse(node, "a loss that draws random numbers", UNSHARDED)
+                for source in trunk.intersection(node.all_input_nodes):
+                    refuse(node, f"a loss that also reads {source}, which depends on parameters")
 
-    def _check_gradients(self, gradients: Sequence[Node]) -> None:
-        """Refuses a loss whose backward is not its derivative."""
-        products: list[Any] = [layer.product for layer in self.layers]
-        inner = [node for node in self.step.forward_nodes() if node in self.derived - {*products}]
-        read = dict.fromkeys(source for node in inner for source in node.all_input_nodes)
+    def _check_statistics(self) -> None:
+        """Refuses logits in several forms, and rows with several labels."""
+        layer = self.layer
+        sources = {node: layer.logits_of(node) for node in layer.statistics}
+        first = next(iter(sources.values()))
+        self.form, self.bias = first.elementwise, first.bias
+        orders: dict[Node, tuple[Any, ...]] = {}
+        for node, source in sources.items():
+            if source.bias is not first.bias or _operations(source) != _operations(first):
+                refuse(node, "a loss that reads logits before and after a bias, scale, cap or cast")
+            if node in layer.labels:
+                rows = self.rows_of(node, torch.arange(self.rows)).flatten().tolist()
+                order = (without(layer.labels[node], _RESHAPES), *rows)
+                if orders.setdefault(source.product, order) != order:
+                    refuse(node, "terms of the loss with different labels")
+
+    def rows_of(self, node: Node, rows: Tensor) -> Tensor:
+        """Returns rows of all products in order and shape of the logits that `node` reads."""
+        logits = self.layer.logits_of(node)
+        rows = rows.split(self.counts)[self.layer.products.index(logits.product)]
+        for operation in logits.rows:
+            source, *place = operation.args
+            if operator_name(operation) in VIEWS:
+                rows = rows.reshape(shape_of(operation)[:-1])
+            else:
+                dim = place[0] % len(shape_of(source))  # type: ignore[operator]
+                rows = operation.target(rows, dim, *place[1:])  # type: ignore[operator]
+        return rows
+
+    def check_gradients(self, gradients: Sequence[Node]) -> None:
+        """Refuses a loss whose backward, which ends in gradients of the products, is not its
+        derivative."""
+        products: list[Any] = self.layer.products
+        forward = [x for x in self.step.forward_nodes() if x in self.derived.difference(products)]
+        read = dict.fromkeys(source for node in forward for source in node.all_input_nodes)
         outer = [node for node in read if node not in self.derived]
         inputs = [*products, self.step.tangent, *outer]
 
         def run(*tensors: Tensor) -> Sequence[Tensor]:
-            values: dict[Any, Any] = dict(zip(inputs, tensors, strict=True))
-            with torch.enable_grad():
-                leaves = [values[node].detach().requires_grad_() for node in products]
-                values |= zip(products, leaves, strict=True)
-                for node in inner:
-                    args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
-                    values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
-                loss = values[self.step.loss]
-                tangent = tangent_like(loss, values[self.step.tangent])
-                return torch.autograd.grad(loss, leaves, tangent)
+            leaves = [tensor.detach().requires_grad_() for tensor in tensors[: len(products)]]
+            values = dict(zip(inputs, [*leaves, *tensors[len(leaves) :]], strict=True))
+            evaluation = Evaluation(self, values)
+            _, derivatives = evaluation.gradients(leaves)
+            return [*derivatives, *map(evaluation.value, gradients)]
 
         traced = make_fx(run)(*(node.meta["val"] for node in inputs)).graph
-        holders = traced.find_nodes(op="placeholder")
-        names = [node.name for node in inputs]
-        derivatives: Any = traced.output_node().args[0]
-        numbers: dict[str, str] = {}
-        derived = _numbers_of(derivatives, dict(zip(holders, names, strict=True)), numbers)
-        exported = _numbers_of(gradients, dict(zip(inputs, names, strict=True)), numbers)
-        if derived != exported and self.step.loss is not None:
+        numbers = _numbers_of(traced.output_node().args[0])
+        if numbers[: len(products)] != numbers[len(products) :] and self.step.loss is not None:
             reason = "a loss with a hook, an autograd.Function, or parts without gradients"
             refuse(self.step.loss, reason, UNSHARDED)
 
 
 class Evaluation:
-    """Evaluates nodes of a step with row statistics in place of logits. `values` are of
-    placeholders, for one microbatch."""
+    """Evaluates nodes of a step from `values`: of placeholders, for one microbatch.
 
-    def __init__(self, loss: RowLoss, values: Values, statistics: Statistics | None = None) -> None:
-        self.loss, self.statistics, self._holders = loss, statistics, values
-        self._values: dict[Node, Any] = dict(values)
-        self._sums: Sequence[Node] = ()  # they may have losses of the layers before as terms
+    The logits are in `values`, or `statistics` of their rows take their place. Then losses of the
+    layers before are left out of the loss.
+    """
+
+    def __init__(
+        self, loss: RowLoss, values: Mapping[Any, Any], statistics: Statistics | None = None
+    ) -> None:
+        self.loss, self.statistics, self._values = loss, statistics, dict(values)
 
     def labels(self) -> Tensor:
         """Returns the label of every row; `NO_LABEL` for rows without one."""
-        return torch.cat([self._labels_of(layer) for layer in self.loss.layers])
+        device = self.loss.layer.hidden[0].meta["val"].device
+        rows = torch.arange(self.loss.rows, device=device)
+        labels = torch.full_like(rows, NO_LABEL)
+        for node, label in self.loss.layer.labels.items():
+            places = self.loss.rows_of(node, rows).flatten()
+            labels = labels.scatter(0, places, self.value(label).long().flatten())
+        return labels
 
-    def outputs(self) -> dict[int, Tensor]:
-        """Returns outputs that depend on the logits, by number."""
-        outputs = enumerate(self.loss.step.outputs)
-        return {i: self.value(node) for i, node in outputs if node in self.loss.derived}
-
-    def derivatives(self) -> tuple[Tensor, Sequence[Tensor]]:
-        """Returns the loss, without losses of the layers before, and its derivatives by the
-        log-sum-exp, the label's logit and the sum of the logits, [rows] each."""
-        assert self.statistics is not None
-        maximum, *rest = self.statistics
+    def gradients(self, leaves: Sequence[Tensor]) -> tuple[Tensor, Sequence[Tensor]]:
+        """Returns the loss, and its gradients by some of the values or statistics."""
+        options: Any = {"allow_unused": True, "materialize_grads": True}
         with torch.enable_grad():
-            leaves = [rows.detach().requires_grad_() for rows in rest]
-            inner = Evaluation(self.loss, self._holders, Statistics(maximum, *leaves))
-            inner._sums = self.loss.linear
-            loss = inner.value(self.loss.step.loss)
-            tangent = tangent_like(loss, inner.value(self.loss.step.tangent))
-            options: Any = {"allow_unused": True, "materialize_grads": True}
+            loss = self.value(self.loss.step.loss)
+            tangent = tangent_like(loss, self.value(self.loss.step.tangent))
             return loss.detach(), torch.autograd.grad(loss, leaves, tangent, **options)
 
     def value(self, node: Any) -> Any:
@@ -216,69 +209,49 @@ class Evaluation:
 
     def _compute(self, node: Node) -> Any:
         loss = self.loss
-        if node in loss.statistics:
-            return self._statistic(node)
-        if node in loss.trained:
-            refuse(node, f"a loss that also reads {node.name}, which depends on parameters")
         if node.op == "get_attr":
             return getattr(loss.step.module, str(node.target))
-        if node in self._sums and loss.trained.intersection(node.all_input_nodes):
-            [source] = [source for source in node.all_input_nodes if source not in loss.trained]
-            return self.value(source).to(node.meta["val"].dtype)
+        if self.statistics is not None:
+            if node in loss.layer.statistics:
+                return self._statistic(node, self.statistics)
+            if node in loss.linear and loss.trained.intersection(node.all_input_nodes):
+                [source] = loss.derived.intersection(node.all_input_nodes)
+                return self.value(source).to(node.meta["val"].dtype)
         args, kwargs = map_arg((node.args, node.kwargs), self.value)
         return node.target(*args, **kwargs)  # type: ignore[operator]
 
-    def _rows_of(self, logits: Any, rows: Tensor) -> Tensor:
-        """Returns rows of all layers in the order and shape of the rows of some logits."""
-        layer = self.loss.layer_of[logits]
-        rows = rows.split(self.loss.counts)[self.loss.layers.index(layer)]
-        return _select_rows(layer.logits[logits], rows)
-
-    def _statistic(self, node: Node) -> Any:
+    def _statistic(self, node: Node, statistics: Statistics) -> Any:
         """Returns what an operation of the loss computes of the statistics."""
-        source: Any = node.args[0]
-        layer, value, words = self.loss.layer_of[source], node.meta["val"], self.loss.words
-        name, logits = self.loss.statistics[node], layer.logits[source]
-        maximum, log_sum, *further = (self._rows_of(source, rows) for rows in self.statistics or ())
-        result = dict(zip((LABEL_LOGIT, LOGIT_SUM), further, strict=True)).get(name, log_sum)
-        shift = -log_sum if logits.normalized else maximum
+        layer, value, words = self.loss.layer, node.meta["val"], self.loss.words
+        name, normalized = layer.statistics[node], layer.logits_of(node).normalized
+        maximum, log_sum, label, total = (self.loss.rows_of(node, rows) for rows in statistics)
+        result = {LABEL_LOGIT: label, LOGIT_SUM: total}.get(name, log_sum)
+        shift = -log_sum if normalized else maximum
         result = result + (words if name == LOGIT_SUM else 1) * shift
         if name == LABEL_LOGIT:
-            label = self.value(layer.labels[node])
-            is_word = ((label >= 0) & (label < words)).reshape(result.shape)
+            word = self.value(layer.labels[node])
+            is_word = ((word >= 0) & (word < words)).reshape(result.shape)
             result = torch.where(is_word, result, math.nan)  # eager mode raises
         if operator_name(node) != "nll_loss_forward":
             return result.reshape(value.shape).to(value.dtype)
         *_, reduction, ignored = node.args
-        is_counted = label != ignored
-        losses, weight = torch.where(is_counted, -result, 0.0), is_counted.sum()
-        if reduction:
-            losses = losses.sum() / (weight if reduction == 1 else 1)
-        return losses.to(value[0].dtype), weight.to(value[1].dtype)
-
-    def _labels_of(self, layer: OutputLayer) -> Tensor:
-        count = shape_of(layer.product)[0]
-        for node, label in layer.labels.items():
-            source: Any = node.args[0]
-            labels = self.value(label).long().reshape(shape_of(source)[:-1])
-            return _spread_rows(layer.logits[source], labels).reshape(count)
-        device = layer.hidden.meta["val"].device
-        return torch.full((count,), NO_LABEL, dtype=torch.int64, device=device)
+        words_of_one = torch.where(word == ignored, NO_LABEL, 0)
+        inputs = result.unsqueeze(-1), words_of_one, None, reduction, NO_LABEL
+        results = node.target(*inputs)  # type: ignore[operator]
+        return [one.to(like.dtype) for one, like in zip(results, value, strict=True)]
 
 
-def _numbers_of(
-    nodes: Sequence[Node], leaves: Mapping[Node, str], numbers: dict[str, str]
-) -> list[str]:
-    """Returns a number for each value. Values computed by the same operations of `leaves`, which
-    have names, have the same one. `numbers` has those of operations."""
-    memo: dict[Node, str] = dict(leaves)
+def _numbers_of(nodes: Any) -> list[str]:
+    """Returns a number for each node. Values computed by the same operations have the same one."""
+    numbers: dict[str, str] = {}
+    memo: dict[Node, str] = {}
 
     def number(node: Node) -> str:
-        node = node if node in memo else without(node, COPIES)
+        node = without(node, COPIES)
         if node not in memo:
             args = map_arg(node.args, number)
             name = operator_name(node).rstrip("_")  # the export removes writes in place
-            args = sorted(args, key=str) if name == "add" else args
+            args = tuple(sorted(args, key=str)) if name == "add" else args
             key = repr((name, args, map_arg(node.kwargs, number)))
             memo[node] = numbers.setdefault(key, f"%{len(numbers)}")
         return memo[node]
@@ -286,41 +259,5 @@ def _numbers_of(
     return [number(node) for node in nodes]
 
 
-def _operation(node: Node) -> tuple[Any, ...]:
-    return node.target, node.args[1:], dict(node.kwargs)
-
-
-def _label_order(layer: OutputLayer, node: Node) -> tuple[Any, ...]:
-    """Returns the labels that a node reads, and the rows of the product to which they belong."""
-    source: Any = node.args[0]
-    rows = _select_rows(layer.logits[source], torch.arange(shape_of(layer.product)[0]))
-    return without(layer.labels[node], _RESHAPES), *rows.flatten().tolist()
-
-
-def _select_rows(logits: Logits, rows: Tensor) -> Tensor:
-    """Applies the views and slices of logits to a tensor that has one value per row."""
-    for operation in logits.rows:
-        target: Any = operation.target
-        if operator_name(operation) in VIEWS:
-            rows = rows.reshape(shape_of(operation)[:-1])
-        else:
-            rows = target(rows, *_place(operation))
-    return rows
-
-
-def _spread_rows(logits: Logits, rows: Tensor) -> Tensor:
-    """Returns labels in the order before the views and slices; other rows have no label."""
-    for operation in reversed(logits.rows):
-        shape = shape_of(operation.args[0])[:-1]
-        if operator_name(operation) in VIEWS:
-            rows = rows.reshape(shape)
-        else:
-            scatter = getattr(aten, f"{operator_name(operation)}_scatter")
-            rows = scatter(rows.new_full(shape, NO_LABEL), rows, *_place(operation))
-    return rows
-
-
-def _place(operation: Node) -> tuple[Any, ...]:
-    """Returns dimension and range of a slice, the dimension counted from the first."""
-    source, dim, *at = operation.args
-    return dim % len(shape_of(source)), *at  # type: ignore[operator]
+def _operations(logits: Logits) -> list[Any]:
+    return [(node.target, node.args[1:], node.kwargs) for node in logits.elementwise]

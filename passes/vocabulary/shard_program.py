@@ -15,23 +15,10 @@ from zbcompile.passes.torch_names import dtype_named
 
 HIDDEN, GRADIENT = Slot("activation", "hidden"), Slot("gradient", "hidden")
 STATISTICS, GATHERED = Slot("activation", "statistics"), Slot("gradient", "gathered")
-COEFFICIENTS, TANGENT = Slot("saved", "coefficients"), Slot("tangent", "loss")
+COEFFICIENTS = Slot("saved", "coefficients")
 LOOKED_UP, OF_LOOKUP = Slot("activation", "lookup"), Slot("gradient", "lookup")
 
 Bounds = tuple[tuple[int, int], ...]
-
-
-@dataclass(frozen=True)
-class InputLayer:
-    """An embedding that is sharded like the output layer.
-
-    Attributes:
-        weight: Name of the parameter.
-        rows: The form of the looked up rows.
-    """
-
-    weight: str
-    rows: TensorSpec
 
 
 @dataclass(frozen=True)
@@ -39,15 +26,15 @@ class VocabularyProgram:
     """The passes of a sharded output layer.
 
     Attributes:
+        parameters: What is sharded by rows, each name once; first the output layer's weight.
         bounds: First and last word, plus one, of every rank; `pieces` has the passes of every rank
             and `flops` their FLOPs for one microbatch.
         barriers: Between F and B of the last stage. 0: a forward alone, STATS makes the outputs.
         hidden: The form of what the last stage sends to all shards.
-        lookup: The embedding, if that is sharded too.
+        lookup: The form of the rows that are looked up, if the embedding is sharded too.
     """
 
-    weight: str
-    bias: str | None
+    parameters: tuple[str, ...]
     bounds: Bounds
     barriers: int
     hidden: TensorSpec
@@ -55,20 +42,14 @@ class VocabularyProgram:
     gradient: TensorSpec
     pieces: tuple[Mapping[str, PassGraph], ...]
     flops: tuple[Mapping[str, int], ...]
-    lookup: InputLayer | None = None
-
-    @property
-    def parameters(self) -> tuple[str, ...]:
-        """Returns the parameters that are sharded by rows, each once."""
-        table = None if self.lookup is None else self.lookup.weight
-        return tuple(name for name in dict.fromkeys((self.weight, self.bias, table)) if name)
+    lookup: TensorSpec | None
 
     @property
     def resident(self) -> tuple[str, ...]:
         """Returns the parameters and buffers that every rank reads."""
         passes = [piece for pieces in self.pieces for piece in pieces.values()]
-        buffers = [slot.name for piece in passes for slot in piece.inputs if slot.role == "buffer"]
-        return (*self.parameters, *dict.fromkeys(buffers))
+        slots = dict.fromkeys(slot for piece in passes for slot in piece.inputs)
+        return tuple(slot.name for slot in slots if slot.role in ("parameter", "buffer"))
 
     def stages_of(self, rank: int) -> list[StageProgram]:
         """Returns a rank's shard as a stage with S, STATS and T, and with a sharded embedding one
@@ -87,7 +68,7 @@ class VocabularyProgram:
             )
         ]
         if self.lookup is not None:
-            rows = {LOOKED_UP.name: self.lookup.rows}
+            rows = {LOOKED_UP.name: self.lookup}
             stages.append(
                 StageProgram(
                     **self._common(rank, "LOOKUP", "SPREAD"),

@@ -21,8 +21,7 @@ from zbcompile.passes.vocabulary.output_layer import (
     TRANSPOSES,
     UNSHARDED,
     VIEWS,
-    OutputLayer,
-    find_output_layers,
+    find_output_layer,
     refuse,
     shape_of,
     without,
@@ -44,7 +43,7 @@ class Lookups:
     @property
     def rows(self) -> int:
         """How many rows are looked up in a microbatch."""
-        return _count_rows(self.forward)
+        return sum(shape_of(node.args[1]).numel() for node in self.forward)
 
 
 @dataclass(frozen=True)
@@ -67,10 +66,6 @@ class ShardedStep:
     lookups: Lookups | None
 
     @property
-    def words(self) -> int:
-        return self.loss.words
-
-    @property
     def parameters(self) -> list[str]:
         """The names of all parameters that are sharded."""
         names = (self.weight, self.bias, self.lookups and self.lookups.weight)
@@ -86,14 +81,20 @@ def cut_output_layer(step: StepGraph, rows: Collection[str] | None = None) -> Sh
     Raises:
         NotShardableError: The loss, or another part of the step, needs the whole output layer.
     """
-    whole, trunk = step.copy(), step.copy()
-    layers = find_output_layers(whole)
-    weight, bias = _parameters_of(whole, layers, rows)
-    gradients = [] if step.tangent is None else [_gradients(whole, x, weight) for x in layers]
-    loss = RowLoss(whole, layers, [logits for logits, _ in gradients])
-    sharded = ShardedStep(whole, trunk, loss, weight, bias, _find_lookups(loss, weight, rows))
-    surgery = _Surgery(whole, trunk)
-    surgery.end_with_hidden([layer.hidden for layer in layers], [dx for _, dx in gradients])
+    if step.loss is not None and step.outputs:
+        refuse(step.loss, "results besides the loss", UNSHARDED)
+    trunk = step.copy()
+    loss = RowLoss(step, find_output_layer(step))
+    layer = loss.layer
+    weight, bias = (_parameter(loss, node, rows) for node in (layer.weight, loss.bias))
+    assert weight is not None
+    products = [] if step.tangent is None else layer.products
+    gradients = [_gradients(step, product, weight) for product in products]
+    if gradients:
+        loss.check_gradients([logits for logits, _ in gradients])
+    sharded = ShardedStep(step, trunk, loss, weight, bias, _find_lookups(loss, weight, rows))
+    surgery = _Surgery(step, trunk)
+    surgery.end_with_hidden(layer.hidden, [hidden for _, hidden in gradients])
     if sharded.lookups is not None:
         surgery.begin_with_rows(sharded.lookups)
     surgery.reduce_results(loss)
@@ -101,38 +102,36 @@ def cut_output_layer(step: StepGraph, rows: Collection[str] | None = None) -> Sh
     return sharded
 
 
-def _parameters_of(
-    step: StepGraph, layers: Sequence[OutputLayer], rows: Collection[str] | None
-) -> tuple[str, str | None]:
-    """Returns the names of the weight and the bias of the output layer."""
-    names = {node: name for name, node in step.parameters.items()}
-    weight, bias, product = layers[0].weight, layers[0].bias, layers[0].product
-    if any((layer.weight, layer.bias) != (weight, bias) for layer in layers):
-        refuse(product, "several output layers with weights of their own", UNSHARDED)
-    for name in (names.get(node) for node in (weight, bias) if node is not None):
-        if name is None or (step.tangent is not None and step.gradients.get(name) is None):
-            frozen = name or "a buffer"
-            refuse(product, f"an output layer that is not trained ({frozen})", UNSHARDED)
-        if name in step.shardings or (rows is not None and name not in rows):
-            reason = f"an output layer whose {name} the ranks divide in another way"
-            refuse(product, reason, UNSHARDED)
-    return names[weight], None if bias is None else names[bias]
+def _parameter(loss: RowLoss, node: Node | None, rows: Collection[str] | None) -> str | None:
+    """Returns the name of the output layer's weight or bias; None without a bias."""
+    if node is None:
+        return None
+    step, product = loss.step, loss.layer.products[0]
+    name = next((name for name, holder in step.parameters.items() if holder is node), "a buffer")
+    if name not in step.parameters or (
+        step.tangent is not None and step.gradients.get(name) is None
+    ):
+        refuse(product, f"an output layer that is not trained ({name})", UNSHARDED)
+    if name in step.shardings or (rows is not None and name not in rows):
+        refuse(product, f"an output layer whose {name} the ranks divide in another way", UNSHARDED)
+    return name
 
 
-def _gradients(step: StepGraph, layer: OutputLayer, weight: str) -> tuple[Node, Node]:
+def _gradients(step: StepGraph, product: Node, weight: str) -> tuple[Node, Node]:
     """Returns the gradient G of a product, and mm(G, W), that of the hidden state.
 
     mm(t(G), hidden) is a term of the gradient of the weight.
     """
-    hidden = without(layer.hidden, COPIES | TRANSPOSES)
+    hidden = without(product.args[-2], COPIES | TRANSPOSES)
     for term in _terms_of(step.gradients[weight]):
         operands = [without(arg, COPIES | TRANSPOSES) for arg in term.args[:2]]
         if operator_name(term) == "mm" and operands.count(hidden) == 1:
             [logits] = [operand for operand in operands if operand is not hidden]
             for user in logits.users:
-                if operator_name(user) == "mm" and without(user.args[1], _LAYOUT) is layer.weight:
+                parameter = without(user.args[1], _LAYOUT) if operator_name(user) == "mm" else None
+                if parameter is step.parameters[weight]:
                     return logits, user
-    refuse(layer.product, "an output layer before which nothing is trained", UNSHARDED)
+    refuse(product, "an output layer before which nothing is trained", UNSHARDED)
 
 
 def _terms_of(gradient: Node | None) -> Iterator[Node]:
@@ -148,22 +147,21 @@ def _terms_of(gradient: Node | None) -> Iterator[Node]:
 def _find_lookups(loss: RowLoss, weight: str, rows: Collection[str] | None) -> Lookups | None:
     """Returns the embedding to shard: the output layer's weight if that is an embedding as well,
     else the only one with as many rows. None if there is none."""
-    tables: dict[str, Lookups] = {}
-    for name, table in loss.step.parameters.items():
+    step, tables = loss.step, {}
+    for name, table in step.parameters.items():
         forward = [user for user in table.users if operator_name(user) == "embedding"]
-        terms = list(_terms_of(loss.step.gradients.get(name)))
+        terms = _terms_of(step.gradients.get(name))
         backward = [node for node in terms if operator_name(node) == "embedding_dense_backward"]
-        if forward and shape_of(table)[0] == loss.words and (rows is None or name in rows):
+        has_rows = shape_of(table)[0] == loss.words and (rows is None or name in rows)
+        if forward and has_rows and (name == weight or len(forward) == len(table.users)):
             tables[name] = Lookups(name, forward, backward)
-            alone = len(table.users) == len(forward) and len(terms) == len(backward)
-            if name == weight and not _can_shard(loss, tables[name]):
-                reason = "an embedding, tied to the output layer, that is not sharded"
-                refuse(forward[0], reason, UNSHARDED)
-            if name == weight:
-                return tables[name]
-            if not alone or not _can_shard(loss, tables[name]):
-                return None
-    return next(iter(tables.values())) if len(tables) == 1 else None
+    shardable = [lookups for lookups in tables.values() if _can_shard(loss, lookups)]
+    if weight in tables:
+        if tables[weight] not in shardable:
+            reason = "an embedding, tied to the output layer, that is not sharded"
+            refuse(tables[weight].forward[0], reason, UNSHARDED)
+        return tables[weight]
+    return shardable[0] if len(shardable) == 1 else None
 
 
 def _can_shard(loss: RowLoss, lookups: Lookups) -> bool:
@@ -173,12 +171,8 @@ def _can_shard(loss: RowLoss, lookups: Lookups) -> bool:
         lookups.weight not in loss.step.shardings
         and not any(node.args[3:4] == (True,) for node in lookups.forward)  # scale_grad_by_freq
         and not any(node.args[1] in loss.trained | loss.derived for node in uses)
-        and (loss.step.tangent is None or _count_rows(lookups.backward) == lookups.rows)
+        and (loss.step.tangent is None or len(lookups.backward) == len(lookups.forward))
     )
-
-
-def _count_rows(lookups: Sequence[Node]) -> int:
-    return sum(shape_of(node.args[1]).numel() for node in lookups)
 
 
 class _Surgery:
@@ -194,7 +188,7 @@ class _Surgery:
         result = self._join([self.copies[node] for node in hidden])
         self.values.hidden = result
         if gradients:
-            self.values.hidden_gradient = self._receive("hidden_gradient", result)
+            self.values.hidden_gradient = self._receive("hidden_gradient", result.meta["val"])
             parts = [self.copies[node] for node in gradients]
             self._replace(parts, self.values.hidden_gradient, parts)
 
@@ -205,7 +199,8 @@ class _Surgery:
         """
         forward = [self.copies[node] for node in lookups.forward]
         width = shape_of(forward[0])[-1]
-        self.values.lookup = self._receive("lookup", forward[0], (lookups.rows, width))
+        rows = forward[0].meta["val"].new_empty(lookups.rows, width)
+        self.values.lookup = self._receive("lookup", rows)
         first = next(node for node in self.graph.nodes if node.op == "call_function")
         self._replace(forward, self.values.lookup, [first] * len(forward))
         if lookups.backward:
@@ -236,32 +231,25 @@ class _Surgery:
         trunk = self.trunk
         trunk.gradients = {n: node for n, node in trunk.gradients.items() if n not in names}
         trunk.refresh_output()
-        used = {copy for node, copy in self.copies.items() if node.users}
-        for node in reversed(trunk.calls()):
-            if not node.users and node in used:
-                self.graph.erase_node(node)
+        trunk.remove_dead_nodes()
         for name in names:
             holder = trunk.parameters.pop(name)
             for user in holder.users:
-                refuse(_last_reader(user), f"another use of {name} in the model", UNSHARDED)
+                refuse(user, f"another use of {name} in the model", UNSHARDED)
             self.graph.erase_node(holder)
         self.graph.lint()
 
-    def _receive(self, name: str, like: Node, shape: tuple[int, ...] | None = None) -> Node:
+    def _receive(self, name: str, value: torch.Tensor) -> Node:
         """Returns a new placeholder, for a value like this one that a shard sends."""
-        value = like.meta["val"]
         with self.graph.inserting_after(self.graph.find_nodes(op="placeholder")[-1]):
             node = self.graph.placeholder(name)
-        node.meta = {"val": value if shape is None else value.new_empty(shape)}
+        node.meta = {"val": value}
         return node
 
     def _join(self, parts: list[Node]) -> Node:
         """Returns all rows of some nodes in one, computed where the last of them is."""
-        order = list(self.graph.nodes)
-        last = max(parts, key=order.index)
-        if len(parts) == 1:
-            return last
-        return self._insert(last.next, last, aten.cat.default, parts)
+        last = max(parts)
+        return self._insert(last.next, last, aten.cat.default, parts) if len(parts) > 1 else last
 
     def _replace(self, nodes: list[Node], rows: Node, places: list[Node]) -> None:
         """Replaces nodes by the parts of `rows` that they are, computed at some places."""
@@ -282,10 +270,3 @@ class _Surgery:
             value = target(*map_arg(args, lambda source: source.meta["val"]))
         node.meta = {**like.meta, "val": value}
         return node
-
-
-def _last_reader(node: Node) -> Node:
-    """Returns the last node of a chain of views."""
-    while operator_name(node) in _LAYOUT and node.users:
-        node = next(iter(node.users))
-    return node

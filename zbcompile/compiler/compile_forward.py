@@ -30,11 +30,10 @@ from zbcompile.passes.compile_step import compile_graph
 from zbcompile.passes.graph.fx import is_random
 from zbcompile.passes.stage.stage_programs import stage_programs
 from zbcompile.passes.step_graph import StepGraph
-from zbcompile.passes.vocabulary.log_probs import IGNORED
+from zbcompile.passes.vocabulary.log_probs import IGNORED, require_whole_logits
 from zbcompile.passes.vocabulary.output_layer import NotShardableError
 from zbcompile.passes.vocabulary.shard_program import VocabularyProgram, even_bounds
 from zbcompile.passes.vocabulary.trunk import ShardedStep, cut_output_layer
-from zbcompile.passes.vocabulary.whole_logits import require_whole_logits
 from zbcompile.program.directory import save_here
 from zbcompile.program.output import FORWARDS
 from zbcompile.program.program import Program, call_of, listed
@@ -112,7 +111,7 @@ def compile_forward(
     vocabulary = None
     if sharded is not None:
         placed = like.vocabulary.bounds if like is not None and like.vocabulary else None
-        bounds = placed or even_bounds(sharded.words, options.schedule.ranks)
+        bounds = placed or even_bounds(sharded.loss.words, options.schedule.ranks)
         vocabulary = forward_shards(sharded, bounds)
     return Program(
         model=facts_of(model, step.constant_values),

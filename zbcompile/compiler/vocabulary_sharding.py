@@ -105,7 +105,7 @@ def shard(
 
     `bounds` are given if rows have their ranks already.
     """
-    bounds = bounds or even_bounds(sharded.words, schedule.ranks)
+    bounds = bounds or even_bounds(sharded.loss.words, schedule.ranks)
     barriers = choices.vocab if isinstance(choices.vocab, int) else 1
     vocabulary = shard_passes(sharded, bounds, barriers, choices.dtype_of_sum)
     inserted = insert(schedule, vocabulary, stages)

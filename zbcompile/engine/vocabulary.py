@@ -303,7 +303,7 @@ class Collectives:
         gradient = None
         if self.ends.first in self.shards:
             gradient = self._take(ROWS_MESSAGE, 0, microbatch)
-        values = self.backend.broadcast(gradient, self.program.lookup.rows, self.ends.first)
+        values = self.backend.broadcast(gradient, self.program.lookup, self.ends.first)
         for rank, value in values.items():
             self.shards[rank].spread[microbatch] = value
 

@@ -85,7 +85,7 @@ def _operation(node: Node) -> list[Figure]:
         Figure("inputs", tuple(argument.name for argument in node.all_input_nodes)),
         Figure("module", origin.owner if origin else ""),
         Figure("line", origin.text if origin else ""),
-        Figure("made_by", str(node.meta.get("pass", "" if origin else "zbcompile"))),
+        Figure("made_by", "" if origin else "zbcompile"),
     ]
 
 

@@ -153,7 +153,7 @@ class Summary:
             yield f"on several stages, gradients summed over them: {names}."
         if program.vocabulary is not None:
             words = ", ".join(str(high - low) for low, high in program.vocabulary.bounds)
-            weight, width = program.vocabulary.weight, program.vocabulary.hidden.shape[-1]
+            weight, width = program.vocabulary.parameters[0], program.vocabulary.hidden.shape[-1]
             shape = [program.vocabulary.bounds[-1][1], width]
             yield f"output layer over all ranks: {weight} {shape}; words by rank: {words}."
         yield from _recomputation(program)

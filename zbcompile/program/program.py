@@ -243,7 +243,8 @@ class Program:
             return []
         modules = [piece[name].module for piece in vocabulary.pieces for name in sorted(piece)]
         graphs = [_digest(module.code + _types(module)) for module in modules]
-        return [vocabulary.weight, vocabulary.barriers, list(map(list, vocabulary.bounds)), graphs]
+        bounds = list(map(list, vocabulary.bounds))
+        return [vocabulary.parameters[0], vocabulary.barriers, bounds, graphs]
 
 
 def call_of(microbatch: Microbatch) -> tuple[str, ...]:

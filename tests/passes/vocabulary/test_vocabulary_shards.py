@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -114,6 +114,10 @@ def focal(logits: Tensor, target: Tensor) -> Tensor:
     return -((1 - chosen.exp()).square() * chosen).mean()
 
 
+def with_dropout(logits: Tensor, target: Tensor) -> Tensor:
+    return F.dropout(cross_entropy(logits, target, reduction="none"), 0.5).mean()
+
+
 def partly_without_gradients(logits: Tensor, target: Tensor) -> Tensor:
     chosen = F.log_softmax(logits, -1).gather(-1, target.clamp(min=0)[..., None]).squeeze(-1)
     with torch.no_grad():
@@ -179,7 +183,7 @@ def run_step(
 ) -> ShardedRunner:
     sharded = cut_output_layer(step)
     compiled = compile_graph(sharded.trunk, **{"ranks_of": (0, 1), **options})
-    bounds = even_bounds(sharded.words, ranks)
+    bounds = even_bounds(sharded.loss.words, ranks)
     sum_dtype = Choices(accumulate_dtype=torch.float32).dtype_of_sum
     program = shard_passes(sharded, bounds, barriers, sum_dtype)
     return ShardedRunner(sharded, compiled, program, model, batches)
@@ -359,30 +363,6 @@ def test_the_trunk_has_no_sharded_parameters() -> None:
     assert set(shard_passes(sharded, even_bounds(WORDS, 2), 1).parameters) == names
 
 
-def test_outputs_of_shards_and_of_stages() -> None:
-    class WithOutputs(Model):
-        def forward(self, tokens: Tensor) -> Any:
-            self.largest = self.embedding(tokens).max()
-            return super().forward(tokens)
-
-    model = WithOutputs()
-
-    def loss(logits: Tensor, target: Tensor) -> Any:
-        return cross_entropy(logits, target), {
-            "z": logits.logsumexp(-1).mean(),
-            "labels": (target >= 0).sum(),
-        }
-
-    batches = [batch_of()]
-    options = ExportOptions(returns="metrics")
-    runner = run_step(export_training_step(model, *batches[0], loss, options), model, batches, 2, 1)
-    assert [node is None for node in runner.sharded.trunk.outputs] == [True, False]
-    runner.run()
-    logits = model(*batches[0][0])
-    [actual] = runner.shards[1][0].outputs.values()
-    assert torch.allclose(actual[0], logits.logsumexp(-1).mean())
-
-
 def test_log_probabilities_of_labels() -> None:
     model = Model("soft cap")
     tokens, _, target = batch_of()
@@ -488,20 +468,24 @@ def masked(logits: Tensor, target: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("function", "loss", "reason"),
     [
-        (einsum, cross_entropy, "bmm of the logits before their softmax"),
-        (columns, cross_entropy, "a softmax over a part of the columns"),
-        (plain, second_dimension, "transpose of the logits before their softmax"),
-        (plain, masked, "masked_fill of the logits before their softmax"),
+        (columns, cross_entropy, "slice of the logits"),
+        (plain, second_dimension, "transpose of the logits"),
+        (plain, masked, "masked_fill of the logits"),
         (plain, two_labels, "terms of the loss with different labels"),
-        (plain, two_forms, "reads logits before and after a scale, cap or cast"),
+        (plain, two_forms, "reads logits before and after a bias, scale, cap or cast"),
         (of_the_weight_too, cross_entropy, "another use of weight in the model"),
-        (with_and_without_bias, of_both, "a loss that reads logits before the bias is added"),
+        (
+            with_and_without_bias,
+            of_both,
+            "reads logits before and after a bias, scale, cap or cast",
+        ),
         (of_a_constant, cross_entropy, "an output layer before which nothing is trained"),
         (plain, repeated, "cat of the logits"),
         (plain, total, "sum of the logits"),
         (plain, class_weights, "nll_loss_forward of the logits"),
         (plain, entropy, "mul of the logits|_softmax of the logits"),
         (plain, shifted_words, "add of the logits"),
+        (plain, with_dropout, "a loss that draws random numbers"),
         (plain, partly_without_gradients, "a hook, an autograd.Function, or parts without"),
         (plain, hooked, "a hook, an autograd.Function, or parts without"),
         (plain, by_a_function, "a hook, an autograd.Function, or parts without"),
@@ -515,8 +499,11 @@ def test_what_is_not_sharded_is_named_with_its_line(
         cut_output_layer(step)
 
 
-def test_a_step_without_a_softmax_is_not_sharded() -> None:
-    step = export_training_step(Model(), *batch_of(), lambda logits, target: logits.square().mean())
+@pytest.mark.parametrize(
+    ("model", "loss"), [(Model(), lambda x, _: x.square().mean()), (Custom(einsum), cross_entropy)]
+)
+def test_a_softmax_of_no_product_is_not_sharded(model: nn.Module, loss: Loss) -> None:
+    step = export_training_step(model, *batch_of(), loss)
     with pytest.raises(NotShardableError, match="no softmax normalizes the product"):
         cut_output_layer(step)
 
@@ -536,17 +523,16 @@ def test_a_softmax_of_a_router_is_none_of_words() -> None:
         cut_output_layer(step)
 
 
-@pytest.mark.parametrize("returned", [False, True])
-def test_metrics_count_if_they_are_returned(returned: bool) -> None:
+@pytest.mark.parametrize("returns", ["", "metrics", "outputs"])
+def test_metrics_count_if_they_are_returned(returns: Literal["", "metrics", "outputs"]) -> None:
     def loss(logits: Tensor, target: Tensor) -> Any:
         return cross_entropy(logits, target), (logits.argmax(-1) == target).float().mean()
 
-    options = ExportOptions(returns="metrics") if returned else None
-    step = export_training_step(Model(), *batch_of(), loss, options)
-    if not returned:
+    step = export_training_step(Model(), *batch_of(), loss, ExportOptions(returns=returns))
+    if not returns:
         assert cut_output_layer(step).weight == "output.weight"
         return
-    with pytest.raises(NotShardableError, match="has argmax of the logits"):
+    with pytest.raises(NotShardableError, match="results besides the loss"):
         cut_output_layer(step)
 
 
@@ -567,17 +553,6 @@ def test_a_frozen_output_layer_is_not_sharded() -> None:
         cut_output_layer(step)
 
 
-def test_an_output_of_both_losses_is_not_sharded() -> None:
-    def loss(output: tuple[Tensor, Tensor], target: Tensor) -> Any:
-        total = with_router(output, target)
-        return total, {"twice": total * 2}
-
-    options = ExportOptions(returns="metrics")
-    step = export_training_step(Model("router"), *batch_of(), loss, options)
-    with pytest.raises(NotShardableError, match="which depends on parameters"):
-        cut_output_layer(step)
-
-
 def test_an_embedding_that_counts_by_frequency_stays_whole() -> None:
     model = Model()
     model.embedding.scale_grad_by_freq = True
@@ -590,8 +565,8 @@ def test_an_embedding_that_counts_by_frequency_stays_whole() -> None:
         cut_output_layer(step)
 
 
-def test_outputs_of_the_size_of_the_vocabulary_are_not_sharded() -> None:
-    options = ExportOptions(returns="outputs")
-    step = export_training_step(Model(), *batch_of(), cross_entropy, options)
+def test_a_forward_that_returns_logits_is_not_sharded() -> None:
+    tokens, _, _ = batch_of()
+    step = export_forward(Model(), tokens, {}, None, lambda logits, _: logits.log_softmax(-1))
     with pytest.raises(NotShardableError, match="an output of the size of the vocabulary"):
         cut_output_layer(step)
