@@ -227,14 +227,14 @@ ENGINE = (
 CACHE = (
     PlantedFault(
         "a stale cache hit after the model has changed",
-        "zbcompile/program_cache/programs.py",
+        "zbcompile/program_cache/graph_cache.py",
         "return all(state.hold() for state in self.states)",
         "return True",
         ("tests/zbcompile/program_cache/test_changing_python.py",),
     ),
     PlantedFault(
         "a stale cache hit under another autocast",
-        "zbcompile/program_cache/graph_key.py",
+        "zbcompile/program_cache/graph_cache.py",
         "return TorchModes(dtype, kernels,",
         "return TorchModes(None, kernels,",
         ("tests/zbcompile/engine/test_autocast.py", "tests/zbcompile/program_cache"),
@@ -242,13 +242,13 @@ CACHE = (
     PlantedFault(
         "the warm-up draws random numbers",
         "zbcompile/program_cache/warm_up.py",
-        "with undisturbed(stage.device), torch.no_grad(), no_autocast:",
+        "with gpu.forked_generators(stage.device), torch.no_grad(), no_autocast:",
         "with torch.no_grad(), no_autocast:",
         ("tests/zbcompile/program_cache", "tests/zbcompile/engine"),
     ),
     PlantedFault(
         "outputs in the opposite order of the batch",
-        "zbcompile/program_cache/step_outputs.py",
+        "zbcompile/engine/executable.py",
         "return torch.cat(parts)\n",
         "return torch.cat(parts[::-1])\n",
         ("tests/zbcompile/program_cache/test_step_outputs.py",),

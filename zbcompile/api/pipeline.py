@@ -16,6 +16,7 @@ from zbcompile.backends.backend import Compilation
 from zbcompile.batches.batch import SplitBatch
 from zbcompile.batches.losses import Losses
 from zbcompile.distributed.ranks import Ranks
+from zbcompile.engine.executable import kind_of
 from zbcompile.engine.step import Engine
 from zbcompile.errors import PipelineError
 from zbcompile.model.distributed_tensors import Parts, TensorPart
@@ -25,14 +26,12 @@ from zbcompile.options import PipelineOptions
 from zbcompile.passes.capture.joined_loss import join_loss
 from zbcompile.passes.capture.model_checks import check_wrappers
 from zbcompile.passes.capture.training_step import LossFunction
-from zbcompile.planning.batch_layout import BatchLayout
 from zbcompile.planning.choose_schedule import choose_schedule
 from zbcompile.profiling.observation import Observation
 from zbcompile.program.program import Program
 from zbcompile.program.step_record import StepRecord
 from zbcompile.program_cache.binding import ModelBinding
 from zbcompile.program_cache.programs import ProgramCache
-from zbcompile.program_cache.step_outputs import kind_of
 
 if TYPE_CHECKING:  # torch's pipelining takes a second to import
     from zbcompile.torch_pipelining.pipeline_stage import CompiledPipelineStage
@@ -73,9 +72,8 @@ class Pipeline(ModelState):
             self._binding = ModelBinding(model, parts, options, self._ranks)
             self._compiled = ProgramCache(model, options, self._binding, schedule, saved)
             self._optimizers = Optimizers(self._binding)
-            layout = BatchLayout(model, options, self._compiled)
             self._runner = StepRunner(
-                options, engine, self._compiled, layout, self._optimizers, self._observation
+                options, engine, self._compiled, self._optimizers, self._observation
             )
 
     if not TYPE_CHECKING:  # with it, type checkers would allow any name
@@ -250,7 +248,6 @@ class Pipeline(ModelState):
             step = self._runner.split(args, kwargs, target, microbatches, outputs)
             losses, extra = self._runner.run(step, outputs, self.step_index)
         self.step_index += 1
-        self.observation.done()
         return losses, extra
 
     def eval(

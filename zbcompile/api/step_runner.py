@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,38 +11,61 @@ import torch
 from zbcompile.api.optimizers import Optimizers
 from zbcompile.batches.batch import (
     Batch,
+    Microbatch,
     Microbatches,
     SplitBatch,
     flatten_batch,
     refuse_input_gradients,
+    require_divisible,
     split_batches,
 )
 from zbcompile.batches.losses import Losses
 from zbcompile.distributed.agreement import agree
 from zbcompile.distributed.ranks import Ranks
-from zbcompile.engine.executable import BoundGraphs, Executable, StepInput
+from zbcompile.engine.executable import (
+    BoundGraphs,
+    Executable,
+    StepInput,
+    joined_outputs,
+    joined_rows,
+    keyword,
+)
 from zbcompile.engine.step import Engine
 from zbcompile.errors import PipelineError
-from zbcompile.options import PipelineOptions, checked
+from zbcompile.options import PipelineOptions, checked, is_searched
 from zbcompile.passes.torch_names import type_text
-from zbcompile.planning.batch_layout import BatchLayout
+from zbcompile.planning.auto import compile_auto
+from zbcompile.planning.choose_schedule import fit_to_batch, fit_to_count
 from zbcompile.profiling.observation import Observation
+from zbcompile.program_cache.orders import step_order
 from zbcompile.program_cache.programs import ProgramCache
-from zbcompile.program_cache.step_outputs import joined_outputs, joined_rows, keyword
+from zbcompile.progress import LONG, Progress
+from zbcompile.schedules import Schedule
 
 OUTPUTS = ("all", "last")
 
 
-@dataclass(frozen=True)
+@dataclass
 class StepRunner:
-    """Runs the steps and evaluations of a pipeline."""
+    """Runs the steps and evaluations of a pipeline. The first batch decides the schedule.
+
+    Attributes:
+        unfitted: The schedule before the first step fits it to its batch.
+        admitted: Numbers of microbatches that the schedule admits.
+        usual_rows: The samples of a usual microbatch.
+    """
 
     options: PipelineOptions
     engine: Engine
     cache: ProgramCache
-    layout: BatchLayout
     optimizers: Optimizers
     observation: Observation
+    unfitted: Schedule = field(init=False)
+    admitted: set[int] = field(default_factory=set)
+    usual_rows: int | None = None
+
+    def __post_init__(self) -> None:
+        self.unfitted = self.cache.schedule
 
     def split(
         self,
@@ -60,13 +84,65 @@ class StepRunner:
             self._refuse_target(target)
             batch = flatten_batch(args, kwargs, target, self.options.split, static_inputs=static)
             refuse_input_gradients(batch)
-            return self.layout.split(batch, self.engine.ranks.is_first)
+            return self._split(batch)
         has_batch = bool(args or kwargs or target is not None)
         batches = split_batches(microbatches, "step", has_batch, static)
         for batch in batches:
             refuse_input_gradients(batch)
             self._refuse_target(batch.whole.example[2])
-        return self.layout.fit([batch.whole for batch in batches])
+        return self._fit([batch.whole for batch in batches])
+
+    def _split(self, batch: Batch) -> Microbatches:
+        """Returns the microbatches of a batch. The first one fixes their number: `microbatches=`,
+        or what a named schedule admits."""
+        cache, trains = self.cache, self.cache.binding.trains
+        if not trains:
+            is_first = self.engine.ranks.is_first
+            cache.schedule = fit_to_batch(self.unfitted, self.options, batch, is_first)
+            if is_searched(self.options):
+                require_divisible(batch, cache.schedule.microbatches)
+                self._decide(batch.microbatch(0, cache.schedule.microbatches))
+        count = cache.schedule.microbatches
+        if trains and self.usual_rows is not None and not batch.divides_into(count):
+            # the fewest with at most the usual rows; inputs of several lengths may have none
+            counts = filter(batch.divides_into, range(1, batch.size + 1))
+            count = next((n for n in counts if batch.size // n <= self.usual_rows), count)
+        require_divisible(batch, count)
+        if count == cache.schedule.microbatches:
+            self.usual_rows = batch.rows(0, count)
+        self._require_order(count)
+        return batch.into(count)
+
+    def _fit(self, microbatches: Sequence[Microbatch]) -> Microbatches:
+        """Returns microbatches that are already split."""
+        count = len(microbatches)
+        if not self.cache.binding.trains:
+            self.cache.schedule = fit_to_count(self.unfitted, self.options, count)
+            if is_searched(self.options):
+                self._decide(microbatches[0])
+        self._require_order(count)
+        alike = len({microbatch.signature for microbatch in microbatches}) == 1
+        return Microbatches(tuple(microbatches), alike)
+
+    def _require_order(self, count: int) -> None:
+        """Raises PipelineError, before a rank waits, for a number of microbatches that the schedule
+        does not admit."""
+        program, usual = self.cache.binding.program, self.cache.schedule.microbatches
+        if program is not None and program.trains and count not in {usual, *self.admitted}:
+            step_order(program, count)
+            self.admitted.add(count)
+
+    def _decide(self, microbatch: Microbatch) -> None:
+        """Chooses the schedule by the predicted step, for the first batch's microbatches."""
+        cache, options, what = self.cache, self.options, "choosing the schedule"
+        usual = cache.schedule
+        with cache.ranks.watch.position.turn_to(what), Progress(f"zbcompile: {what}", first=LONG):
+            exported = cache.export(microbatch)
+            make = partial(cache.make, microbatch, exported)
+            count, chunks = usual.microbatches, options.chunks
+            program = compile_auto(make, options.choices, usual.ranks, count, chunks)
+        cache.searched = exported, program
+        cache.schedule, cache.decided = program.schedule, program.choices
 
     def _refuse_target(self, target: Any) -> None:
         if self.options.loss is None and target is not None and self.cache.saved is None:
@@ -105,12 +181,13 @@ class StepRunner:
         cache, binding, ranks = self.cache, self.cache.binding, self.engine.ranks
         executable = self.compile(step)
         binding.require_values()
+        self.observation.last_step = None
         request = StepInput(
             microbatches=step.tensors,
             index=index,
             seed=self.options.seed,
             reduction=self.options.loss_reduction,
-            recorder=self.observation.of_step(),
+            recorder=self.observation if self.observation.record else None,
             slices=self.optimizers.parameters,
             actions=self.optimizers.actions(),
             ahead=self.optimizers.all_overlap,
@@ -147,7 +224,8 @@ class StepRunner:
         with ranks.watch.region(computes), torch.inference_mode(False):
             if outputs not in OUTPUTS:
                 raise PipelineError(f"outputs={outputs!r}; expected one of {OUTPUTS}.")
-            recorder, static = self.observation.of_forward(), self.options.static_inputs
+            recorder = self.observation if self.observation.record else None
+            static = self.options.static_inputs
             if isinstance(microbatches, Sequence):
                 count, has_batch = None, bool(args or kwargs or labels is not None)
                 batches = split_batches(microbatches, computes, has_batch, static)
@@ -170,7 +248,6 @@ class StepRunner:
             with torch.autocast(ranks.device.type, enabled=False):  # its casts are in the graphs
                 schedule = self.cache.schedule
                 values = self.engine.run_step(executable, request, {}, schedule).outputs
-            self.observation.done()
         if outputs == "last" and not executable.ends_on(ranks.local):
             results: list[Any] = [None] * len(batches)
         else:

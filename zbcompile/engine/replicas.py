@@ -7,7 +7,7 @@ ranks continue. The factor 1/replicas of a mean loss enters as the tangent of th
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from zbcompile.distributed.mesh import Mesh, Replicas
-from zbcompile.distributed.parcels import Parcel, send
+from zbcompile.distributed.packing import as_contiguous
 from zbcompile.engine.gradients import Gradients
 from zbcompile.engine.optimizer_parameters import LATE, Observe, OptimizerParameters
 from zbcompile.errors import PipelineError
@@ -24,6 +24,8 @@ from zbcompile.model.placements import PARTIAL, along
 from zbcompile.program.program import Program
 
 Route = tuple[dist.ProcessGroup, torch.dtype | None]  # the group, and the dtype of the messages
+ALONE_BYTES = 1 << 20  # what is as large is sent from its memory: a copy would take as much again
+BUCKET_BYTES = 25 << 20  # smaller gradients are sent together, as in DistributedDataParallel
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,50 @@ def plan_sums(program: Program, rank: int, over: Mapping[str, Sum]) -> SumPlan:
     return SumPlan(complete, early, tuple(late), over)
 
 
+@dataclass
+class Bucket:
+    """Dense gradients of one dtype whose sum is under way as `flat`: the memory of a single one, or
+    a copy of several, or in another dtype."""
+
+    gradients: Sequence[torch.Tensor]
+    flat: torch.Tensor
+    work: dist.Work
+
+    def unpack(self) -> None:
+        """Waits for the sum, and writes it into the gradients."""
+        self.work.wait()
+        parts = self.flat.view(-1).split([gradient.numel() for gradient in self.gradients])
+        for gradient, part in zip(self.gradients, parts, strict=True):
+            if gradient.data_ptr() != part.data_ptr():
+                target = as_contiguous(gradient)
+                target.copy_(part.view(target.shape))
+
+
+def sum_up(gradients: Iterable[torch.Tensor], route: Route) -> Iterator[Bucket]:
+    """Begins to sum gradients, which have equal sizes on all ranks of the group. Yields them in
+    buckets."""
+    group, dtype = route
+    for members in _divided(gradients):
+        views = [as_contiguous(gradient) for gradient in members]
+        flat = views[0] if len(views) == 1 else torch.cat([view.reshape(-1) for view in views])
+        if dtype is not None and not flat.is_complex():
+            flat = flat.to(dtype)
+        yield Bucket(members, flat, dist.all_reduce(flat, group=group, async_op=True))
+
+
+def _divided(gradients: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    small: dict[torch.dtype, list[torch.Tensor]] = {}
+    for gradient in gradients:
+        if gradient.nbytes >= ALONE_BYTES:
+            yield [gradient]
+            continue
+        together = small.setdefault(gradient.dtype, [])
+        together.append(gradient)
+        if sum(member.nbytes for member in together) >= BUCKET_BYTES:
+            yield small.pop(gradient.dtype)
+    yield from small.values()
+
+
 def unobserved(name: str, gradient: torch.Tensor) -> None:
     """Ignores a gradient."""
 
@@ -97,7 +143,7 @@ class Reduction:
     gradients: Gradients
     slices: Sequence[OptimizerParameters] = ()
     observe: Observe = unobserved
-    buckets: defaultdict[int, list[Parcel[str]]] = field(default_factory=lambda: defaultdict(list))
+    buckets: defaultdict[int, list[Bucket]] = field(default_factory=lambda: defaultdict(list))
 
     def __post_init__(self) -> None:
         """Zeroes gradients of earlier steps on all but the first rank, so that the sum counts them
@@ -138,10 +184,7 @@ class Reduction:
     ) -> None:
         for name, gradient in gradients:
             self.observe(name, gradient)
-        group, dtype = route
-        self.buckets[stage] += send(
-            gradients, lambda flat: dist.all_reduce(flat, group=group, async_op=True), dtype
-        )
+        self.buckets[stage] += sum_up((gradient for _, gradient in gradients), route)
 
     def finish_stage(self, stage: int) -> None:
         """Blocks until the sums of a stage are complete."""

@@ -30,7 +30,8 @@ from zbcompile.engine.tied import reduce_tied
 from zbcompile.engine.vocabulary import ShardStep
 from zbcompile.errors import PipelineError
 from zbcompile.faults.watch import LocalWatch, Watch
-from zbcompile.model.seeds import microbatch_seed, undisturbed
+from zbcompile.model.seeds import microbatch_seed
+from zbcompile.passes import gpu
 from zbcompile.schedules import Schedule
 from zbcompile.schedules.ir.actions import Action
 from zbcompile.torch_private import profiler_is_on
@@ -57,7 +58,9 @@ class Engine:
     ranks: Ranks
 
     def __post_init__(self) -> None:
-        self.check = FirstStepCheck(self.ranks) if self.ranks.mesh.beside("pp", "dp") else None
+        mesh = self.ranks.mesh
+        self.check = FirstStepCheck(self.ranks) if mesh.beside("pp", "dp") else None
+        self.replica = mesh.index(*BATCHES)  # among those with batches of their own
 
     def run_step(
         self,
@@ -88,7 +91,7 @@ class Engine:
         runs = self._rank_runs(executable, step, reductions, transport)
         losses, outputs = Losses(()), Outputs()
         waiting = ranks.watch.position.waiting
-        with undisturbed(ranks.device), torch.no_grad():
+        with gpu.forked_generators(ranks.device), torch.no_grad():
             interleave(runs)
             with waiting("the last sends"):
                 for run in runs:
@@ -138,7 +141,7 @@ class Engine:
         stages = self._stage_runs(executable, step, reductions)
         if collectives is not None:
             for rank, runs in stages.items():
-                first = min(executable.program.stages_of(rank))
+                first = min(executable.sums[rank].complete)
                 collectives.shards[rank] = ShardStep(first, runs[SHARD], runs.get(LOOKUPS))
         return [
             RankRun(
@@ -165,13 +168,13 @@ class Engine:
         if step.reduction == "mean":
             loss_factor /= count * ranks.replicas.count
         # Microbatches are numbered over all replicas, which train as one pipeline.
-        number = ranks.mesh.index(*BATCHES) * count
+        number = self.replica * count
         seeds = [microbatch_seed(step.index, number + i, step.seed) for i in range(count)]
         runs: dict[int, dict[int, StageRun]] = {}
         for rank, reduction in reductions.items():
             stages = {
                 stage: [graphs.stages[stage] for graphs in executable.graphs]
-                for stage in program.stages_of(rank)
+                for stage in executable.sums[rank].complete
             }
             rows = None
             if first.vocabulary is not None:

@@ -9,8 +9,8 @@ from torch import nn
 
 from zbcompile.errors import PipelineError
 from zbcompile.model.distributed_tensors import PART
-from zbcompile.model.seeds import undisturbed
 from zbcompile.model.state_dict_guard import local_state_allowed
+from zbcompile.passes import gpu
 from zbcompile.passes.meta_device import is_on_meta, on_device
 from zbcompile.passes.torch_private import tensor_tables
 
@@ -111,7 +111,7 @@ class Share:
 
 def fill(init: Init, seed: int, name: str, tensor: torch.Tensor) -> None:
     """Let `init` fill a tensor, with random numbers that depend on `seed` and its name alone."""
-    with undisturbed(tensor.device), torch.no_grad():
+    with gpu.forked_generators(tensor.device), torch.no_grad():
         torch.manual_seed(int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:7]))
         init(name, tensor)
 

@@ -9,8 +9,7 @@ The generators of the process serve the data functions alone.
 
 import random
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,13 +38,6 @@ def microbatch_seed(step: int, microbatch: int, seed: int = 0) -> int:
         mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK
         mixed ^= mixed >> 31
     return mixed >> 1
-
-
-@contextmanager
-def undisturbed(device: torch.device) -> Iterator[None]:
-    """Run without advancing the caller's generators."""
-    with gpu.forked_generators(device):
-        yield
 
 
 def seed_generators(seed: int, device: torch.device) -> None:

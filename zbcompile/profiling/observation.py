@@ -131,6 +131,8 @@ class Observation:
         parts = self._ranks.gather_here(self._times.record(self._ahead or 0.0))
         self.last_step = make_record(self._times, parts, in_process=self._ranks.group is None)
         self._times = None
+        if self._records is not None:
+            self._records.append(self.last_step)
 
     @contextmanager
     def recording(self) -> Iterator[list[StepRecord]]:
@@ -141,18 +143,3 @@ class Observation:
             yield self._records
         finally:
             self.record, self._records = before
-
-    def of_step(self) -> "Observation | None":
-        """Returns this recorder if the next step is recorded, else None."""
-        if not self.record:
-            self.last_step = None
-        return self if self.record else None
-
-    def of_forward(self) -> "Observation | None":
-        """Returns this recorder if evaluations are recorded, else None."""
-        return self if self.record else None
-
-    def done(self) -> None:
-        """Appends the last record to the list of `recording`."""
-        if self.record and self._records is not None and self.last_step is not None:
-            self._records.append(self.last_step)

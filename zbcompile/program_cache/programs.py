@@ -7,7 +7,7 @@ The first program decides where every parameter lives; later ones keep to that.
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ from zbcompile.compiler.compile_model import (
 )
 from zbcompile.distributed.agreement import gathered, together
 from zbcompile.distributed.mesh import BATCHES, DIMENSIONS
-from zbcompile.engine.executable import BoundGraphs, Executable, plan_step
+from zbcompile.engine.executable import BoundGraphs, Executable, keyword, returned_values
 from zbcompile.engine.stage import rebind
 from zbcompile.engine.step_agreement import StepAgreement, require_same_batch
 from zbcompile.errors import PipelineError
@@ -55,92 +55,18 @@ from zbcompile.prediction.memory_limit import compile_within_memory
 from zbcompile.program.directory import save_program
 from zbcompile.program.program import Program, call_of, listed
 from zbcompile.program_cache.binding import ModelBinding
-from zbcompile.program_cache.graph_key import (
+from zbcompile.program_cache.graph_cache import (
+    CompiledGraphs,
+    GraphCache,
     GraphKey,
-    KeyDetails,
     key_details,
     recompile_reason,
     torch_modes,
 )
 from zbcompile.program_cache.orders import step_order
-from zbcompile.program_cache.step_outputs import keyword, returned_values
 from zbcompile.progress import LONG, Progress
 from zbcompile.schedules import Schedule
 from zbcompile.torch_private import fingerprint
-
-
-@dataclass(frozen=True, eq=False)
-class CompiledGraphs:
-    """The graphs that were compiled for a key: those of one microbatch of a step, or those of each
-    microbatch of an evaluation. They are valid while the module state is unchanged."""
-
-    graphs: tuple[BoundGraphs, ...]
-    states: tuple[ModuleState, ...] = ()
-    details: KeyDetails | None = None
-    key: Any = None
-
-    def is_valid(self) -> bool:
-        return all(state.hold() for state in self.states)
-
-    def change(self) -> str:
-        """Returns the first value of the module state that has changed, "" if none has."""
-        return next(filter(None, (state.change() for state in self.states)), "")
-
-
-@dataclass
-class GraphCache:
-    """At most `limit` entries, the least recently used first. A new entry evicts the oldest, but
-    never `first`."""
-
-    limit: int
-    first: CompiledGraphs | None = None
-    entries: list[CompiledGraphs] = field(default_factory=list)
-    plans: dict[tuple[int, ...], Executable] = field(default_factory=dict)
-
-    def find(self, key: Any) -> CompiledGraphs | None:
-        """Returns the valid entry of a key, which becomes the most recently used one."""
-        for entry in reversed(self.entries):
-            if entry.key == key and entry.is_valid():
-                self.entries.remove(entry)
-                self.entries.append(entry)
-                return entry
-        return None
-
-    def change(self, key: Any) -> str:
-        """Returns what has changed in the module state since the last entry of a key."""
-        return next((entry.change() for entry in reversed(self.entries) if entry.key == key), "")
-
-    def add(self, entry: CompiledGraphs) -> bool:
-        """Adds an entry. Returns True if that evicts another one."""
-        excess = len(self.entries) + 1 - self.limit
-        evictable = [old for old in self.entries if old is not self.first]
-        evicted = evictable[: max(0, excess)]
-        self.entries = [old for old in self.entries if old not in evicted] + [entry]
-        numbers = {graphs.number for old in self.entries for graphs in old.graphs}
-        self.plans = {key: plan for key, plan in self.plans.items() if numbers.issuperset(key)}
-        return bool(evicted)
-
-    def plan(
-        self,
-        graphs: Sequence[BoundGraphs],
-        order: Callable[[Program, int], Schedule],
-        ranks: Sequence[int],
-    ) -> Executable:
-        """Returns the executable of microbatches that run these graphs, in the order that `order`
-        has for as many microbatches."""
-        key = tuple(part.number for part in graphs)
-        plan = self.plans.pop(key, None)
-        if plan is None:
-            plan = plan_step(graphs, order(graphs[0].program, len(graphs)), ranks)
-        self.plans[key] = plan
-        for old in list(self.plans)[: max(0, len(self.plans) - self.limit)]:
-            del self.plans[old]
-        return plan
-
-    def clear(self) -> None:
-        self.first = None
-        self.entries.clear()
-        self.plans.clear()
 
 
 class ProgramCache:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from zbcompile.engine.stage import CompiledStage
-from zbcompile.model.seeds import undisturbed
+from zbcompile.passes import gpu
 from zbcompile.passes.graph.roles import SAVED, Slot
 
 
@@ -28,7 +28,7 @@ def warm_up(stages: Iterable[CompiledStage], passes: Collection[tuple[str, int]]
                 continue
             try:
                 no_autocast = torch.autocast(stage.device.type, enabled=False)
-                with undisturbed(stage.device), torch.no_grad(), no_autocast:
+                with gpu.forked_generators(stage.device), torch.no_grad(), no_autocast:
                     _run(stage, name, saved)
             except Exception as error:
                 problem = f"{type(error).__name__}: {error}".partition("\n")[0]

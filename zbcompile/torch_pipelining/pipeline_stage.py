@@ -20,7 +20,8 @@ from zbcompile.engine.gradients import Gradients
 from zbcompile.engine.stage import CompiledStage, StageRun
 from zbcompile.errors import PipelineError
 from zbcompile.model.model_info import module_with
-from zbcompile.model.seeds import microbatch_seed, undisturbed
+from zbcompile.model.seeds import microbatch_seed
+from zbcompile.passes import gpu
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.torch_names import dtype_named
 from zbcompile.program.program import Program
@@ -199,7 +200,7 @@ class CompiledPipelineStage(PipelineStage):
                 " torch's schedules pass positional arguments only to the first stage. Pass it to"
                 " schedule.step as a keyword on every rank."
             )
-        with undisturbed(self._compiled.device), torch.no_grad():
+        with gpu.forked_generators(self._compiled.device), torch.no_grad():
             self._made["F", microbatch] = run.run(
                 "F", microbatch, self._arrived.pop(("F", microbatch), [])
             )

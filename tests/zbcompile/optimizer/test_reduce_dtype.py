@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import zbcompile
 from tests.support.pool import Pool
 from tests.support.training import assert_same_tensors
-from zbcompile.distributed.parcels import ALONE_BYTES
+from zbcompile.engine.replicas import ALONE_BYTES
 
 WIDTH = 520  # a weight travels by itself, biases together
 Named = dict[str, Tensor]

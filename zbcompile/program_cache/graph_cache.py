@@ -1,18 +1,23 @@
-"""The key of a compiled program: what a capture freezes into its graphs.
+"""Compiled graphs by their keys: what a capture freezes into them.
 
 An export depends on shapes and modes (the key) and on the state of modules and loss
 (`ModuleState`). All ranks of a pipeline have the whole batch, and so the same key.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from zbcompile.batches.batch import Microbatch
+from zbcompile.engine.executable import BoundGraphs, Executable, plan_step
 from zbcompile.engine.gradients import grad_dtype
+from zbcompile.passes.module_state import ModuleState
 from zbcompile.passes.torch_private import attention_priority, hooks_of
+from zbcompile.program.program import Program
+from zbcompile.schedules import Schedule
 
 
 class TorchModes(NamedTuple):
@@ -112,3 +117,77 @@ _KINDS: dict[str, Callable[[Any], str]] = {
         "other modes of torch (deterministic algorithms, oneDNN, precision of products)"
     ),
 }
+
+
+@dataclass(frozen=True, eq=False)
+class CompiledGraphs:
+    """The graphs that were compiled for a key: those of one microbatch of a step, or those of each
+    microbatch of an evaluation. They are valid while the module state is unchanged."""
+
+    graphs: tuple[BoundGraphs, ...]
+    states: tuple[ModuleState, ...] = ()
+    details: KeyDetails | None = None
+    key: Any = None
+
+    def is_valid(self) -> bool:
+        return all(state.hold() for state in self.states)
+
+    def change(self) -> str:
+        """Returns the first value of the module state that has changed, "" if none has."""
+        return next(filter(None, (state.change() for state in self.states)), "")
+
+
+@dataclass
+class GraphCache:
+    """At most `limit` entries, the least recently used first. A new entry evicts the oldest, but
+    never `first`."""
+
+    limit: int
+    first: CompiledGraphs | None = None
+    entries: list[CompiledGraphs] = field(default_factory=list)
+    plans: dict[tuple[int, ...], Executable] = field(default_factory=dict)
+
+    def find(self, key: Any) -> CompiledGraphs | None:
+        """Returns the valid entry of a key, which becomes the most recently used one."""
+        for entry in reversed(self.entries):
+            if entry.key == key and entry.is_valid():
+                self.entries.remove(entry)
+                self.entries.append(entry)
+                return entry
+        return None
+
+    def change(self, key: Any) -> str:
+        """Returns what has changed in the module state since the last entry of a key."""
+        return next((entry.change() for entry in reversed(self.entries) if entry.key == key), "")
+
+    def add(self, entry: CompiledGraphs) -> bool:
+        """Adds an entry. Returns True if that evicts another one."""
+        excess = len(self.entries) + 1 - self.limit
+        evictable = [old for old in self.entries if old is not self.first]
+        evicted = evictable[: max(0, excess)]
+        self.entries = [old for old in self.entries if old not in evicted] + [entry]
+        numbers = {graphs.number for old in self.entries for graphs in old.graphs}
+        self.plans = {key: plan for key, plan in self.plans.items() if numbers.issuperset(key)}
+        return bool(evicted)
+
+    def plan(
+        self,
+        graphs: Sequence[BoundGraphs],
+        order: Callable[[Program, int], Schedule],
+        ranks: Sequence[int],
+    ) -> Executable:
+        """Returns the executable of microbatches that run these graphs, in the order that `order`
+        has for as many microbatches."""
+        key = tuple(part.number for part in graphs)
+        plan = self.plans.pop(key, None)
+        if plan is None:
+            plan = plan_step(graphs, order(graphs[0].program, len(graphs)), ranks)
+        self.plans[key] = plan
+        for old in list(self.plans)[: max(0, len(self.plans) - self.limit)]:
+            del self.plans[old]
+        return plan
+
+    def clear(self) -> None:
+        self.first = None
+        self.entries.clear()
+        self.plans.clear()
