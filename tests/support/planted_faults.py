@@ -324,7 +324,7 @@ GPU = (
     ),
     PlantedFault(
         "a message with other strides than its reader was traced for",
-        "zbcompile/distributed/packing.py",
+        "zbcompile/distributed/transport.py",
         "return _copied(value, once, spec.stride).expand(spec.shape)",
         "return value",
         ("tests/zbcompile/distributed/test_packing.py", "tests/zbcompile/engine"),

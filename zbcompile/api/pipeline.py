@@ -14,7 +14,6 @@ from zbcompile.api.optimizers import Optimizers
 from zbcompile.api.step_runner import StepRunner
 from zbcompile.backends.backend import Compilation
 from zbcompile.batches.batch import SplitBatch
-from zbcompile.batches.losses import Losses
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.engine.executable import kind_of
 from zbcompile.engine.step import Engine
@@ -225,18 +224,6 @@ class Pipeline(ModelState):
         >>> pipe.step(microbatches=[((part,), {}, goal) for part, goal in packed])  # doctest: +SKIP
         """
         kind = kind_of(return_outputs, return_metrics)
-        losses, outputs = self._run_step(args, kwargs, target, microbatches, kind)
-        loss = losses.total(self.options.loss_reduction)
-        return (loss, outputs) if kind else loss
-
-    def _run_step(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        target: Any,
-        microbatches: SplitBatch | None,
-        outputs: bool | str,
-    ) -> tuple[Losses, Any]:
         with self._watch.region(f"step {self.step_index}"):
             if torch.is_inference_mode_enabled():
                 raise PipelineError(
@@ -245,10 +232,11 @@ class Pipeline(ModelState):
                 )
             self._optimizers.begin_step()
             self._binding.parts.take_gradients()
-            step = self._runner.split(args, kwargs, target, microbatches, outputs)
-            losses, extra = self._runner.run(step, outputs, self.step_index)
+            batch = self._runner.split(args, kwargs, target, microbatches, kind)
+            losses, outputs = self._runner.run(batch, kind, self.step_index)
         self.step_index += 1
-        return losses, extra
+        loss = losses.total(self.options.loss_reduction)
+        return (loss, outputs) if kind else loss
 
     def eval(
         self,
@@ -328,13 +316,6 @@ class Pipeline(ModelState):
         """
         with self._watch.region("recompile"):
             self._compiled.recompile()
-
-    def to(self, *args: Any, **kwargs: Any) -> Self:
-        """Raises PipelineError: a pipeline's tensors stay where they are, and of their dtype."""
-        raise PipelineError(
-            "the tensors of a pipeline stay where they are, and of their dtype: call model.to(...)"
-            " before zbcompile.pipeline."
-        )
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

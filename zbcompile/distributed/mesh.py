@@ -3,16 +3,14 @@ and the replicas."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from itertools import product
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from zbcompile.distributed.packing import as_contiguous
+from zbcompile.distributed.transport import as_contiguous, patience
 from zbcompile.errors import PipelineError
-from zbcompile.passes import gpu
 from zbcompile.torch_private import gloo_timeout, groups_of_process, is_bound, root_of
 
 DIMENSIONS = {
@@ -24,7 +22,6 @@ DIMENSIONS = {
 }
 BATCHES = ("dp", "ep")  # ranks along these pass batches of their own
 PLACE = ("tp", "cp", "ep")  # ranks along these dimensions may have graphs of different sizes
-LONGER = 2.0  # seconds for which gloo waits on when the watch should have ended the wait
 PARTS = ("dp", "ep", "cp")  # ranks along these have losses of their own, which the step averages
 
 
@@ -144,12 +141,6 @@ def new_group(members: list[int], timeout: float, backend: str | None = None) ->
         )
     waits = patience(backend or dist.get_backend(), timeout)
     return dist.new_group(members, waits, backend, use_local_synchronization=True)
-
-
-def patience(backend: str, timeout: float) -> timedelta:
-    """How long torch waits in a group before it gives up: longer than this package's watch, which
-    says why. With NCCL torch then ends the process."""
-    return timedelta(seconds=2 * timeout if backend == gpu.BACKEND else timeout + LONGER)
 
 
 def is_patient(group: dist.ProcessGroup, timeout: float) -> bool:

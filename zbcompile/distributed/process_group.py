@@ -9,8 +9,9 @@ import torch.distributed as dist
 from torch import nn
 
 from zbcompile.distributed.gpus import require_distinct_gpus, take_gpu, warn_of_few_queues
-from zbcompile.distributed.mesh import PARTS, Mesh, Replicas, mesh_of, patience
+from zbcompile.distributed.mesh import PARTS, Mesh, Replicas, mesh_of
 from zbcompile.distributed.ranks import GroupRanks, Ranks
+from zbcompile.distributed.transport import patience
 from zbcompile.env import ORDERED
 from zbcompile.errors import PipelineError
 from zbcompile.faults.fault_store import FaultStore

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from zbcompile.distributed.mesh import Mesh, Replicas
-from zbcompile.distributed.packing import as_contiguous
+from zbcompile.distributed.transport import as_contiguous
 from zbcompile.engine.gradients import Gradients
 from zbcompile.engine.optimizer_parameters import LATE, Observe, OptimizerParameters
 from zbcompile.errors import PipelineError

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from zbcompile.backends.types import Run
-from zbcompile.distributed.packing import laid_out
+from zbcompile.distributed.transport import laid_out
 from zbcompile.engine.gradients import Gradients
 from zbcompile.errors import PipelineError
 from zbcompile.model.seeds import Relay, seed_generators

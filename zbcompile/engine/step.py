@@ -15,9 +15,8 @@ from torch import nn
 from zbcompile.batches.losses import Losses
 from zbcompile.distributed.in_flight import complete, keep_in_flight
 from zbcompile.distributed.mesh import BATCHES, broadcast
-from zbcompile.distributed.packing import empty
 from zbcompile.distributed.ranks import Ranks
-from zbcompile.distributed.transport import Transport
+from zbcompile.distributed.transport import Transport, empty
 from zbcompile.engine.executable import Executable, Outputs, StepInput
 from zbcompile.engine.first_step_check import FirstStepCheck, written_buffers
 from zbcompile.engine.gradients import Gradients

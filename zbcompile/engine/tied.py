@@ -12,8 +12,8 @@ from functools import reduce
 import torch
 import torch.distributed as dist
 
-from zbcompile.distributed.packing import laid_out
 from zbcompile.distributed.ranks import Ranks
+from zbcompile.distributed.transport import laid_out
 from zbcompile.engine.gradients import Gradients
 from zbcompile.passes.stage.pass_graph import PassGraph
 from zbcompile.passes.stage.stage_program import tensor_spec

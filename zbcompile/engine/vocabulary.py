@@ -18,8 +18,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from zbcompile.distributed.packing import empty
-from zbcompile.distributed.transport import Transport
+from zbcompile.distributed.transport import Transport, empty
 from zbcompile.engine.stage import StageRun
 from zbcompile.passes import gpu
 from zbcompile.passes.graph.roles import TensorSpec

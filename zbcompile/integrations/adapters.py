@@ -10,7 +10,7 @@ from torch import nn
 from zbcompile.api.pipeline import Pipeline
 from zbcompile.distributed.agreement import together
 from zbcompile.errors import PipelineError
-from zbcompile.model.state_dict_guard import local_state_allowed
+from zbcompile.model.remote_tensors import local_state_allowed
 
 DEFAULT = (  # the adapter whose files lie in the folder itself; others have one of their own
     "default"

@@ -4,18 +4,22 @@ torch refuses to compute with them, and a state dict of the module raises, as it
 of other ranks. `pipe.state_dict(full=True)` has the whole model.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from zbcompile.errors import PipelineError
 from zbcompile.model.distributed_tensors import PART, TensorPart, is_distributed
-from zbcompile.model.state_dict_guard import local_state_allowed
-from zbcompile.passes.meta_device import on_device
+from zbcompile.passes.meta_device import is_on_meta, on_device
 from zbcompile.passes.torch_private import tensor_tables
 
 _META = torch.device("meta")
+_allowed: ContextVar[bool] = ContextVar("local state dicts", default=False)
 
 
 def move_to_meta(model: nn.Module, is_remote: Callable[[str], bool]) -> None:
@@ -51,3 +55,27 @@ def local_state_dict(model: nn.Module) -> dict[str, Any]:
     return {
         key: value.to_local() if is_distributed(value) else value for key, value in state.items()
     }
+
+
+def refuse_state_dict(model: nn.Module, summary: str) -> None:
+    """Lets `model.state_dict()` raise PipelineError while tensors of other ranks are on the meta
+    device. `summary` says what this process holds."""
+    model.register_state_dict_pre_hook(partial(_refuse, summary))
+
+
+def _refuse(summary: str, model: nn.Module, prefix: str, keep_vars: bool) -> None:
+    if not _allowed.get() and is_on_meta(model):
+        raise PipelineError(
+            f"this process holds {summary}, and the rest of the model is on the meta device. Call"
+            " pipe.state_dict(full=True) on every rank, or zbcompile.save_weights."
+        )
+
+
+@contextmanager
+def local_state_allowed() -> Iterator[None]:
+    """Allows `model.state_dict()` inside; tensors of other ranks are on the meta device."""
+    token = _allowed.set(True)
+    try:
+        yield
+    finally:
+        _allowed.reset(token)

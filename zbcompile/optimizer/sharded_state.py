@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zbcompile.distributed.packing import as_contiguous
+from zbcompile.distributed.transport import as_contiguous
 from zbcompile.engine.optimizer_parameters import OptimizerTensor
 from zbcompile.engine.zero1 import ShardedBuffer
 from zbcompile.errors import PipelineError

@@ -14,8 +14,8 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
 from zbcompile.batches.batch import whole_batch
-from zbcompile.distributed.packing import as_contiguous, packed, packed_buffer
 from zbcompile.distributed.ranks import Ranks
+from zbcompile.distributed.transport import as_contiguous, packed, packed_buffer
 from zbcompile.engine.gradients import Gradients
 from zbcompile.engine.stage import CompiledStage, StageRun
 from zbcompile.errors import PipelineError

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from zbcompile.distributed.packing import as_contiguous, laid_out, packed, packed_buffer
+from zbcompile.distributed.transport import as_contiguous, laid_out, packed, packed_buffer
 from zbcompile.passes.stage.stage_program import tensor_spec
 
 NUMBERS = torch.arange(720.0)

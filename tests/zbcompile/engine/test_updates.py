@@ -80,10 +80,3 @@ def test_a_schedule_to_check_has_no_updates() -> None:
 def test_two_model_copies_update_at_the_end_of_the_step() -> None:
     plain = build("dualpipe", ranks=4, microbatches=8)
     assert with_updates(plain, UPDATES) == plain
-
-
-@pytest.mark.parametrize("kinds", [("NOPE",), "OPT", ("OPT", "F")])
-def test_what_is_no_update_is_refused(kinds: tuple[str, ...]) -> None:
-    expected = "expected a tuple with some of VALIDATE, GATHER, REDUCE, OPT"
-    with pytest.raises(ScheduleError, match=expected):
-        with_updates(build("zb-h1", ranks=2, microbatches=1), kinds)

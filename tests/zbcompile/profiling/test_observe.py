@@ -16,7 +16,7 @@ import zbcompile
 from tests.support.oracle import PROBLEMS, WIDTH
 from tests.support.pool import Pool
 from tests.support.training import Case, pipeline_of
-from zbcompile.distributed.clocks import offset_to_first
+from zbcompile.profiling.observation import offset_to_first
 from zbcompile.program.step_record import StepRecord, read_record
 from zbcompile.schedules.ir.actions import COMMUNICATION, COMPUTE, flatten
 from zbcompile.schedules.ir.schedule import format_step, parse_step
