@@ -162,10 +162,8 @@ def require_known(names: Iterable[str]) -> None:
     for name in names:
         if name not in OPTIONS:
             near = difflib.get_close_matches(name, OPTIONS, n=1)
-            raise TypeError(
-                "zbcompile.pipeline has no option"
-                f" {name}={f'; did you mean {near[0]}=?' if near else ''}"
-            )
+            hint = f"did you mean {near[0]}=?" if near else "help(zbcompile.pipeline) lists all."
+            raise TypeError(f"zbcompile.pipeline has no option {name}=; {hint}")
 
 
 def checked(name: str, value: Any) -> Any:
@@ -297,9 +295,8 @@ _READERS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "recompute": (
         _read_recompute,
         (
-            '"off", "hints", "selective", "full", a share of what is kept otherwise such as 0.5,'
-            f" for each microbatch and stage {SIZES}; or a list of these with an entry for each"
-            " stage"
+            '"off", "hints", "selective", "full"; a share of what is kept otherwise, such as 0.5;'
+            f" what a stage keeps of a microbatch in {SIZES}; or a list with one of these per stage"
         ),
     ),
     "memory": (_positive_bytes, f"a positive number of {SIZES}"),

@@ -10,7 +10,7 @@ An order has fused backwards and split ones. A W that runs alone is always the o
 its rank.
 """
 
-from zbcompile.schedules.generators.order_writer import Writer
+from zbcompile.schedules.generators.order_builder import OrderBuilder
 from zbcompile.schedules.generators.task import Order, Task, each_rank
 
 
@@ -29,8 +29,8 @@ def dualpipe(task: Task, rank: int) -> Order:
     half, p = task.microbatches // 2, task.ranks
     first_copy, second_copy = rank, p - 1 - rank
     near, far = (first_copy, second_copy) if rank < p // 2 else (second_copy, first_copy)
-    write = Writer(half, first={second_copy: half})
-    return _phases(write, near, far, half, midpoint=p // 2, depth=min(first_copy, second_copy))
+    builder = OrderBuilder(half, first={second_copy: half})
+    return _phases(builder, near, far, half, midpoint=p // 2, depth=min(first_copy, second_copy))
 
 
 @each_rank
@@ -49,42 +49,47 @@ def dualpipe_v(task: Task, rank: int) -> Order:
     """
     near, far = rank, 2 * task.ranks - 1 - rank
     return _phases(
-        Writer(task.microbatches), near, far, task.microbatches, midpoint=task.ranks, depth=rank
+        OrderBuilder(task.microbatches),
+        near,
+        far,
+        task.microbatches,
+        midpoint=task.ranks,
+        depth=rank,
     )
 
 
 def _phases(
-    write: Writer, near: int, far: int, microbatches: int, midpoint: int, depth: int
+    builder: OrderBuilder, near: int, far: int, microbatches: int, midpoint: int, depth: int
 ) -> Order:
     """Writes `microbatches` through the near stage and the far one; phase numbers are
     DeepSeek's."""
     outer = midpoint - depth - 1
     for _ in range(2 * outer):  # 1: forwards near
-        write.f(near)
+        builder.f(near)
     for _ in range(depth + 1):  # 2: forwards near and far
-        write.f(near)
-        write.f(far)
+        builder.f(near)
+        builder.f(far)
     for _ in range(outer):  # 3: split backwards and forwards far
-        write.b(far)
-        write.w()
-        write.f(far)
+        builder.b(far)
+        builder.w()
+        builder.f(far)
     for index in range(microbatches - 2 * midpoint + depth + 1):  # 4: pairs alone
         # at the turn the first backward needs the forward that it would be paired with
         if outer == 0 and index == 0:
-            write.f(near)
-            write.bw(far)
+            builder.f(near)
+            builder.bw(far)
         else:
-            write.pair(near, far)
-        write.pair(far, near)
+            builder.pair(near, far)
+        builder.pair(far, near)
     for _ in range(outer):  # 5: no forward near is left
-        write.bw(far)
-        write.pair(far, near)
+        builder.bw(far)
+        builder.pair(far, near)
     # 6: backwards, fused in their first half and split in the second
     for index in range(2 * (depth + 1)):
-        (write.bw if index <= depth else write.b)(near if index % 2 else far)
+        (builder.bw if index <= depth else builder.b)(near if index % 2 else far)
     for _ in range(outer):  # 7: the last backwards near, with pending W before each
-        write.w()
-        write.b(near)
-    while write.pending:  # 8: the W that are left
-        write.w()
-    return tuple(write.order)
+        builder.w()
+        builder.b(near)
+    while builder.pending:  # 8: the W that are left
+        builder.w()
+    return tuple(builder.order)

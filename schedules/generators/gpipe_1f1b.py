@@ -1,7 +1,7 @@
 """GPipe and the 1F1B family: one stage a rank, the backward fused."""
 
 from zbcompile.schedules.generators.interleaved import overlapped_interleaved
-from zbcompile.schedules.generators.order_writer import Writer
+from zbcompile.schedules.generators.order_builder import OrderBuilder
 from zbcompile.schedules.generators.task import Order, Orders, Task, each_rank
 from zbcompile.schedules.ir.actions import B, F
 
@@ -29,15 +29,15 @@ def looped_bfs(task: Task, rank: int) -> Order:
         F0.0  F0.1  F2.0  F2.1                       BW2.0  BW2.1  BW0.0  BW0.1
               F1.0  F1.1  F3.0  F3.1  BW3.0  BW3.1  BW1.0  BW1.1
     """
-    write = Writer(task.microbatches)
+    builder = OrderBuilder(task.microbatches)
     stages = task.placement.stages_of(rank)
     for stage in stages:  # all forwards
         for _ in range(task.microbatches):
-            write.f(stage)
+            builder.f(stage)
     for stage in reversed(stages):  # all backwards
         for _ in range(task.microbatches):
-            write.bw(stage)
-    return tuple(write.order)
+            builder.bw(stage)
+    return tuple(builder.order)
 
 
 @each_rank
@@ -50,14 +50,14 @@ def one_f_one_b(task: Task, rank: int) -> Order:
         F0.0  F0.1         BW0.0         F0.2  BW0.1         BW0.2
               F1.0  BW1.0  F1.1   BW1.1        F1.2   BW1.2
     """
-    write = Writer(task.microbatches)
+    builder = OrderBuilder(task.microbatches)
     for _ in range(min(task.microbatches, task.ranks - 1 - rank)):  # warm-up
-        write.f(rank)
-    while write.has(B, rank):  # steady; cool-down once no forward is left
-        if write.has(F, rank):
-            write.f(rank)
-        write.bw(rank)
-    return tuple(write.order)
+        builder.f(rank)
+    while builder.has(B, rank):  # steady; cool-down once no forward is left
+        if builder.has(F, rank):
+            builder.f(rank)
+        builder.bw(rank)
+    return tuple(builder.order)
 
 
 def overlapped_one_f_one_b(task: Task) -> Orders:

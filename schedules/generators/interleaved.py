@@ -10,7 +10,7 @@ the size of the groups; the last group is what is left, so any number of microba
 from collections.abc import Iterator
 from itertools import islice
 
-from zbcompile.schedules.generators.order_writer import Writer
+from zbcompile.schedules.generators.order_builder import OrderBuilder
 from zbcompile.schedules.generators.task import Order, Task, each_rank
 
 
@@ -77,24 +77,24 @@ def _interleaved(
     stages = task.placement.stages_of(rank)
     usual = task.microbatches // rounds(task.ranks, task.microbatches)
     group = min(group or usual, task.microbatches) if task.chunks > 1 else 1
-    write = Writer(task.microbatches)
+    builder = OrderBuilder(task.microbatches)
     forwards = _in_groups(stages, group, task.microbatches)
     for stage in islice(forwards, (task.chunks - 1) * group + extra):  # warm-up
-        write.f(stage)
+        builder.f(stage)
     backwards = _in_groups(stages[::-1], group, task.microbatches)
     for done, stage in enumerate(backwards):  # steady; cool-down once no forward is left
         forward = next(forwards, None)
         if forward is not None and paired:
-            write.pair(forward, stage)
+            builder.pair(forward, stage)
             continue
         if forward is not None:
-            write.f(forward)
-        (write.b if split else write.bw)(stage)
+            builder.f(forward)
+        (builder.b if split else builder.bw)(stage)
         if split and done >= rank:
-            write.w()
-    while write.pending:
-        write.w()
-    return tuple(write.order)
+            builder.w()
+    while builder.pending:
+        builder.w()
+    return tuple(builder.order)
 
 
 def _in_groups(stages: tuple[int, ...], group: int, microbatches: int) -> Iterator[int]:

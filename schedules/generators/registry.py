@@ -174,7 +174,8 @@ def build_named(
         require_count("group", group)
     elif not family.rule.holds(ranks, microbatches):
         near = _next_admitted(family, ranks, microbatches)
-        hint = f"use {near}" if near else f"no number works on {ranks} ranks"
+        hint = f"no number works on {ranks} ranks: change ranks, or choose zb-h1 or zb-v"
+        hint = f"use {near}" if near else hint
         counts = f"{microbatches} microbatches on {ranks} ranks"
         raise ScheduleError(f"{family.name}: {counts}; it admits {family.rule.text}; {hint}")
     task = Task(placement, microbatches, costs, memory_limit)

@@ -2,7 +2,7 @@
 2401.10241, section 2)."""
 
 from zbcompile.schedules.generators.interleaved import interleaved_zero_bubble
-from zbcompile.schedules.generators.order_writer import Writer
+from zbcompile.schedules.generators.order_builder import OrderBuilder
 from zbcompile.schedules.generators.task import Order, Orders, Task, each_rank
 from zbcompile.schedules.ir.actions import F
 
@@ -36,22 +36,22 @@ def zb_h1_lazy(task: Task, rank: int, exact: bool = False) -> Order:
         F0.0  F0.1        BW0.0         F0.2  BW0.1         F0.3  BW0.2        BW0.3
               F1.0  B1.0  F1.1   BW1.1        F1.2   BW1.2        F1.3   B1.3  W1.0   W1.3
     """
-    write = Writer(task.microbatches)
+    builder = OrderBuilder(task.microbatches)
     warm_up = min(task.microbatches, task.ranks - 1 - rank)
     for _ in range(warm_up):
-        write.f(rank)
+        builder.f(rank)
     last_paired = task.microbatches - warm_up - 1  # the last backward of the steady phase
     for backward in range(task.microbatches):  # steady; cool-down once no forward is left
-        if write.has(F, rank):
-            write.f(rank)
+        if builder.has(F, rank):
+            builder.f(rank)
         if rank == 0 or (rank <= backward < last_paired and not exact):
-            write.bw(rank)
+            builder.bw(rank)
             continue
-        write.b(rank)
+        builder.b(rank)
         if backward >= rank:
-            write.w(rank)
-    write.flush(rank)
-    return tuple(write.order)
+            builder.w(rank)
+    builder.flush(rank)
+    return tuple(builder.order)
 
 
 @each_rank
@@ -65,14 +65,14 @@ def zb_h2(task: Task, rank: int) -> Order:
         F0.0  F0.1  F0.2  B0.0  W0.0  F0.3  B0.1  W0.1  B0.2  W0.2  B0.3  W0.3
               F1.0  B1.0  F1.1  B1.1  F1.2  B1.2  W1.0  F1.3  B1.3  W1.1  W1.2  W1.3
     """
-    write = Writer(task.microbatches)
+    builder = OrderBuilder(task.microbatches)
     for _ in range(min(task.microbatches, 2 * (task.ranks - rank) - 1)):  # warm-up
-        write.f(rank)
+        builder.f(rank)
     for backward in range(task.microbatches):  # steady; cool-down once no forward is left
-        write.b(rank)
+        builder.b(rank)
         if backward >= 2 * rank:
-            write.w(rank)
-        if write.has(F, rank):
-            write.f(rank)
-    write.flush(rank)
-    return tuple(write.order)
+            builder.w(rank)
+        if builder.has(F, rank):
+            builder.f(rank)
+    builder.flush(rank)
+    return tuple(builder.order)

@@ -12,7 +12,7 @@ from zbcompile.schedules.generators.list_scheduler import (
     spans,
     starts,
 )
-from zbcompile.schedules.generators.order_writer import Writer
+from zbcompile.schedules.generators.order_builder import OrderBuilder
 from zbcompile.schedules.generators.task import Order, Orders, Task
 from zbcompile.schedules.ir.actions import Action, B, F, W, flatten
 
@@ -56,32 +56,32 @@ def zb_v(task: Task) -> Orders:
 
 
 def _handcrafted(p: int, rank: int, microbatches: int) -> Order:
-    write, down, up = Writer(microbatches), rank, 2 * p - 1 - rank
+    builder, down, up = OrderBuilder(microbatches), rank, 2 * p - 1 - rank
     for _ in range(2 * (p - rank) - 1):  # warm-up
-        write.f(down)
+        builder.f(down)
     for _ in range(rank):
-        write.f(up)
-        write.f(down)
+        builder.f(up)
+        builder.f(down)
     for _ in range(p - rank):
-        write.f(up)
-        write.b(up)
-        write.w(up)
-    while write.has(F, up):  # steady
-        if write.has(F, down):
-            write.f(down)
-        write.b(down)
-        write.w(down)
-        write.f(up)
-        write.b(up)
-        write.w(up)
+        builder.f(up)
+        builder.b(up)
+        builder.w(up)
+    while builder.has(F, up):  # steady
+        if builder.has(F, down):
+            builder.f(down)
+        builder.b(down)
+        builder.w(down)
+        builder.f(up)
+        builder.b(up)
+        builder.w(up)
     for _ in range(rank):  # cool-down
-        write.b(down)
-        write.b(up)
+        builder.b(down)
+        builder.b(up)
     for _ in range(p - rank):
-        write.b(down)
-        write.w(down)
-    write.flush(up, down)
-    return tuple(write.order)
+        builder.b(down)
+        builder.w(down)
+    builder.flush(up, down)
+    return tuple(builder.order)
 
 
 def _never_wait(prefer: Callable[[Action], Any]) -> Callable[[DispatchState, int], Action | None]:

@@ -294,10 +294,10 @@ def checkpoints(names: dict[str, Any]) -> dict[str, Any]:
 
 
 def schedules(_: dict[str, Any]) -> dict[str, Any]:
-    from zbcompile.schedules.generators.order_writer import Writer
+    from zbcompile.schedules.generators.order_builder import OrderBuilder
     from zbcompile.schedules.generators.task import Order, Task, each_rank
 
-    return {"Order": Order, "Task": Task, "Writer": Writer, "each_rank": each_rank}
+    return {"Order": Order, "Task": Task, "OrderBuilder": OrderBuilder, "each_rank": each_rank}
 
 
 def training(_: dict[str, Any]) -> dict[str, Any]:

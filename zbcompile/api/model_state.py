@@ -222,8 +222,8 @@ def _check_keys(target: Mapping[str, Any], state: Mapping[str, Any]) -> None:
     missing, unexpected = sorted(set(target) - set(state)), sorted(set(state) - set(target))
     if missing or unexpected:
         raise PipelineError(
-            f"the state dict does not fit the model: missing {missing or 'nothing'}, unexpected"
-            f" {unexpected or 'nothing'}. load_state_dict takes the full dict, as"
+            f"the state dict does not fit the model: missing {missing[:4] or 'nothing'}, unexpected"
+            f" {unexpected[:4] or 'nothing'}. load_state_dict takes the full dict, as"
             " model.state_dict() or pipe.state_dict(full=True) makes it."
         )
     for key, value in target.items():

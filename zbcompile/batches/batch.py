@@ -274,7 +274,8 @@ def hinting(*hints: Callable[[], str]) -> Iterator[None]:
         hint_text = next(filter(None, (hint() for hint in hints)), "")
         if not hint_text:
             raise
-        raise CaptureError(f"{error} {hint_text}") from error
+        text = str(error).removesuffix(".")
+        raise CaptureError(f"{text}. {hint_text}") from error
 
 
 def refuse_input_gradients(batch: Batch) -> None:

@@ -73,7 +73,8 @@ def _dimension(path: str, leaf: Any, value: bool | int) -> Cut:
         )
     if not -leaf.ndim <= dim < leaf.ndim:
         raise PipelineError(
-            f"split= asks to cut dimension {dim} of {path}, which has shape {list(leaf.shape)}."
+            f"split= asks to cut dimension {dim} of {path}, which has shape {list(leaf.shape)};"
+            " expected one of its dimensions, counted from 0, or False for the whole tensor."
         )
     return dim % leaf.ndim
 

@@ -4,13 +4,14 @@ A command's module, and with it torch, is imported only when the command runs, a
 says so.
 """
 
+import argparse
 import gc
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import NoReturn
 
-from zbcompile.cli.parsers import COMMAND_LINES
+from zbcompile.cli.parsers import COMMAND_LINES, parser_of
 from zbcompile.progress import Progress, Say, silent
 from zbcompile.version import __version__
 
@@ -36,7 +37,7 @@ def main_of(name: str) -> Main:
     def main(arguments: Sequence[str] | None = None, say: Say = silent) -> int:
         if name not in COMMAND_LINES:
             return int(import_module(COMMANDS[name][0]).main(arguments, say))
-        chosen = COMMAND_LINES[name].parser(name).parse_args(arguments)
+        chosen = parser_of(name).parse_args(arguments)
         from zbcompile.cli.command_line import run_command
 
         return run_command(name, import_module(COMMANDS[name][0]).run, chosen, say)
@@ -58,24 +59,15 @@ def run_and_exit(name: str, arguments: list[str] | None = None) -> NoReturn:
 
 def choose_and_exit() -> NoReturn:
     """`python -m zbcompile NAME ...`."""
-    name, *rest = sys.argv[1:] or ["--help"]
-    if name in COMMANDS:
-        run_and_exit(name, rest)
-    if name == "--version":
-        print(__version__)
-        sys.exit()
     lines = [f"  {command:<12} {sentence}" for command, (_, sentence) in COMMANDS.items()]
-    usage = "\n".join(
-        [
-            "usage: python -m zbcompile COMMAND ...",
-            "",
-            *lines,
-            "",
-            "COMMAND --help lists its arguments.",
-        ]
+    parser = argparse.ArgumentParser(
+        prog="python -m zbcompile",
+        usage="python -m zbcompile COMMAND ...",
+        epilog="\n".join([*lines, "", "COMMAND --help lists its arguments."]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    if name in ("--help", "-h"):
-        print(usage)
-        sys.exit()
-    print(f"{usage}\nzbcompile: no command is called {name!r}.", file=sys.stderr)
-    sys.exit(2)
+    parser.add_argument("--version", action="version", version=__version__)
+    parser.add_argument("command", choices=COMMANDS, metavar="COMMAND")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    chosen = parser.parse_args(sys.argv[1:] or ["--help"])
+    run_and_exit(chosen.command, chosen.arguments)

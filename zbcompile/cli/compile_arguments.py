@@ -10,7 +10,7 @@ from typing import Any
 from zbcompile.batches.example import Example
 from zbcompile.cli.fake_models import fake_models
 from zbcompile.cli.option_flags import flag_of
-from zbcompile.cli.target import example_from, load_object
+from zbcompile.cli.target import load_example
 from zbcompile.compiler.compile_example import Compile, CompiledExample, compile_example
 from zbcompile.compiler.torch_logs import silenced, with_torchs_logs
 from zbcompile.options import OPTIONS, PipelineOptions, is_searched
@@ -49,11 +49,6 @@ class Plan:
             else options
         )
 
-    @cached_property
-    def maker(self) -> Any:
-        """The object that `target` names. Raises PipelineError if it cannot be imported."""
-        return load_object(self.target)
-
     @property
     def changed(self) -> list[str]:
         """The options that differ from their defaults, as they are written on a command line."""
@@ -67,7 +62,7 @@ def example_of(plan: Plan) -> Example:
         contextlib.redirect_stdout(sys.stderr),
         fake_models() if plan.fake else contextlib.nullcontext(),
     ):
-        return example_from(plan.maker, plan.target)
+        return load_example(plan.target)
 
 
 def compiled(

@@ -7,48 +7,37 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zbcompile.passes.torch_private import FakeTensorMode
+from zbcompile.passes.torch_private import FakeTensorMode, replaced
 from zbcompile.torch_private import replace_tensors
 
 
 @contextmanager
 def fake_models() -> Iterator[None]:
     """Context in which new tensors are fake, and `model.to(torch.bfloat16)` and `.half()` work on
-    modules of them."""
-    original, converted = nn.Module._apply, _Converted()
-    nn.Module._apply = converted.convert  # type: ignore[method-assign, assignment]
-    try:
-        with FakeTensorMode():
-            yield
-    finally:
-        nn.Module._apply = original  # type: ignore[method-assign]
+    modules of them.
 
-
-class _Converted:
-    """torch (2.11-2.13) swaps the contents of fake parameters, which is impossible once anything
+    torch (2.11-2.13) swaps the contents of fake parameters, which is impossible once anything
     refers to them weakly, as their initialisation does. Here a converted parameter replaces the
     former one, a tied one at every place.
     """
+    # by the ids of a conversion and a parameter, which are kept so that their ids stay theirs
+    converted: dict[tuple[int, int], tuple[Any, Tensor, nn.Parameter]] = {}
 
-    def __init__(self) -> None:
-        self.made: dict[tuple[int, int], tuple[Any, Tensor, nn.Parameter]] = {}
+    def convert(
+        module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True
+    ) -> nn.Module:
+        def new_parameter(parameter: nn.Parameter) -> nn.Parameter:
+            key = id(fn), id(parameter)
+            if key not in converted:
+                with torch.no_grad():
+                    new = nn.Parameter(fn(parameter), parameter.requires_grad)
+                converted[key] = fn, parameter, new
+            return converted[key][2]
 
-    @property
-    def convert(self) -> Callable[..., nn.Module]:
-        def _apply(
-            module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True
-        ) -> nn.Module:
-            for child in module.children() if recurse else ():
-                child._apply(fn)
-            replace_tensors(module, lambda parameter: self._of(parameter, fn), fn)
-            return module
+        for child in module.children() if recurse else ():
+            child._apply(fn)
+        replace_tensors(module, new_parameter, fn)
+        return module
 
-        return _apply
-
-    def _of(self, parameter: nn.Parameter, fn: Callable[[Tensor], Tensor]) -> nn.Parameter:
-        """The key's objects are kept, so that their ids stay theirs."""
-        key = id(fn), id(parameter)
-        if key not in self.made:
-            with torch.no_grad():
-                self.made[key] = fn, parameter, nn.Parameter(fn(parameter), parameter.requires_grad)
-        return self.made[key][2]
+    with replaced(nn.Module, "_apply", convert), FakeTensorMode():
+        yield

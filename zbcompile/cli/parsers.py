@@ -3,7 +3,6 @@ when it runs."""
 
 import argparse
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -66,27 +65,19 @@ the loop of docs/checkpoints.md into a script of your own, where zbcompile.load 
 """
 
 
-@dataclass(frozen=True)
-class CommandLine:
-    """The arguments of one command besides the common ones, and what `--help` says of it."""
-
-    description: str
-    epilog: str
-    add_arguments: Callable[[argparse.ArgumentParser], None]
-
-    def parser(self, name: str) -> argparse.ArgumentParser:
-        """The parser of the command `name`."""
-        parser = argparse.ArgumentParser(
-            prog=f"python -m zbcompile.{name}",
-            description=self.description,
-            epilog=f"{self.epilog}exit status: 0, or 2 with one line on standard error.\n",
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        parser.add_argument(
-            "--debug", action="store_true", help="show tracebacks of errors, and what torch prints"
-        )
-        self.add_arguments(parser)
-        return parser
+def parser_of(name: str) -> argparse.ArgumentParser:
+    """Returns the parser of inspect, compile or run."""
+    description, epilog, add_arguments = COMMAND_LINES[name]
+    parser = argparse.ArgumentParser(
+        prog=f"python -m zbcompile.{name}",
+        description=description,
+        epilog=f"{epilog}exit status: 0, or 2 with one line on standard error.\n",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    debug = "show tracebacks of errors, and what torch prints"
+    parser.add_argument("--debug", action="store_true", help=debug)
+    add_arguments(parser)
+    return parser
 
 
 class _Environment(argparse.Action):
@@ -180,12 +171,9 @@ def add_inspect_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "target", metavar="TARGET", help="package.module:name, path/file.py:name, or a directory"
     )
+    variables = "list the environment variables and exit"
     parser.add_argument(
-        "--env",
-        action=_Environment,
-        nargs=0,
-        default=argparse.SUPPRESS,  # as for --help, no value is left behind
-        help="list the environment variables and exit",
+        "--env", action=_Environment, nargs=0, default=argparse.SUPPRESS, help=variables
     )
     add_plan(parser)
     _add(parser.add_argument_group("what to predict"), PREDICTION)
@@ -224,19 +212,20 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-COMMAND_LINES = {
-    "inspect": CommandLine(
+# by command: what `--help` says before and after the arguments, and what adds these
+COMMAND_LINES: dict[str, tuple[str, str, Callable[[argparse.ArgumentParser], None]]] = {
+    "inspect": (
         "Show how zbcompile cuts, splits and schedules a model. Runs no step, needs no GPU.",
         _INSPECT,
         add_inspect_arguments,
     ),
-    "compile": CommandLine(
+    "compile": (
         "Compile the training step of a model into a directory from which every rank loads its"
         " part.",
         _COMPILE,
         add_compile_arguments,
     ),
-    "run": CommandLine(
+    "run": (
         "Train a compiled program with a data function; the model's source is not needed. Under"
         " torchrun each process is one rank; without it all ranks run in this process.",
         _RUN,

@@ -23,14 +23,9 @@ def load_example(target: str) -> Example:
     """Import what `target` names (`package.module:name` or `path/file.py:name`), call it, and
     return its example.
 
-    Raises PipelineError if it cannot be found, imported or called, or returns something else; see
-    `example_from`.
+    Raises PipelineError if it cannot be found, imported or called, or returns something else.
     """
-    return example_from(load_object(target), target)
-
-
-def example_from(maker: Any, target: str) -> Example:
-    """Returns the example that the function called `target` returns. Raises PipelineError."""
+    maker = load_object(target)
     if not callable(maker):
         raise PipelineError(
             f"{target} is a {type(maker).__name__}; expected a function without arguments."

@@ -61,6 +61,6 @@ class PipelineAccelerator(Accelerator):
 
 def _gathered(group: dist.ProcessGroup, tensor: torch.Tensor) -> torch.Tensor:
     local = tensor.reshape(1) if tensor.ndim == 0 else tensor.contiguous()
-    parts = [torch.empty_like(local) for _ in range(group.size())]
-    dist.all_gather(parts, local, group=group)
-    return torch.cat(parts)
+    gathered = local.new_empty((group.size() * len(local), *local.shape[1:]))
+    dist.all_gather_into_tensor(gathered, local, group=group)
+    return gathered

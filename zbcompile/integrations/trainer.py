@@ -116,16 +116,22 @@ class PipelineTrainer(Trainer):
         """Forward and backward of a batch; returns its loss."""
         model.train()
         inputs = send_to_device(inputs, self.pipe.device)
-        with self.pipe.ranks.watch.region("comparing batches"):
-            require_same_batch(self.pipe.ranks, inputs)
+        self._require_same(inputs)
         call = self._call(inputs, num_items_in_batch)
         with self.accelerator.autocast():
             self._compile_for(call)
-            return self.pipe.step(**self._weighed(call))  # type: ignore[no-any-return]
+            return self.pipe.step(**call)  # type: ignore[no-any-return]
+
+    def _require_same(self, inputs: Any) -> None:
+        with self.pipe.ranks.watch.region("comparing batches"):
+            require_same_batch(self.pipe.ranks, inputs)
 
     def _call(self, inputs: Mapping[str, Any], items: Any) -> Call:
-        """The keywords of a step. A loss that does not count items is the mean over the accumulated
-        batches."""
+        """The keywords of a step.
+
+        A loss that does not count items is the mean over the accumulated batches. A step is the
+        mean over its microbatches, and of replicas, so each divides by its share of the items.
+        """
         counts = items is not None and (
             self.model_accepts_loss_kwargs or self.compute_loss_func is not None
         )
@@ -139,22 +145,16 @@ class PipelineTrainer(Trainer):
             target["items"] = self._number(items) if counts else None
         if counts and self.model_accepts_loss_kwargs:
             kwargs["num_items_in_batch"] = self._number(items)
+        shares = self.pipe.microbatches_of(**kwargs, target=target)
+        if self.args.average_tokens_across_devices:
+            shares *= self.accelerator.num_processes
+        for counts, name in ((kwargs, "num_items_in_batch"), (target, "items")):
+            if counts.get(name) is not None:
+                counts[name] = counts[name] / shares
         return {**kwargs, "target": target}
 
     def _number(self, value: Any) -> torch.Tensor:
         return torch.as_tensor(value, dtype=torch.float32, device=self.pipe.device)
-
-    def _weighed(self, call: Call) -> Call:
-        """A step is the mean over its microbatches, and of replicas, so each divides by its share
-        of the items."""
-        shares = self.pipe.microbatches_of(**call)
-        if self.args.average_tokens_across_devices:
-            shares *= self.accelerator.num_processes
-        call = {**call, "target": dict(call["target"])}
-        for counts, name in ((call, "num_items_in_batch"), (call["target"], "items")):
-            if counts.get(name) is not None:
-                counts[name] = counts[name] / shares
-        return call
 
     def _compile_for(self, call: Call) -> None:
         """Compile, unless that has been done, and load the weights that waited for it."""
@@ -166,8 +166,7 @@ class PipelineTrainer(Trainer):
 
     def evaluated(self, inputs: Mapping[str, Any]) -> Any:
         """The model's output for a batch."""
-        with self.pipe.ranks.watch.region("comparing batches"):
-            require_same_batch(self.pipe.ranks, inputs)
+        self._require_same(inputs)
         with self.accelerator.autocast():
             if self._pending or not self.pipe.compilations:
                 self._compile_from(inputs)
@@ -288,8 +287,7 @@ class PipelineTrainer(Trainer):
 
     def _fill(self, folder: str) -> None:
         """Load what `_save` wrote."""
-        load = load_adapters if has_adapters(self.model) else load_weights
-        load(folder, self.pipe)
+        (load_adapters if has_adapters(self.model) else load_weights)(folder, self.pipe)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:

@@ -4,6 +4,7 @@ options."""
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from reprlib import repr as short
 from typing import Any
 
 import torch
@@ -44,7 +45,8 @@ class OptimizerConfig:
         refuse_removed("pipe.optimizer", self.options)
         for name, (is_valid, expected) in EXPECTED.items():
             if not is_valid(value := getattr(self, name)):
-                raise PipelineError(f"{name}={value!r}; expected {expected}.")
+                text = " ".join(short(value).split())  # a list of tensors takes many lines
+                raise PipelineError(f"{name}={text}; expected {expected}.")
         for group in self.groups or ():
             if not callable(group.get("params")):
                 raise PipelineError(
@@ -127,7 +129,7 @@ class OptimizerConfig:
 EXPECTED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "params": (
         lambda value: value is None or callable(value),
-        "a function of a parameter's name and the parameter",
+        "a function of a parameter's name and the parameter, or None for all of the pipeline's",
     ),
     "groups": (
         lambda value: (

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.optim import Optimizer
 
@@ -25,14 +26,17 @@ from zbcompile.errors import PipelineError
 from zbcompile.model.seeds import random_state, restore_random_state
 from zbcompile.model.tensor_shard import shard_of
 from zbcompile.persistence.checkpoint_directory import INDEX, begin, candidates, final_name
+from zbcompile.persistence.checkpoint_files import CheckpointReader, CheckpointWriter
 from zbcompile.persistence.checkpoint_values import Tensors, from_data, to_data
 from zbcompile.persistence.local_state import LocalState, local_state, require_names
 from zbcompile.persistence.optimizer_entries import class_name, load_optimizer, optimizer_entries
 from zbcompile.persistence.safetensors_files import bytes_of
-from zbcompile.safe_files import damage_in
+from zbcompile.safe_files import damage_in, sha256_of
 from zbcompile.version import __version__
 
 Values = dict[str, Any]
+# that one process reads or writes alone is not for the user, also in a thread
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 
 @dataclass(frozen=True)
@@ -125,7 +129,8 @@ def save_checkpoint(
             ranks, what, lambda: (to_data(extra, "extra", tensors), class_name(optimizer))
         )
         arguments = {"step": step, "wait": wait, "frozen": frozen, "optimizer": kind}
-        digests = {name: _digest(tensor) for name, tensor in tensors.items()}
+        contents = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        digests = {name: hashlib.sha256(bytes_of(t)).hexdigest() for name, t in contents.items()}
         remedy = (
             "Pass the same on every rank: what belongs to one rank goes into a list of all, or a"
             " file of its own."
@@ -159,8 +164,6 @@ def verify_checkpoint(path: str | Path) -> None:
 
     >>> zbcompile.verify_checkpoint("checkpoints")                                  # doctest: +SKIP
     """
-    from zbcompile.persistence.checkpoint_files import require_unchanged
-
     checkpoints = candidates(path)
     if not checkpoints:
         there = Path(path).is_dir()
@@ -168,7 +171,13 @@ def verify_checkpoint(path: str | Path) -> None:
             f"{path} holds no checkpoint." if there else f"there is no folder {path}."
         )
     for checkpoint in checkpoints:
-        require_unchanged(checkpoint)
+        for name, written in CheckpointReader(checkpoint).fields["files"].items():
+            file = checkpoint / name
+            if sha256_of(file) != written["sha256"]:
+                raise PipelineError(
+                    f"{file} was changed after it was written: its SHA-256 differs. Load another"
+                    " checkpoint."
+                )
 
 
 def load_checkpoint(
@@ -228,10 +237,9 @@ def load_state(
             raise ranks.refusal(
                 f"{path} holds no complete checkpoint. Save one with zbcompile.save_checkpoint."
             )
-        index = together(
-            ranks, f"loading {newest}", lambda: _checked_index(newest, state, optimizer)
-        )
-        checkpoint = together(ranks, f"loading {newest}", lambda: _fill(index, state, optimizer))
+        what = f"loading {newest}"
+        reader = together(ranks, what, lambda: _checked(newest, state, optimizer))
+        checkpoint = together(ranks, what, lambda: _fill(reader, state, optimizer))
         if isinstance(source, Pipeline):
             source.resume(checkpoint.step, state.model.names)
     return checkpoint
@@ -255,10 +263,6 @@ def _require_shared(partial: Path) -> None:
             f"{partial}, which the first rank has made, is not visible to this rank. Checkpoints"
             " need a directory that all ranks share."
         )
-
-
-def _digest(tensor: torch.Tensor) -> str:
-    return hashlib.sha256(bytes_of(tensor.detach().cpu().contiguous())).hexdigest()
 
 
 def _add_state(
@@ -294,12 +298,10 @@ def _write(
     background: BackgroundSave | None,
 ) -> None:
     """Writes a checkpoint, with `background` in a thread and from copies of the tensors."""
-    from zbcompile.persistence.checkpoint_files import CheckpointWriter
-
-    dcp, position = _torch_checkpoints(), ranks.watch.position
+    position = ranks.watch.position
     working = position.working if background is None else nullcontext
     writer = CheckpointWriter(partial, ranks.number, contribution, fields, working)
-    options = {"storage_writer": writer, "no_dist": ranks.everyone is None}
+    options: Values = {"storage_writer": writer, "no_dist": ranks.everyone is None}
     if background is not None:
         with position.waiting("the making of a group"):
             background.group = background.group or ranks.new_gloo_group()
@@ -311,15 +313,6 @@ def _write(
             dcp.save(tensors, process_group=ranks.everyone, **options)
     except dcp.CheckpointException as error:  # not an Exception; raised on every rank
         raise ranks.watch.on_all_ranks(_unfinished(partial, error, ranks.number == 0)) from None
-
-
-def _torch_checkpoints() -> Any:
-    """Imports torch.distributed.checkpoint, which takes a second. Its warning that one process
-    reads or writes alone is not for the user, also in a thread that outlives the call."""
-    import torch.distributed.checkpoint as dcp
-
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-    return dcp
 
 
 def _unfinished(partial: Path, error: BaseException, is_first: bool) -> PipelineError:
@@ -337,19 +330,17 @@ def _unfinished(partial: Path, error: BaseException, is_first: bool) -> Pipeline
 # Loading
 
 
-def _checked_index(path: Path, state: LocalState, optimizer: Optimizer | None) -> Any:
-    """Returns the index of a checkpoint of this whole model and this kind of optimizer, whatever
+def _checked(path: Path, state: LocalState, optimizer: Optimizer | None) -> CheckpointReader:
+    """Returns the reader of a checkpoint of this whole model and this kind of optimizer, whatever
     part is read here."""
-    from zbcompile.persistence.checkpoint_files import read_index
-
-    index = read_index(path)
-    saved_kind, kind = index.fields["optimizer"], class_name(optimizer)
+    reader = CheckpointReader(path)
+    saved_kind, kind = reader.fields["optimizer"], class_name(optimizer)
     if kind is not None and saved_kind != kind:
         raise PipelineError(
             f"{path} was saved with {saved_kind or 'no optimizer'}, but this is {kind}. Use the"
             " same optimizer, or load without optimizer= to start with fresh optimizer state."
         )
-    saved = index.section("model") | dict.fromkeys(index.fields["left_out"])
+    saved = reader.section("model") | dict.fromkeys(reader.fields["left_out"])
     require_names(
         path, sorted(state.shapes.keys() - saved.keys()), sorted(saved.keys() - state.shapes.keys())
     )
@@ -359,36 +350,34 @@ def _checked_index(path: Path, state: LocalState, optimizer: Optimizer | None) -
                 f"{name} has shape {list(saved[name].size)} in {path} and {list(shape)} in the"
                 " model."
             )
-    return index
+    return reader
 
 
-def _fill(index: Any, state: LocalState, optimizer: Optimizer | None) -> Checkpoint:
+def _fill(reader: CheckpointReader, state: LocalState, optimizer: Optimizer | None) -> Checkpoint:
     """Fills the model and the optimizer. Returns the checkpoint with its other values."""
-    read = functools.partial(_read, index)
-    with damage_in(index.path / INDEX, "Load another checkpoint"):
+    read = functools.partial(_read, reader)
+    with damage_in(reader.folder / INDEX, "Load another checkpoint"):
+        saved: Values = {**reader.metadata.state_dict_metadata}
         tensors = {
             name: torch.empty(stored.size, dtype=stored.properties.dtype, device="cpu")
-            for name, stored in index.metadata.state_dict_metadata.items()
+            for name, stored in saved.items()
             if name.split(".")[0] in ("extra", "random")
         }
         read(tensors)
-        values = index.fields["values"]
+        values = reader.fields["values"]
         random, extra = (from_data(values[name], tensors) for name in ("random", "extra"))
-        in_model = index.section("model")
+        in_model = reader.section("model")
         with torch.no_grad():
             read({f"model.{key}": value for key, value in state.tensors.items() if key in in_model})
         if optimizer is not None:
-            load_optimizer(optimizer, state, index.section("optimizer"), values, read)
-    return Checkpoint(index.fields["step"], extra, index.path, random)
+            load_optimizer(optimizer, state, reader.section("optimizer"), values, read)
+    return Checkpoint(reader.fields["step"], extra, reader.folder, random)
 
 
-def _read(index: Any, tensors: Values) -> None:
+def _read(reader: CheckpointReader, tensors: Values) -> None:
     """Fills tensors out of a checkpoint in place, by their names in it."""
-    from zbcompile.persistence.checkpoint_files import CheckpointReader
-
-    dcp = _torch_checkpoints()
     try:
-        dcp.load(tensors, storage_reader=CheckpointReader(index), no_dist=True)
+        dcp.load(tensors, storage_reader=reader, no_dist=True)
     except dcp.CheckpointException as error:
         raise _first_cause(error)[1] from None
 

@@ -9,13 +9,12 @@ This needs only a file system with atomic renames.
 
 import re
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 
 from zbcompile.errors import PipelineError
 from zbcompile.safe_files import sync
 
-INDEX, OLD_INDEX, PICKLED = "index.json", "checkpoint.json", ".metadata"
+INDEX, PICKLED = "index.json", ".metadata"
 PARTIAL, DROPPED = ".partial", ".dropped"
 _NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")  # a second one of the same step is step-00000020.1
 
@@ -43,7 +42,7 @@ def candidates(path: str | Path) -> list[Path]:
     """`path` itself if it is a checkpoint, damaged or not; else those in that folder, newest first:
     none if there is no such folder."""
     named = Path(path)
-    is_checkpoint = any((named / name).exists() for name in (INDEX, OLD_INDEX, PICKLED))
+    is_checkpoint = any((named / name).exists() for name in (INDEX, PICKLED))
     return (
         [named]
         if is_checkpoint or (_NAME.fullmatch(named.name) and named.is_dir())
@@ -63,17 +62,9 @@ def begin(folder: Path, step: int) -> Path:
             shutil.rmtree(path)
         partial = folder / f".{_new_name(folder, step)}{PARTIAL}"
         partial.mkdir()
-    except FileExistsError:
-        what = (
-            f"a link to {folder.readlink()}, which does not exist"
-            if folder.is_symlink()
-            else "a file"
-        )
-        raise PipelineError(f"no checkpoint can be written to {folder}: it is {what}.") from None
     except OSError as error:
-        raise PipelineError(
-            f"no checkpoint can be written to {folder}: {error.strerror}."
-        ) from None
+        what = "it is not a folder" if isinstance(error, FileExistsError) else error.strerror
+        raise PipelineError(f"no checkpoint can be written to {folder}: {what}.") from None
     return partial
 
 
@@ -104,23 +95,16 @@ def publish(partial: Path, keep: int | None) -> Path:
 
 
 def _drop_older(final: Path, keep: int | None) -> None:
-    checkpoints = [
-        checkpoint
-        for checkpoint in checkpoints_in(final.parent)
-        if _place(checkpoint) <= _place(final)
-    ]
-    _drop(checkpoints[:-keep] if keep is not None else [])
+    """Removes all but the newest `keep` checkpoints up to `final`. None is ever seen without some
+    of its files."""
+    older = [path for path in checkpoints_in(final.parent) if _place(path) <= _place(final)]
+    for path in older[:-keep] if keep is not None else []:
+        hidden = path.with_name(f".{path.name}{DROPPED}")
+        path.rename(hidden)
+        shutil.rmtree(hidden)
 
 
 def _place(checkpoint: Path) -> tuple[int, int]:
     match = _NAME.fullmatch(checkpoint.name)
     assert match is not None
     return int(match[1]), int(match[2] or 0)
-
-
-def _drop(checkpoints: Sequence[Path]) -> None:
-    """Remove checkpoints; none is ever seen without some of its files."""
-    for path in checkpoints:
-        hidden = path.with_name(f".{path.name}{DROPPED}")
-        path.rename(hidden)
-        shutil.rmtree(hidden)

@@ -3,14 +3,13 @@ written last.
 
 `index.json` holds the values that are no tensors, for every file its size, its SHA-256 and that of
 its header, and a digest of itself. Headers hold the dtype, shape and offset of every chunk, as
-torch's `HuggingFaceStorageWriter` writes them. Importing this takes a second, for that package.
+torch's `HuggingFaceStorageWriter` writes them.
 """
 
 import hashlib
 import json
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,33 +23,13 @@ from torch.futures import Future
 from zbcompile.errors import PipelineError
 from zbcompile.json_text import to_text
 from zbcompile.model.tensor_shard import TensorShard, chunk_of, local_of
-from zbcompile.persistence.checkpoint_directory import INDEX, OLD_INDEX, publish
+from zbcompile.persistence.checkpoint_directory import INDEX, publish
 from zbcompile.persistence.safetensors_files import header_digest, write_safetensors
-from zbcompile.safe_files import cannot_write, damage_in, sha256_of, write_whole
+from zbcompile.safe_files import cannot_write, damage_in, write_whole
 
 FORMAT, VERSION = "zbcompile checkpoint", 5
 AGAIN = "Load another checkpoint"
 Values = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class CheckpointIndex:
-    """The contents of a checkpoint's index.json, and what the headers of its files describe."""
-
-    path: Path
-    fields: Mapping[str, Any]
-    metadata: Metadata
-
-    def section(self, name: str) -> Values:
-        """Returns the entries of "model" or "optimizer" by name: the metadata of a tensor, or None
-        for any other value."""
-        entries = {**dict.fromkeys(self.fields["values"]), **self.metadata.state_dict_metadata}
-        prefix = f"{name}."
-        return {
-            key.removeprefix(prefix): value
-            for key, value in entries.items()
-            if key.startswith(prefix)
-        }
 
 
 class CheckpointWriter(FileSystemWriter):
@@ -113,14 +92,37 @@ class CheckpointWriter(FileSystemWriter):
 
 
 class CheckpointReader(HuggingFaceStorageReader):
-    """Reads the tensors of a checkpoint whose index was read."""
+    """Reads a checkpoint. `fields` are those of its index, `metadata` describes its tensors.
 
-    def __init__(self, index: CheckpointIndex) -> None:
-        super().__init__(str(index.path))
-        self.index = index
+    Raises PipelineError if the index is damaged, or a file is missing, of another size, or has
+    another header.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(str(folder))
+        self.folder = folder
+        if not (folder / INDEX).exists():
+            raise PipelineError(
+                f"{folder} has no {INDEX}: it is no checkpoint, or one with pickles, which are"
+                " never read."
+            )
+        with damage_in(folder / INDEX, AGAIN):
+            self.fields = _checked_fields(folder)
+            self.metadata = super().read_metadata()
 
     def read_metadata(self) -> Metadata:
-        return self.index.metadata
+        return self.metadata
+
+    def section(self, name: str) -> Values:
+        """Returns the entries of "model" or "optimizer" by name: the metadata of a tensor, or None
+        for any other value."""
+        entries = {**dict.fromkeys(self.fields["values"]), **self.metadata.state_dict_metadata}
+        prefix = f"{name}."
+        return {
+            key.removeprefix(prefix): value
+            for key, value in entries.items()
+            if key.startswith(prefix)
+        }
 
 
 def _copy(tensor: Any) -> torch.Tensor:
@@ -139,43 +141,22 @@ def with_digest(data: Values) -> str:
     return to_text({**data, "digest": hashlib.sha256(to_text(data, 2).encode()).hexdigest()}, 2)
 
 
-def read_index(path: Path) -> CheckpointIndex:
-    """Returns the index of a checkpoint. Raises PipelineError if it is damaged, or a file is
-    missing, of another size, or has another header."""
-    where = path / INDEX
-    if (path / OLD_INDEX).exists():
-        raise PipelineError(f"{path} is of an older release, whose format is not read.")
-    if not where.exists():
-        raise PipelineError(
-            f"{path} has no {INDEX}: it is no checkpoint, or one with pickles, which are never"
-            " read."
-        )
-    with damage_in(where, AGAIN):
-        text = where.read_text(encoding="utf-8")
-        fields = json.loads(text)
-        del fields["digest"]
-        if with_digest(fields) != text or (fields["format"], fields["version"]) != (
-            FORMAT,
-            VERSION,
-        ):
-            raise ValueError(f"its digest differs, or it is not format {VERSION}")
-        if {file.name for file in path.glob("*.safetensors")} != fields["files"].keys():
-            raise ValueError("other files are in the directory than were written")
-        for file, written in fields["files"].items():
-            if (path / file).stat().st_size != written["bytes"]:
-                raise ValueError(f"{file} has another size")
-            if header_digest(path / file) != written["header"]:
-                raise ValueError(f"{file} was changed: its header differs")
-        if not isinstance(fields["step"], int) or fields["step"] < 0:
-            raise ValueError(f"step is {fields['step']!r:.80}")
-        metadata = HuggingFaceStorageReader(str(path)).read_metadata()
-    return CheckpointIndex(path, fields, metadata)
-
-
-def require_unchanged(path: Path) -> None:
-    """Raises PipelineError if a file of a checkpoint differs from its digest."""
-    for file, written in read_index(path).fields["files"].items():
-        if sha256_of(path / file) != written["sha256"]:
-            raise PipelineError(
-                f"{path / file} was changed after it was written: its SHA-256 differs."
-            )
+def _checked_fields(folder: Path) -> Values:
+    """Returns the fields of index.json. Raises ValueError if they differ from their digest, or a
+    file from its size or header."""
+    text = (folder / INDEX).read_text(encoding="utf-8")
+    fields: Values = json.loads(text)
+    del fields["digest"]
+    kind = fields["format"], fields["version"]
+    if with_digest(fields) != text or kind != (FORMAT, VERSION):
+        raise ValueError(f"its digest differs, or it is not format {VERSION}")
+    if {file.name for file in folder.glob("*.safetensors")} != fields["files"].keys():
+        raise ValueError("other files are in the directory than were written")
+    for file, written in fields["files"].items():
+        if (folder / file).stat().st_size != written["bytes"]:
+            raise ValueError(f"{file} has another size")
+        if header_digest(folder / file) != written["header"]:
+            raise ValueError(f"{file} was changed: its header differs")
+    if not isinstance(fields["step"], int) or fields["step"] < 0:
+        raise ValueError(f"step is {fields['step']!r:.80}")
+    return fields

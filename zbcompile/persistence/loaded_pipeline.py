@@ -20,7 +20,6 @@ from zbcompile.model.materialize import Init
 from zbcompile.model.model_info import has_values, module_of
 from zbcompile.options import BACKENDS, PipelineOptions
 from zbcompile.passes import gpu
-from zbcompile.persistence.checkpoint import load_state
 from zbcompile.program.directory import AGAIN, MANIFEST, SavedProgram, read_manifest, read_program
 from zbcompile.safe_files import damage_in
 
@@ -82,16 +81,18 @@ def load(
         raise PipelineError(
             "load received state_dict= and checkpoint=; both give the model its values. Pass one."
         )
-    saved = {"seed": seed, "backend": backend, "cuda_graphs": cuda_graphs}
-    options: dict[str, Any] = {name: value for name, value in saved.items() if value is not None}
-    options |= {
+    values: dict[str, Any] = {
         "ranks": ranks,
         "mesh": mesh,
         "init": init,
         "timeout": timeout,
         "debug_nan": debug_nan,
         "operators": operators,
+        "seed": seed,
+        "backend": backend,
+        "cuda_graphs": cuda_graphs,
     }
+    options = {name: value for name, value in values.items() if value is not None}
     PipelineOptions(**options)  # a wrong value is refused before anything is read
     folder = Path(directory)
     if ranks is None and is_alone(mesh):
@@ -105,8 +106,8 @@ def load(
             "torch": torch.__version__,
             "threads": torch.get_num_threads(),
             "digest": program.digest,
+            "debug_nan": debug_nan or DEBUG_NAN.read(),
         }
-        same["debug_nan"] = debug_nan or DEBUG_NAN.read()
         agree(here, same, "loaded different programs", SAME)
     with here.watch.region(f"filling {folder}"):
         with damage_in(folder / MANIFEST, AGAIN):
@@ -115,6 +116,8 @@ def load(
         if state_dict is not None:
             together(here, "loading the state dict", lambda: pipe.load_state_dict(state_dict))
     if checkpoint is not None:
+        from zbcompile.persistence.checkpoint import load_state  # imports DCP, which takes a second
+
         load_state(checkpoint, pipe)
     return pipe
 

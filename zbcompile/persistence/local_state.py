@@ -20,7 +20,7 @@ from zbcompile.model.placements import SHARD, along
 
 @dataclass(frozen=True)
 class LocalState:
-    """This process's part of a model.
+    """This process's part of a model, of which `module` is the source.
 
     `tensors` are its entries of eager's state dict, `parameters` what an optimizer trains; parts of
     DTensors and rows of a sharded output layer are DTensors. `shapes` are those of all tensors of
@@ -29,6 +29,7 @@ class LocalState:
     exactly one of the processes that have the same tensor.
     """
 
+    module: nn.Module
     model: ModelFacts
     shapes: Mapping[str, tuple[int, ...] | None]
     titles: Mapping[str, str]
@@ -50,7 +51,9 @@ def local_state(source: Pipeline | nn.Module) -> LocalState:
     device = next((tensor.device for tensor in source.parameters()), torch.device("cpu"))
     shapes, tensors = _shapes(facts), _untied(source.state_dict(), facts)
     parameters, titles = dict(source.named_parameters()), {name: name for name in shapes}
-    return LocalState(facts, shapes, titles, tensors, parameters, lambda _: True, Ranks(1, device))
+    return LocalState(
+        source, facts, shapes, titles, tensors, parameters, lambda _: True, Ranks(1, device)
+    )
 
 
 def _of_pipeline(pipe: Pipeline) -> LocalState:
@@ -61,12 +64,12 @@ def _of_pipeline(pipe: Pipeline) -> LocalState:
         if name in pipe.parts:
             by_hand, shape = [], tuple(pipe.parts[name].whole.shape)
         # only the model knows how a tensor that it shards by hand would become whole
-        places = [[f"{d} {i} of {mesh.size(d)}" for i in range(mesh.size(d))] for d in by_hand]
-        suffix = ", ".join(place[mesh.index(d)] for d, place in zip(by_hand, places, strict=True))
-        for parts in product(*places) if by_hand else ():
-            shapes[f"{name} ({', '.join(parts)})"] = None
-        titles[name] = f"{name} ({suffix})" if by_hand else name
-        shapes[titles[name]] = shape
+        for place in product(*(range(mesh.size(d)) for d in by_hand)):
+            parts = [f"{d} {i} of {mesh.size(d)}" for d, i in zip(by_hand, place, strict=True)]
+            title = f"{name} ({', '.join(parts)})" if parts else name
+            shapes[title] = None
+            if place == tuple(map(mesh.index, by_hand)):
+                titles[name], shapes[title] = title, shape
     names = {title: name for name, title in titles.items()}
     tensors = {titles[name]: tensor for name, tensor in _untied(pipe.state_dict(), facts).items()}
     parameters = {titles[name]: parameter for name, parameter in pipe.named_parameters()}
@@ -79,7 +82,7 @@ def _of_pipeline(pipe: Pipeline) -> LocalState:
         has_first = is_rows or pipe.program.holders(name)[0] in ranks.local
         return has_first and mesh.index(*replicas) == 0
 
-    return LocalState(facts, shapes, titles, tensors, parameters, is_writer, ranks)
+    return LocalState(pipe.model, facts, shapes, titles, tensors, parameters, is_writer, ranks)
 
 
 def _shapes(facts: ModelFacts) -> dict[str, tuple[int, ...]]:

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Mapping
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,21 +39,17 @@ def save_weights(path: str | Path, source: Pipeline | nn.Module) -> None:
 
     >>> zbcompile.save_weights("model.safetensors", pipe)                   # doctest: +SKIP
     """
-    state, target, model = _unsharded_state(source), Path(path), module_of(source)
+    state, target = _unsharded_state(source), Path(path)
     ranks, what = state.ranks, f"writing {target}"
     with ranks.watch.region(what):
-        tensors = together(ranks, what, partial(as_stored, model, _tensors_to_write(state)))
+        stored = together(ranks, what, lambda: as_stored(state.module, _tensors_to_write(state)))
         if target.suffix != ".safetensors":
-            _write_parts(target, state, tensors, what, model)
+            _write_parts(target, state, stored, what)
             return
-        parts = gathered(ranks, tensors)
-        everything = {name: tensor for part in parts for name, tensor in part.items()}
-        together(ranks, what, lambda: _write(target, everything) if ranks.is_first else None)
-
-
-def module_of(source: Pipeline | nn.Module) -> nn.Module:
-    """The module whose tensors these are."""
-    return source.model if isinstance(source, Pipeline) else source
+        tensors = {
+            name: tensor for part in gathered(ranks, stored) for name, tensor in part.items()
+        }
+        together(ranks, what, lambda: _write(target, tensors) if ranks.is_first else None)
 
 
 def _unsharded_state(source: Pipeline | nn.Module) -> LocalState:
@@ -84,13 +79,9 @@ def _tensors_to_write(state: LocalState) -> dict[str, torch.Tensor]:
 
 
 def _write_parts(
-    target: Path,
-    state: LocalState,
-    tensors: Mapping[str, torch.Tensor],
-    what: str,
-    model: nn.Module,
+    target: Path, state: LocalState, tensors: Mapping[str, torch.Tensor], what: str
 ) -> None:
-    ranks = state.ranks
+    ranks, model = state.ranks, state.module
     rank = ranks.local[0]
     name = f"model-{rank + 1:05d}-of-{ranks.count // len(ranks.local):05d}.safetensors"
     leads = rank == 0 and ranks.leads
@@ -98,16 +89,14 @@ def _write_parts(
         # without these, the files that follow are not yet a complete set
         for name_of_set in (INDEX, SINGLE):
             (target / name_of_set).unlink(missing_ok=True)
-    listed = gathered(
-        ranks, {key: (name, tensor.nbytes, tuple(tensor.shape)) for key, tensor in tensors.items()}
-    )
+    listed = gathered(ranks, {key: (t.nbytes, tuple(t.shape), name) for key, t in tensors.items()})
     entries = {key: entry for part in listed for key, entry in part.items()}
-    shapes = {key: shape for key, (*_, shape) in entries.items()}
+    shapes = {key: shape for key, (_, shape, _) in entries.items()}
     together(ranks, what, lambda: _sources(target, hub_tensors(model, shapes), state))
     together(ranks, what, lambda: _write(target / name, tensors) if tensors else None)
     index = {
-        "metadata": {"total_size": sum(size for _, size, _ in entries.values())},
-        "weight_map": {key: file for key, (file, *_) in sorted(entries.items())},
+        "metadata": {"total_size": sum(size for size, *_ in entries.values())},
+        "weight_map": {key: file for key, (*_, file) in sorted(entries.items())},
     }
 
     def finish() -> None:
@@ -145,12 +134,12 @@ def load_weights(path: str | Path, source: Pipeline | nn.Module) -> None:
     state = _unsharded_state(source)
     what = f"loading {path}"
     with state.ranks.watch.region(what):
-        together(state.ranks, what, lambda: _load(Path(path), state, module_of(source)))
+        together(state.ranks, what, lambda: _load(Path(path), state))
     if isinstance(source, Pipeline):
         source.resume(source.step_index, state.model.names)
 
 
-def _load(path: Path, state: LocalState, model: nn.Module) -> None:
+def _load(path: Path, state: LocalState) -> None:
     paths = _files_of(path)
     with ExitStack() as stack:
         try:
@@ -160,7 +149,7 @@ def _load(path: Path, state: LocalState, model: nn.Module) -> None:
             }
             files = {key: opened[path] for key, path in paths.items()}
             shapes = {key: tuple(file.get_slice(key).get_shape()) for key, file in files.items()}
-            sources = _sources(path, hub_tensors(model, shapes, loading=True), state)
+            sources = _sources(path, hub_tensors(state.module, shapes, loading=True), state)
             _require_kinds(sources, files, state)
         except (OSError, SafetensorError) as error:
             raise PipelineError(f"{path} cannot be read: {error!s:.300}. Copy it again.") from None
@@ -175,6 +164,7 @@ def _load(path: Path, state: LocalState, model: nn.Module) -> None:
 
 
 def _files_of(path: Path) -> dict[str, Path]:
+    """Returns the file of every tensor, all in one folder."""
     if path.is_dir():
         present = [path / name for name in (INDEX, SINGLE) if (path / name).is_file()]
         if not present:
@@ -186,31 +176,24 @@ def _files_of(path: Path) -> dict[str, Path]:
             )
         path = present[0]
     try:
-        return (
-            _listed(path)
-            if path.suffix == ".json"
-            else dict.fromkeys(safe_open(path, "pt").keys(), path)
-        )
+        if path.suffix != ".json":
+            return dict.fromkeys(safe_open(path, "pt").keys(), path)
+        data = read_json(path, ValueError)
+        files = data.get("weight_map") if isinstance(data, dict) else None
+        if not isinstance(files, dict):
+            raise ValueError('expected {"weight_map": {name of a tensor: name of a file}}')
+        for name, file in files.items():
+            if not isinstance(file, str) or Path(file).name != file or len(file) > 255:
+                raise ValueError(
+                    f"{name:.200} is in {file!r:.200}; expected the name of a file in the same"
+                    " folder"
+                )
     except (OSError, ValueError, SafetensorError) as error:
         why = f"{error}".removesuffix(".")
         raise PipelineError(
             f"{path} is neither a safetensors file nor an index of such files: {why}."
         ) from None
-
-
-def _listed(index: Path) -> dict[str, Path]:
-    """The files in an index by the tensors that they hold, all in its folder. Raises ValueError for
-    another index."""
-    data = read_json(index, ValueError)
-    files = data.get("weight_map") if isinstance(data, dict) else None
-    if not isinstance(files, dict):
-        raise ValueError('expected {"weight_map": {name of a tensor: name of a file}}')
-    for name, file in files.items():
-        if not isinstance(file, str) or Path(file).name != file or len(file) > 255:
-            raise ValueError(
-                f"{name:.200} is in {file!r:.200}; expected the name of a file in the same folder"
-            )
-    return {name: index.parent / file for name, file in files.items()}
+    return {name: path.parent / file for name, file in files.items()}
 
 
 def _sources(

@@ -9,7 +9,7 @@ import hashlib
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, fields as fields_of
+from dataclasses import dataclass, field, fields as fields_of
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -51,16 +51,16 @@ class SavedProgram(Program):
     `fields` are those of its manifest file.
     """
 
-    fields: Mapping[str, Any] | None = None
+    fields: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def digest(self) -> str:
         """The hash of the manifest file."""
-        return str((self.fields or {})["digest"])
+        return str(self.fields["digest"])
 
     @cached_property
     def manifest(self) -> dict[str, Any]:
-        return {**(self.fields or {})["compared"], "threads": torch.get_num_threads()}
+        return {**self.fields["compared"], "threads": torch.get_num_threads()}
 
 
 def save_program(program: Program, directory: Path, ranks: Ranks) -> None:
@@ -186,7 +186,7 @@ def read_program(
             data = parse_json(_read(folder, name, fields).decode(), ValueError)
             tensors = load(_read(folder, f"rank-{rank:04d}.safetensors", fields))
             program = with_rank(program, data, tensors, device, operators)
-    values = {field.name: getattr(program, field.name) for field in fields_of(Program)}
+    values = {entry.name: getattr(program, entry.name) for entry in fields_of(Program)}
     return SavedProgram(**{**values, "groups": groups, "writer": None}, fields=fields)
 
 

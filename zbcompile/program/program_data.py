@@ -73,17 +73,11 @@ def rank_to_data(program: Program, rank: int) -> tuple[Data, dict[str, torch.Ten
     slots = [slot for group in groups for piece in group.values() for slot in piece.inputs]
     constants = {slot.name for slot in slots if slot.role == "constant"}
     tensors = {f"constant {name}": program.model.constants[name] for name in sorted(constants)}
-    unfilled = []
-    for name, first in program.model.names.items():
-        if name not in program.model.unsaved or rank not in program.holders(first):
-            continue
-        if has_values(program.model.unsaved[name]):
-            tensors[f"buffer {name}"] = program.model.unsaved[name]
-        else:
-            unfilled.append(name)
+    for name, buffer in program.model.unsaved.items():
+        if rank in program.holders(program.model.names[name]) and has_values(buffer):
+            tensors[f"buffer {name}"] = buffer
     data = {
         "rank": rank,
-        "unfilled": unfilled,
         "strides": {name: list(tensor.stride()) for name, tensor in tensors.items()},
         "stages": to_plain(stages, _WRITERS),
         "vocabulary": to_plain(shard, _WRITERS),
@@ -119,8 +113,8 @@ def with_rank(
         kind, _, name = title.partition(" ")
         values[kind][name] = _restride(tensor.to(device), data["strides"][title])
     for member in model.members:
-        if member.name in data["unfilled"]:
-            values["buffer"][member.name] = on_meta(member)
+        if not member.saved and data["rank"] in program.holders(member.first):
+            values["buffer"].setdefault(member.name, on_meta(member))
     model = replace(model, constants=values["constant"], unsaved=values["buffer"])
     return replace(program, stages=tuple(stages), vocabulary=vocabulary, model=model)
 

@@ -110,7 +110,7 @@ def test_flags(name: str) -> None:
         (
             "recompute",
             "selectiv",
-            'recompute=\'selectiv\'; expected "off", "hints", "selective", "full", a share of',
+            'recompute=\'selectiv\'; expected "off", "hints", "selective", "full"; a share of',
         ),
         (
             "accumulate_dtype",

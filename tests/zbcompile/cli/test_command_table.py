@@ -55,7 +55,7 @@ def test_flags_are_those_of_the_options() -> None:
         "loss_reduction",
         *of_options,
     }
-    assert OPTION_FLAGS["backend"]["choices"] == BACKENDS
+    assert OPTION_FLAGS["backend"].startswith("|".join(BACKENDS))
     assert set(FORWARDS) <= output.FORWARDS.keys()
 
 
@@ -70,21 +70,16 @@ def test_help_does_not_wait_for_torch() -> None:
         subprocess.run([sys.executable, "-c", code, name], check=True, stdout=subprocess.DEVNULL)
 
 
-@pytest.mark.parametrize(
-    ("argument", "status"), [("--help", None), ("--version", None), ("inspekt", 2)]
-)
+@pytest.mark.parametrize(("argument", "status"), [("--help", 0), ("--version", 0), ("inspekt", 2)])
 def test_without_a_command_they_are_listed(
-    argument: str,
-    status: int | None,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    argument: str, status: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["zbcompile", argument])
     with pytest.raises(SystemExit) as stopped:
         command_table.choose_and_exit()
     printed = "".join(capsys.readouterr())
     assert stopped.value.code == status
-    assert argument == "--version" or all(f"  {name} " in printed for name in COMMANDS)
+    assert argument == "--version" or all(name in printed for name in COMMANDS)
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, 
 from zbcompile.engine.step_agreement import require_same_batch
 from zbcompile.integrations import PipelineTrainer
 from zbcompile.persistence.checkpoint_directory import checkpoints_in
-from zbcompile.persistence.checkpoint_files import read_index
+from zbcompile.persistence.checkpoint_files import CheckpointReader
 
 Found = tuple[list[dict[str, Any]], float]  # what was logged, and the loss of an evaluation
 TWO = {"ranks": 2, "schedule": "zb-v", "microbatches": 4}
@@ -254,7 +254,7 @@ def test_adapters_go_on_with_the_same_bits(tmp_path: Path, pool: Pool) -> None:
     (saved,) = checkpoints_in(tmp_path / "checkpoint-2" / "pipeline")
     trains = {name for name, item in resumed.model.named_parameters() if item.requires_grad}
     assert {f"model.{name}" for name in trains} == {
-        n for n in read_index(saved).metadata.state_dict_metadata if n.startswith("model.")
+        n for n in CheckpointReader(saved).metadata.state_dict_metadata if n.startswith("model.")
     }
 
 

@@ -33,7 +33,7 @@ from zbcompile.persistence.checkpoint_directory import (
     checkpoints_in,
     publish,
 )
-from zbcompile.persistence.checkpoint_files import read_index
+from zbcompile.persistence.checkpoint_files import CheckpointReader
 
 
 def uninterrupted(steps: int) -> State:
@@ -106,7 +106,7 @@ def test_every_tensor_is_written_once(
 ) -> None:
     """Under dualpipe-v both ranks hold all stages; the tied matrix is in two of them."""
     pool.run(train_and_save, str(small_program("dualpipe-v", 2)), str(tmp_path), 1)
-    tensors = read_index(checkpoints_in(tmp_path)[0]).metadata.state_dict_metadata
+    tensors = CheckpointReader(checkpoints_in(tmp_path)[0]).metadata.state_dict_metadata
     assert all(len(value.chunks) == 1 for value in tensors.values())
     assert {key.removeprefix("model.") for key in tensors if key.startswith("model.")} == dict(
         PROBLEM.model().named_parameters()
@@ -305,7 +305,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
             match=r"received a list; expected one torch optimizer. Save each",
         ):
             function(tmp_path, model, [optimizer])
-    names = read_index(checkpoints_in(tmp_path)[0]).metadata.state_dict_metadata
+    names = CheckpointReader(checkpoints_in(tmp_path)[0]).metadata.state_dict_metadata
     assert all(name.startswith(("model.", "optimizer.", "random.")) for name in names)
 
 
@@ -339,7 +339,7 @@ def test_frozen_parameters_may_stay_out(tmp_path: Path, pool: Pool) -> None:
     )
     assert {
         name
-        for name in read_index(checkpoints_in(tmp_path)[0]).metadata.state_dict_metadata
+        for name in CheckpointReader(checkpoints_in(tmp_path)[0]).metadata.state_dict_metadata
         if "model." in name
     } == {"model.0.bias", "model.1.bias"}
     with pytest.raises(

@@ -166,7 +166,7 @@ def trained() -> tuple[nn.Linear, torch.optim.Optimizer]:
 def test_pickles_are_never_read(
     trained: tuple[nn.Linear, torch.optim.Optimizer], tmp_path: Path
 ) -> None:
-    """Of torch.distributed.checkpoint, and of earlier releases: one line."""
+    """Of torch.distributed.checkpoint: one line."""
     old, trap = pickled(tmp_path / "step-00000003", *trained, tmp_path / "trap"), tmp_path / "trap"
     model = nn.Linear(3, 2)
     for path in (old, tmp_path):
@@ -174,11 +174,6 @@ def test_pickles_are_never_read(
             zbcompile.load_checkpoint(path, model)
     with pytest.raises(zbcompile.PipelineError, match=r"pickles, which are never read"):
         zbcompile.verify_checkpoint(old)
-    (old / "checkpoint.json").write_text("{}")
-    with pytest.raises(
-        zbcompile.PipelineError, match=r"is of an older release, whose format is not read\.$"
-    ):
-        zbcompile.load_checkpoint(tmp_path, model)
     assert not trap.exists()
 
 
@@ -235,9 +230,6 @@ def test_a_step_that_is_no_count_is_refused(step: Any, tmp_path: Path) -> None:
 def test_what_is_no_folder_is_called_that(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "link").symlink_to("nowhere")
-    for name, message in (
-        ("file", "it is a file"),
-        ("link", "it is a link to nowhere, which does not exist"),
-    ):
-        with pytest.raises(zbcompile.PipelineError, match=message):
+    for name in ("file", "link"):
+        with pytest.raises(zbcompile.PipelineError, match=f"{name}: it is not a folder"):
             zbcompile.save_checkpoint(tmp_path / name, nn.Linear(1, 1))

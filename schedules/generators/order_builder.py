@@ -7,17 +7,17 @@ from zbcompile.schedules.ir.actions import BW, Action, B, F, Pair, Step, W
 from zbcompile.schedules.ir.kinds import result_of
 
 
-class Writer:
+class OrderBuilder:
     """Writes the order of one rank. Each call adds the next microbatch of that operation on that
     stage.
 
     `microbatches` is how many each stage runs, `first` the number of a stage's first one, where
     that is not 0.
 
-    >>> write = Writer(2)
-    >>> write.f(0), write.f(0), write.b(0), write.bw(0), write.w(0)
+    >>> builder = OrderBuilder(2)
+    >>> builder.f(0), builder.f(0), builder.b(0), builder.bw(0), builder.w(0)
     (None, None, None, None, None)
-    >>> [str(step) for step in write.order]
+    >>> [str(step) for step in builder.order]
     ['F0.0', 'F0.1', 'B0.0', 'BW0.1', 'W0.0']
     """
 
