@@ -46,7 +46,7 @@ def is_real(value: Any) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choices:
+class CompileOptions:
     """The options that change the graphs; `zbcompile.pipeline` describes them."""
 
     exact: bool = False

@@ -20,7 +20,7 @@ from zbcompile.passes.compile_options import (
     POLICIES,
     Balance,
     Barriers,
-    Choices,
+    CompileOptions,
     Policy,
     Recompute,
     is_real,
@@ -120,10 +120,12 @@ class PipelineOptions:
             )
 
     @property
-    def choices(self) -> Choices:
+    def choices(self) -> CompileOptions:
         """The options that change the graphs. Without `vocab=` the output layer is sharded only if
         `schedule="auto"` decides so; passes are paired only where graphs run as they are."""
-        choices = Choices(**{field.name: getattr(self, field.name) for field in fields(Choices)})
+        choices = CompileOptions(
+            **{field.name: getattr(self, field.name) for field in fields(CompileOptions)}
+        )
         choices = replace(choices, vocab=self.vocab or ("auto" if is_searched(self) else "off"))
         return choices if backend_name(self.backend) == "fx" else replace(choices, pairs="given")
 

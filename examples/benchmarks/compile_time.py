@@ -20,7 +20,7 @@ from tqdm import tqdm
 import zbcompile
 from zbcompile.compiler.compile_example import one_microbatch
 from zbcompile.compiler.compile_model import compile_program, export_step
-from zbcompile.passes.compile_options import Choices
+from zbcompile.passes.compile_options import CompileOptions
 from zbcompile.passes.cost.hardware import Hardware
 from zbcompile.passes.partition.balance_stages import balanced_cuts
 from zbcompile.passes.partition.cut_points import forward_line
@@ -50,7 +50,11 @@ def example(layers: int) -> zbcompile.Example:
 
 def measure(layers: int, schedule_name: str, ranks: int) -> list[float]:
     """One line of the table."""
-    example_, schedule, choices = example(layers), build(schedule_name, ranks, 2 * ranks), Choices()
+    example_, schedule, choices = (
+        example(layers),
+        build(schedule_name, ranks, 2 * ranks),
+        CompileOptions(),
+    )
     microbatch = one_microbatch(example_)
     export, exported = timed(lambda: export_step(example_.model, microbatch, example_.loss))
     hardware = Hardware.find("cpu-core")

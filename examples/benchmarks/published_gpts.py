@@ -29,7 +29,7 @@ from torch import Tensor, nn
 import zbcompile
 from zbcompile.cli.fake_models import fake_models
 from zbcompile.compiler.compile_example import compile_example
-from zbcompile.passes.compile_options import Choices
+from zbcompile.passes.compile_options import CompileOptions
 from zbcompile.prediction.predict import predicted_costs
 from zbcompile.schedules import Costs, build, simulate
 
@@ -224,7 +224,7 @@ def _predicted(p: Published, hardware: str) -> Costs:
     cuts = tuple(
         f"layers.{n}" for n in accumulate([stage_costs - 1, *[stage_costs] * (p.ranks - 2)])
     )
-    choices = Choices(
+    choices = CompileOptions(
         balance=cuts, accumulate_dtype=torch.float16, hardware=zbcompile.Hardware.find(hardware)
     )
     program = compile_example(example, build("zb-h1", p.ranks, p.microbatches), choices).program

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.pipelining._backward import stage_backward_input
 from tqdm import tqdm
 
-from zbcompile.passes.compile_options import Choices
+from zbcompile.passes.compile_options import CompileOptions
 from zbcompile.passes.cost.node_cost import node_flops
 from zbcompile.passes.graph.fx import tensors_of
 from zbcompile.passes.graph.storage import storage_bytes
@@ -89,7 +89,7 @@ def operands(piece: PassGraph) -> int:
 
 def compare(kind: str, shape: tuple[int, int, int]) -> Iterable[dict[str, object]]:
     """A row for each stage of a model."""
-    for stage in compile_stages(kind, *shape, Choices(exact=True, balance=CUTS)):
+    for stage in compile_stages(kind, *shape, CompileOptions(exact=True, balance=CUTS)):
         needed, crossing = operands(stage.program.pieces["W"]), stage.program.crossing
         eager = torch_keeps(stage)
         yield {

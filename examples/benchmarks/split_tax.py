@@ -32,7 +32,7 @@ from zbcompile.backends.cuda_graphs import record
 from zbcompile.backends.types import Run
 from zbcompile.engine.gradients import Gradients
 from zbcompile.engine.stage import CompiledStage, StageRun, prepare_stage
-from zbcompile.passes.compile_options import Choices
+from zbcompile.passes.compile_options import CompileOptions
 from zbcompile.passes.graph.roles import Slot
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -75,7 +75,7 @@ def compiled_step(stage: Stage, prepared: CompiledStage, split: bool) -> Step:
     weight = next(iter(stage.parameters.values()))
     run = StageRun(
         stages=[prepared],
-        gradients=Gradients(stage.parameters, frozenset(), Choices()),
+        gradients=Gradients(stage.parameters, frozenset(), CompileOptions()),
         inputs=[dict(stage.inputs)],
         loss_factor=torch.ones((), device=prepared.device, dtype=weight.dtype),
         seeds=[0],

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import zbcompile
 from zbcompile.compiler.compile_example import compile_example
-from zbcompile.passes.compile_options import Choices
+from zbcompile.passes.compile_options import CompileOptions
 from zbcompile.passes.stage.stage_program import StageProgram
 from zbcompile.schedules import build
 
@@ -120,7 +120,7 @@ def compile_stages(
     width: int,
     length: int,
     batch: int,
-    choices: Choices | None = None,
+    choices: CompileOptions | None = None,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> list[Stage]:
@@ -129,7 +129,7 @@ def compile_stages(
     model = make_model(kind, width, length).to(device, dtype)
     tokens, targets = torch.randint(VOCABULARY, (2, batch, length), device=device).unbind()
     example = zbcompile.Example(model, (tokens,), loss=next_byte_loss, target=targets)
-    choices = choices or Choices(balance=tuple(f"blocks.{i}" for i in (LAYERS, 2 * LAYERS)))
+    choices = choices or CompileOptions(balance=tuple(f"blocks.{i}" for i in (LAYERS, 2 * LAYERS)))
     programs = compile_example(example, build("1f1b", 3, 3), choices).program.stages
     inputs = {"args[0]": tokens, "target": targets}
     value = torch.randn(batch, length, width, device=device, dtype=dtype)

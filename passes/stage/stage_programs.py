@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch.fx import Graph, Node
 
-from zbcompile.passes.compile_options import Choices
+from zbcompile.passes.compile_options import CompileOptions
 from zbcompile.passes.compile_step import CompiledStep, Observer, no_observer
 from zbcompile.passes.cost.node_cost import node_flops
 from zbcompile.passes.errors import PartitionError
@@ -23,7 +23,7 @@ from zbcompile.passes.torch_private import FakeTensorMode, LazyGraphModule, stor
 
 
 def stage_programs(
-    compiled: CompiledStep, choices: Choices, observe: Observer = no_observer
+    compiled: CompiledStep, choices: CompileOptions, observe: Observer = no_observer
 ) -> tuple[StageProgram, ...]:
     """Returns the program of every stage: F, B, W and BW, or F alone for an evaluation."""
     step = compiled.step
@@ -74,7 +74,7 @@ def _empty_graph(step: StepGraph, stage: int, kind: str) -> PassGraph:
     return PassGraph(stage, kind, module, (), ())
 
 
-def _gradient_buffers(step: StepGraph, choices: Choices) -> dict[str, torch.Tensor]:
+def _gradient_buffers(step: StepGraph, choices: CompileOptions) -> dict[str, torch.Tensor]:
     """Returns a fake tensor of the gradient buffer of each trained parameter."""
     buffers = {}
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -89,7 +89,9 @@ def _gradient_buffers(step: StepGraph, choices: Choices) -> dict[str, torch.Tens
     return buffers
 
 
-def _finish(graph: PassGraph, sums: Mapping[str, torch.Tensor], choices: Choices) -> PassGraph:
+def _finish(
+    graph: PassGraph, sums: Mapping[str, torch.Tensor], choices: CompileOptions
+) -> PassGraph:
     """Returns the pass with its gradients added into buffers, or with `exact=True` returned."""
     if not any(slot.role == roles.WEIGHT_GRADIENT for slot in graph.outputs):
         return graph

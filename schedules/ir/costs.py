@@ -235,7 +235,7 @@ def _is_link(value: Any) -> bool:
         return False
     source, destination, latency, *bandwidth = value
     is_connection = type(source) is type(destination) is int and is_amount(latency)
-    return is_connection and all(map(BANDWIDTH.holds, bandwidth))
+    return is_connection and all(map(BANDWIDTH.is_valid, bandwidth))
 
 
 REQUIRED = ("forward", "backward", "weight")

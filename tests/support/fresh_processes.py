@@ -20,7 +20,7 @@ from tests.support.training import Case, Trained, join, problem_of, reference
 from zbcompile.batches.example import Example
 from zbcompile.compiler.compile_example import one_microbatch
 from zbcompile.compiler.compile_model import compile_program, export_step
-from zbcompile.passes.compile_options import Choices
+from zbcompile.passes.compile_options import CompileOptions
 from zbcompile.program.program import StepOptions
 from zbcompile.schedules import build
 
@@ -112,7 +112,7 @@ def _save(model: str, folder: Path, backend: str) -> None:
     part = next(batch.parts(MICROBATCHES))
     created = problem.model()
     microbatch = one_microbatch(Example(created, part.args, part.kwargs, problem.loss, part.target))
-    choices = Choices(exact=backend == "fx")
+    choices = CompileOptions(exact=backend == "fx")
     exported = export_step(created, microbatch, problem.loss)
     for ranks, name in PLANS.items():
         schedule = build(name, ranks, MICROBATCHES)

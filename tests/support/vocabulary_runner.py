@@ -15,7 +15,7 @@ from tests.support.pass_graph_runner import Batch, Runner, StepResult
 from zbcompile.engine.gradients import Gradients
 from zbcompile.engine.stage import SHARD, StageRun, prepare_stage
 from zbcompile.passes.capture.batch_inputs import leaves_with_paths
-from zbcompile.passes.compile_options import Choices
+from zbcompile.passes.compile_options import CompileOptions
 from zbcompile.passes.compile_step import CompiledStep
 from zbcompile.passes.graph.roles import ACTIVATION, GRADIENT, Slot
 from zbcompile.passes.stage.pass_graph import PassGraph
@@ -41,7 +41,9 @@ class ShardedRunner:
         self.model = copy.deepcopy(self.model)
         self.trunk = Runner(self.compiled, self.model, self.batches, seed=0)
         self.parameters = dict(self.model.named_parameters(remove_duplicate=False))
-        self.sums = Gradients(self.parameters, frozenset(), Choices(accumulate_dtype=torch.float32))
+        self.sums = Gradients(
+            self.parameters, frozenset(), CompileOptions(accumulate_dtype=torch.float32)
+        )
         self.factor = torch.ones(()) / len(self.batches)
         self.shards = [self._runs_of(rank) for rank in range(len(self.program.bounds))]
         values = self.sharded.trunk.vocabulary_values

@@ -13,7 +13,7 @@ from zbcompile.batches.example import Example
 from zbcompile.compiler.compile_forward import ForwardOptions, compile_forward
 from zbcompile.compiler.compile_model import compile_program, export_step
 from zbcompile.model.model_info import module_of
-from zbcompile.passes.compile_options import Choices
+from zbcompile.passes.compile_options import CompileOptions
 from zbcompile.passes.compile_step import Observer, no_observer
 from zbcompile.program.directory import read_manifest, read_program
 from zbcompile.program.program import Program
@@ -33,13 +33,13 @@ class CompiledExample:
     warnings: tuple[str, ...] = ()
 
 
-Compile = Callable[[Schedule, Choices], Program]
+Compile = Callable[[Schedule, CompileOptions], Program]
 
 
 def compile_example(
     example: Example,
     schedule: Schedule,
-    choices: Choices,
+    choices: CompileOptions,
     observe: Observer = no_observer,
     choose: Callable[[Compile], Program] | None = None,
 ) -> CompiledExample:
@@ -63,7 +63,7 @@ def compile_example(
         )
         dropped = exported.step.unused_outputs
 
-        def compile_(schedule: Schedule, choices: Choices) -> Program:
+        def compile_(schedule: Schedule, choices: CompileOptions) -> Program:
             return compile_program(
                 example.model, microbatch, exported, schedule, choices, observe=observe
             )
@@ -73,7 +73,7 @@ def compile_example(
 
 
 def compile_example_forward(
-    example: Example, computes: str, schedule: Schedule, choices: Choices
+    example: Example, computes: str, schedule: Schedule, choices: CompileOptions
 ) -> Program:
     """Returns the program of a forward for the inputs of `example`.
 

@@ -25,7 +25,7 @@ from zbcompile.errors import CompileError, PipelineError
 from zbcompile.model.model_info import facts_of
 from zbcompile.passes.capture.export import ExportOptions
 from zbcompile.passes.capture.forward_only import export_forward
-from zbcompile.passes.compile_options import Choices
+from zbcompile.passes.compile_options import CompileOptions
 from zbcompile.passes.compile_step import compile_graph
 from zbcompile.passes.graph.fx import is_random
 from zbcompile.passes.stage.stage_programs import stage_programs
@@ -55,7 +55,7 @@ class ForwardOptions:
 
     schedule: Schedule
     like: Program | None
-    choices: Choices
+    choices: CompileOptions
     process_groups: Mapping[str, str]
     sharded: Collection[str] = ()
     device: torch.device | None = None

@@ -17,7 +17,7 @@ from zbcompile.compiler.torch_logs import without_torchs_logs
 from zbcompile.compiler.vocabulary_sharding import choose_sharding, shard
 from zbcompile.model.model_info import facts_of
 from zbcompile.passes.capture.export import ExportOptions, export_training_step
-from zbcompile.passes.compile_options import Choices
+from zbcompile.passes.compile_options import CompileOptions
 from zbcompile.passes.compile_step import CompiledStep, Observer, compile_graph, no_observer
 from zbcompile.passes.cost.hardware import default_hardware
 from zbcompile.passes.errors import PartitionError
@@ -63,7 +63,7 @@ def export_step(
     process_groups: Mapping[str, str] | None = None,
     static_inputs: Sequence[str] = (),
     keep: str = "",
-    choices: Choices | None = None,
+    choices: CompileOptions | None = None,
     schedule: Schedule | None = None,
     observe: Observer = no_observer,
 ) -> ExportedModel:
@@ -88,7 +88,7 @@ def export_step(
     )
     step = export_training_step(model, args, kwargs, target, loss, options)
     with_dumps(observe)("export", step)
-    sharded = choose_sharding(step, schedule, choices or Choices())
+    sharded = choose_sharding(step, schedule, choices or CompileOptions())
     text = hashlib.sha256(graph_text(step.module).encode()).hexdigest()
     return ExportedModel(step, text, keep, sharded)
 
@@ -99,7 +99,7 @@ def compile_program(
     microbatch: Microbatch,
     exported: ExportedModel,
     schedule: Schedule,
-    choices: Choices,
+    choices: CompileOptions,
     like: Program | None = None,
     observe: Observer = no_observer,
 ) -> Program:
@@ -169,7 +169,7 @@ def compile_program(
 def choose_cuts(
     step: StepGraph,
     line: ForwardLine,
-    choices: Choices,
+    choices: CompileOptions,
     ranks_of: Sequence[int],
     like: Program | None = None,
 ) -> Sequence[int]:
@@ -237,7 +237,7 @@ def _refuse_buffer_updates(programs: Sequence[StageProgram]) -> None:
             )
 
 
-def describe_cuts(compiled: CompiledStep, choices: Choices) -> Cuts:
+def describe_cuts(compiled: CompiledStep, choices: CompileOptions) -> Cuts:
     """Returns the cuts with the seconds of stages and ranks, for reports."""
     line, cuts = compiled.line, compiled.cuts
     sharded = compiled.step.vocabulary_values is not None

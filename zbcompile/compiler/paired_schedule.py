@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from zbcompile.compiler.stage_costs import costs_of
 from zbcompile.compiler.vocabulary_sharding import insert
-from zbcompile.passes.compile_options import Choices
+from zbcompile.passes.compile_options import CompileOptions
 from zbcompile.passes.cost.hardware import default_hardware
 from zbcompile.passes.cost.stage_cost import stage_cost
 from zbcompile.passes.stage.stage_program import StageProgram, collectives_of
@@ -38,7 +38,7 @@ def in_order(program: Program, schedule: Schedule) -> Program:
 
 
 def lower_for(
-    stages: Sequence[StageProgram], schedule: Schedule, choices: Choices, device: str
+    stages: Sequence[StageProgram], schedule: Schedule, choices: CompileOptions, device: str
 ) -> Schedule:
     """The schedule with its messages and, unless `pairs` says otherwise, with pairs that hide the
     collectives."""

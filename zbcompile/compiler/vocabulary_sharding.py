@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
-from zbcompile.passes.compile_options import Choices
+from zbcompile.passes.compile_options import CompileOptions
 from zbcompile.passes.cost.hardware import Hardware, default_hardware
 from zbcompile.passes.errors import CompileError, PartitionError
 from zbcompile.passes.partition.balance import LoadRow
@@ -24,7 +24,7 @@ INFINITE = float("inf")
 
 
 def choose_sharding(
-    step: StepGraph, schedule: Schedule | None, choices: Choices
+    step: StepGraph, schedule: Schedule | None, choices: CompileOptions
 ) -> ShardedStep | None:
     """Returns the step with its output layer cut off if `vocab=` asks for it, else None.
 
@@ -97,7 +97,7 @@ def _step(schedule: Schedule, costs: Costs) -> float:
 def shard(
     sharded: ShardedStep,
     schedule: Schedule,
-    choices: Choices,
+    choices: CompileOptions,
     stages: tuple[StageProgram, ...],
     bounds: Bounds | None,
 ) -> tuple[VocabularyProgram, Schedule]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from zbcompile.passes.compile_options import Choices
+from zbcompile.passes.compile_options import CompileOptions
 
 
 @dataclass
@@ -126,7 +126,10 @@ class Gradients(dict[str, GradientSum]):
     """
 
     def __init__(
-        self, parameters: Mapping[str, nn.Parameter], shared: frozenset[str], choices: Choices
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        shared: frozenset[str],
+        choices: CompileOptions,
     ) -> None:
         super().__init__()
         self.parameters, self.shared, self.choices = parameters, shared, choices

@@ -45,13 +45,12 @@ class OptimizerConfig:
         refuse_removed("pipe.optimizer", self.options)
         for name, (is_valid, expected) in EXPECTED.items():
             if not is_valid(value := getattr(self, name)):
-                text = " ".join(short(value).split())  # a list of tensors takes many lines
-                raise PipelineError(f"{name}={text}; expected {expected}.")
+                raise PipelineError(f"{name}={_short(value)}; expected {expected}.")
         for group in self.groups or ():
             if not callable(group.get("params")):
                 raise PipelineError(
-                    f'groups= has a group whose "params" is {group.get("params")!r}; expected a'
-                    " function of a parameter's name and the parameter, such as"
+                    f'groups= has a group whose "params" is {_short(group.get("params"))}; expected'
+                    " a function of a parameter's name and the parameter, such as"
                     ' {"params": lambda name, p: p.ndim < 2, "weight_decay": 0}.'
                 )
         if self.overlap and self.clip is not None and not self.post_validates:
@@ -124,6 +123,11 @@ class OptimizerConfig:
             for name, parameter in parameters.items()
             if self.params is None or self.params(name, parameter)
         }
+
+
+def _short(value: Any) -> str:
+    """Returns the text of a value in one line: a list of tensors takes many."""
+    return " ".join(short(value).split())
 
 
 EXPECTED: Mapping[str, tuple[Callable[[Any], bool], str]] = {

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from zbcompile.compiler.paired_schedule import in_order
-from zbcompile.passes.compile_options import Choices
+from zbcompile.passes.compile_options import CompileOptions
 from zbcompile.passes.errors import CompileError
 from zbcompile.prediction.memory_limit import peak_bytes, policies_of, too_little_memory
 from zbcompile.prediction.predict import hardware_of, predicted_costs
@@ -18,7 +18,7 @@ from zbcompile.schedules.checking.schedule_rules import OWN_WEIGHT_ORDER
 EQUAL = 1e-9  # relative difference of two steps that are as long
 COMPARED = 5  # names in the summary
 UNSURE = 0.05  # relative error of the ratio of two predicted steps
-Compile = Callable[[Schedule, Choices], Program]
+Compile = Callable[[Schedule, CompileOptions], Program]
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,11 @@ class NamedStep:
 
 
 def compile_auto(
-    compile_: Compile, choices: Choices, ranks: int, microbatches: int, chunks: int | None = None
+    compile_: Compile,
+    choices: CompileOptions,
+    ranks: int,
+    microbatches: int,
+    chunks: int | None = None,
 ) -> Program:
     """Returns the program of the named schedule with the shortest predicted step; of equally short
     ones the one that holds least.
@@ -80,7 +84,7 @@ def names_by_placement(build_: Callable[..., Schedule]) -> dict[Placement, list[
 
 
 def _candidates(
-    compile_: Compile, choices: Choices, names_: list[str], build_: Callable[..., Schedule]
+    compile_: Compile, choices: CompileOptions, names_: list[str], build_: Callable[..., Schedule]
 ) -> list[NamedStep]:
     """Returns the names of one placement that fit. Raises PartitionError if none does."""
     steps, needed = list[NamedStep](), dict[int, Program]()

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from zbcompile.model.model_info import module_of
-from zbcompile.passes.compile_options import Choices, Recompute
+from zbcompile.passes.compile_options import CompileOptions, Recompute
 from zbcompile.passes.errors import PartitionError
 from zbcompile.prediction.predict import predicted_costs
 from zbcompile.prediction.rank_memory import rank_memories
@@ -13,7 +13,7 @@ from zbcompile.program.program import Program
 POLICIES = ("hints", "selective", "full")
 
 
-def policies_of(choices: Choices) -> tuple[Recompute, ...]:
+def policies_of(choices: CompileOptions) -> tuple[Recompute, ...]:
     """Returns the ways to recompute that may be tried, the one that takes least time first.
     `recompute=` other than its default is the only one, and so is the default without a limit."""
     return (
@@ -31,7 +31,9 @@ def peak_bytes(program: Program) -> int:
     return max(memory.peak for memory in memories)
 
 
-def compile_within_memory(compile_: Callable[[Choices], Program], choices: Choices) -> Program:
+def compile_within_memory(
+    compile_: Callable[[CompileOptions], Program], choices: CompileOptions
+) -> Program:
     """Returns the program of the first of `policies_of(choices)` whose ranks hold at most `memory=`
     bytes.
 

@@ -14,7 +14,7 @@ from zbcompile.errors import PipelineError
 from zbcompile.model.model_info import ModelFacts
 from zbcompile.model.placements import PARTIAL, placement_of
 from zbcompile.options import StepOptions
-from zbcompile.passes.compile_options import Choices
+from zbcompile.passes.compile_options import CompileOptions
 from zbcompile.passes.graph.fx import on_any_device
 from zbcompile.passes.partition.cuts import Cuts
 from zbcompile.passes.stage.pass_graph import PassGraph
@@ -55,7 +55,7 @@ class Program:
     stages: tuple[StageProgram, ...]
     lowered: Schedule
     homes: Mapping[str, tuple[int, ...]]
-    choices: Choices
+    choices: CompileOptions
     loss_dtype: str
     inputs: Mapping[str, tuple[tuple[int, ...], str]]
     vocabulary: VocabularyProgram | None

@@ -47,7 +47,7 @@ from zbcompile.errors import PipelineError
 from zbcompile.model.placements import SHARD, along, placement_of
 from zbcompile.model.resident_tensors import resident_tensors
 from zbcompile.options import PipelineOptions
-from zbcompile.passes.compile_options import Choices
+from zbcompile.passes.compile_options import CompileOptions
 from zbcompile.passes.errors import PartitionError
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.module_state import ModuleState
@@ -87,7 +87,7 @@ class ProgramCache:
     ) -> None:
         self._model, self._options, self.binding = model, options, binding
         self.ranks, self.schedule, self.saved = binding.ranks, schedule, saved
-        self.decided: Choices | None = None  # by schedule="auto"
+        self.decided: CompileOptions | None = None  # by schedule="auto"
         self.searched: tuple[ExportedModel, Program] | None = None  # the first step, by "auto"
         self.steps = GraphCache(options.max_shapes)
         self.evaluations = GraphCache(options.max_shapes)
@@ -335,7 +335,11 @@ class ProgramCache:
         return together(self.ranks, "capturing", export_)
 
     def make(
-        self, microbatch: Microbatch, exported: ExportedModel, schedule: Schedule, choices: Choices
+        self,
+        microbatch: Microbatch,
+        exported: ExportedModel,
+        schedule: Schedule,
+        choices: CompileOptions,
     ) -> Program:
         """Returns the exported step compiled for a schedule, with the parameters where they are."""
         task, placed = (self._model, microbatch, exported, schedule, choices), self.binding.program
@@ -361,7 +365,7 @@ class ProgramCache:
                 program = together(self.ranks, "compiling", lambda: compile_program(*task, like))
         return replace(program, step=self._options.step)
 
-    def _choices(self) -> Choices:
+    def _choices(self) -> CompileOptions:
         """Returns the options of a step. Later programs keep the first one's decision whether the
         output layer is sharded, because the owners of its rows are fixed."""
         choices = self.decided or self._options.choices

@@ -16,7 +16,7 @@ from targets import llama, unet
 from zbcompile.compiler.compile_example import compile_example, one_microbatch
 from zbcompile.compiler.compile_model import choose_cuts, export_step
 from zbcompile.compiler.overweight import explain_overweight
-from zbcompile.passes.compile_options import Choices
+from zbcompile.passes.compile_options import CompileOptions
 from zbcompile.passes.cost.hardware import Hardware
 from zbcompile.passes.graph.fx import is_getitem, is_view
 from zbcompile.passes.partition.balance import LoadRow, heaviest_piece
@@ -85,7 +85,7 @@ class Problem:
         )
 
     def plan(self, **choices: Any) -> list[int]:
-        return list(choose_cuts(self.step, self.line, Choices(**choices), self.ranks_of))
+        return list(choose_cuts(self.step, self.line, CompileOptions(**choices), self.ranks_of))
 
     def overweight(self) -> str:
         return explain_overweight(
@@ -132,7 +132,7 @@ def test_equal_layers_are_cut_at_equal_places() -> None:
     layers = (nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.LayerNorm(64)) for _ in range(16))
     model, x = nn.Sequential(*layers), torch.ones(256, 64)
     example = zbcompile.Example(model, (x,), loss=F.mse_loss, target=x)
-    program = compile_example(example, build("1f1b", 2, 4), Choices()).program
+    program = compile_example(example, build("1f1b", 2, 4), CompileOptions()).program
     assert {len(stage.parameters) for stage in program.stages} == {32}
 
 
@@ -145,7 +145,7 @@ def test_cuts_depend_on_the_hardware() -> None:
     products = Hardware("products", {"float32": 1e9}, bandwidth=1e20)
     traffic = Hardware("traffic", {"float32": 1e20}, bandwidth=1e9)
     first, second = (
-        choose_cuts(step, forward_line(step), Choices(hardware=machine), (0, 1))
+        choose_cuts(step, forward_line(step), CompileOptions(hardware=machine), (0, 1))
         for machine in (products, traffic)
     )
     assert first[0] < second[0]

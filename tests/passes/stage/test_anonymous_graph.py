@@ -9,7 +9,7 @@ from torch.fx import GraphModule
 
 from zbcompile.batches.example import Example
 from zbcompile.compiler.compile_example import compile_example
-from zbcompile.passes.compile_options import Choices
+from zbcompile.passes.compile_options import CompileOptions
 from zbcompile.passes.stage.anonymous_graph import bare
 from zbcompile.passes.torch_private import make_fx
 from zbcompile.schedules import build
@@ -35,7 +35,7 @@ def traced(function: Callable[..., list[Tensor]], *inputs: Tensor) -> GraphModul
 def test_equal_stages_have_equal_texts() -> None:
     """Eight stages of one layer: those in the middle differ from each other in names alone."""
     model = Layers(8)
-    cuts = Choices(balance=tuple(f"layers.{i}" for i in range(1, 8)))
+    cuts = CompileOptions(balance=tuple(f"layers.{i}" for i in range(1, 8)))
     program = compile_example(
         Example(model, (torch.zeros(2, WIDTH),)), build("zb-v", 4, 8), cuts
     ).program

@@ -14,7 +14,7 @@ from tests.support.vocabulary_heads import HEADS, head_case
 from tests.support.vocabulary_runner import ShardedRunner, errors
 from zbcompile.passes.capture.export import ExportOptions, export_training_step
 from zbcompile.passes.capture.forward_only import export_forward
-from zbcompile.passes.compile_options import Choices
+from zbcompile.passes.compile_options import CompileOptions
 from zbcompile.passes.compile_step import compile_graph
 from zbcompile.passes.step_graph import StepGraph
 from zbcompile.passes.vocabulary.log_probs import log_probs
@@ -184,7 +184,7 @@ def run_step(
     sharded = cut_output_layer(step)
     compiled = compile_graph(sharded.trunk, **{"ranks_of": (0, 1), **options})
     bounds = even_bounds(sharded.loss.words, ranks)
-    sum_dtype = Choices(accumulate_dtype=torch.float32).dtype_of_sum
+    sum_dtype = CompileOptions(accumulate_dtype=torch.float32).dtype_of_sum
     program = shard_passes(sharded, bounds, barriers, sum_dtype)
     return ShardedRunner(sharded, compiled, program, model, batches)
 

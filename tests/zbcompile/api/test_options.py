@@ -16,7 +16,7 @@ from zbcompile import PipelineError
 from zbcompile.cli.command_line import split_options
 from zbcompile.cli.option_flags import FLAGS, OPTION_FLAGS, add_flags, flag_of
 from zbcompile.options import OPTIONS, REMOVED, PipelineOptions, checked
-from zbcompile.passes.compile_options import Choices
+from zbcompile.passes.compile_options import CompileOptions
 from zbcompile.passes.cost.hardware import Hardware
 from zbcompile.schedules import build
 
@@ -55,7 +55,7 @@ def test_defaults_are_among_what_is_accepted(name: str) -> None:
 
 
 def test_every_option_of_a_graph_is_a_flag() -> None:
-    assert {item.name for item in fields(Choices)} < set(FLAGS)
+    assert {item.name for item in fields(CompileOptions)} < set(FLAGS)
     assert set(FLAGS) < OPTION_FLAGS.keys() == SPELLED.keys()
 
 

@@ -18,7 +18,7 @@ from zbcompile.cli.command_table import COMMANDS
 from zbcompile.cli.option_flags import FLAGS, OPTION_FLAGS
 from zbcompile.cli.parsers import FORWARDS
 from zbcompile.options import BACKENDS
-from zbcompile.passes.compile_options import Choices
+from zbcompile.passes.compile_options import CompileOptions
 from zbcompile.program import output
 from zbcompile.progress import Progress
 
@@ -46,7 +46,7 @@ def test_a_command_has_two_doors(
 
 def test_flags_are_those_of_the_options() -> None:
     """What the parsers name without importing torch."""
-    of_options = {item.name for item in fields(Choices)}
+    of_options = {item.name for item in fields(CompileOptions)}
     assert set(FLAGS) == {
         "schedule",
         "ranks",

@@ -12,7 +12,7 @@ from gpt import GPT, next_byte_loss
 from tests.support.oracle import Batch
 from zbcompile.compiler.vocabulary_sharding import WORTH, choose_sharding, predict_steps
 from zbcompile.passes.capture.export import export_training_step
-from zbcompile.passes.compile_options import Choices
+from zbcompile.passes.compile_options import CompileOptions
 from zbcompile.passes.cost.hardware import Hardware
 from zbcompile.passes.errors import CompileError
 from zbcompile.schedules import build
@@ -64,8 +64,8 @@ def test_auto_shards_where_that_makes_the_step_shorter(
     batch, schedule = batch_of(words, 4), build("1f1b", 2, 8)
     model = model_of(words, layers)
     step = export_training_step(model, batch.args, {}, batch.target, next_byte_loss)
-    requested = choose_sharding(step.copy(), schedule, Choices(vocab=1))
+    requested = choose_sharding(step.copy(), schedule, CompileOptions(vocab=1))
     assert requested is not None
     redistributed, sharded = predict_steps(requested, schedule, Hardware.find("cpu-core"))
     assert (sharded < WORTH * redistributed) == shards
-    assert (choose_sharding(step, schedule, Choices(vocab="auto")) is not None) == shards
+    assert (choose_sharding(step, schedule, CompileOptions(vocab="auto")) is not None) == shards

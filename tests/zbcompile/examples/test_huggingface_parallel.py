@@ -19,7 +19,7 @@ from zbcompile import Example
 from zbcompile.compiler.compile_example import one_microbatch
 from zbcompile.compiler.compile_model import compile_program, export_step
 from zbcompile.model.distributed_tensors import Parts
-from zbcompile.passes.compile_options import Choices
+from zbcompile.passes.compile_options import CompileOptions
 from zbcompile.schedules import build
 
 BOUND = 1e-6  # of the largest entry of each gradient, fp32
@@ -159,7 +159,7 @@ def originals(
     Parts(model, labels)
     microbatch = one_microbatch(example)
     exported = export_step(model, microbatch, example.loss, process_groups=labels)
-    cuts = Choices(balance=first_layers)
+    cuts = CompileOptions(balance=first_layers)
     program = compile_program(model, microbatch, exported, build("1f1b", 4, 4), cuts)
     return [stage.original for stage in program.stages]
 

@@ -21,7 +21,7 @@ import zbcompile
 from zbcompile.amounts import format_bytes, format_share
 from zbcompile.compiler.compile_example import compile_example
 from zbcompile.inspect import main
-from zbcompile.passes.compile_options import Choices
+from zbcompile.passes.compile_options import CompileOptions
 from zbcompile.passes.cost.hardware import Hardware
 from zbcompile.prediction.predict import predicted_costs
 from zbcompile.prediction.rank_memory import rank_memories
@@ -87,7 +87,7 @@ def layers(recompute: str = "off") -> Program:
     example = zbcompile.Example(
         model, (torch.ones(64, 256),), {}, nn.MSELoss(), torch.ones(64, 256)
     )
-    choices = Choices(recompute=recompute, hardware=Hardware.find("a100-80g"))
+    choices = CompileOptions(recompute=recompute, hardware=Hardware.find("a100-80g"))
     return compile_example(example, build("zb-h1", 2, 4), choices).program
 
 

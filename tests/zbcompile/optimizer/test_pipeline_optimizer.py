@@ -260,8 +260,8 @@ def closed(optimizer: Any) -> Any:
             "expected a list of groups",
         ),
         (
-            lambda pipe: pipe.optimizer(AdamW, params=3),
-            "params=3; expected a function of a parameter's name",
+            lambda pipe: pipe.optimizer(AdamW, params=[nn.Parameter(torch.ones(1))]),
+            r"params=\[Parameter.*\]; expected a function of a parameter's name",
         ),
         (lambda pipe: pipe.optimizer(AdamW, overlap="yes"), "overlap='yes'; expected True or"),
         (lambda pipe: pipe.optimizer(AdamW, zero=True), "zero=True; expected 0 or 1"),

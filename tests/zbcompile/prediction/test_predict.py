@@ -9,7 +9,7 @@ import torch
 import zbcompile
 from zbcompile.cli.target import load_example
 from zbcompile.compiler.compile_example import compile_example
-from zbcompile.passes.compile_options import Choices
+from zbcompile.passes.compile_options import CompileOptions
 from zbcompile.passes.cost.stage_cost import stage_cost
 from zbcompile.prediction import predict
 from zbcompile.prediction.predict import load_costs, predicted_costs, stage_costs
@@ -61,7 +61,7 @@ def test_an_empty_pass_takes_no_time() -> None:
     example = zbcompile.Example(
         model, (torch.ones(2, 8),), loss=torch.nn.MSELoss(), target=torch.ones(2, 8)
     )
-    program = compile_example(example, build("zb-h1", 2, 4), Choices(balance=("1",))).program
+    program = compile_example(example, build("zb-h1", 2, 4), CompileOptions(balance=("1",))).program
     costs = load_costs(program, "flops").costs
     assert costs.backward[0] == costs.weight[1] == 0
     assert min(*costs.forward, costs.backward[1], costs.weight[0]) > 0
@@ -74,7 +74,7 @@ def test_equal_stages_are_priced_once(monkeypatch: pytest.MonkeyPatch) -> None:
     example = zbcompile.Example(
         model, (torch.ones(2, 8),), loss=torch.nn.MSELoss(), target=torch.ones(2, 8)
     )
-    program = compile_example(example, build("zb-v", 4, 8), Choices()).program
+    program = compile_example(example, build("zb-v", 4, 8), CompileOptions()).program
     priced: list[int] = []
     monkeypatch.setattr(
         predict,

@@ -17,7 +17,7 @@ from tests.support.skip_models import UNet
 from zbcompile.batches.example import Example
 from zbcompile.cli.target import load_example
 from zbcompile.compiler.compile_example import compile_example
-from zbcompile.passes.compile_options import Choices
+from zbcompile.passes.compile_options import CompileOptions
 from zbcompile.prediction.predict import predicted_costs
 from zbcompile.prediction.rank_memory import rank_memories
 from zbcompile.schedules import build
@@ -94,7 +94,7 @@ def test_parameters_gradients_and_state(dtype: torch.dtype) -> None:
     model = nn.Sequential(*(nn.Linear(64, 64, bias=False, dtype=dtype) for _ in range(2)))
     x, size = torch.ones(4, 64, dtype=dtype), 64 * 64
     example = zbcompile.Example(model, (x,), loss=nn.MSELoss(), target=x)
-    program = compile_example(example, build("1f1b", 2, 4), Choices(balance=("1",))).program
+    program = compile_example(example, build("1f1b", 2, 4), CompileOptions(balance=("1",))).program
     memory = rank_memories(program, predicted_costs(program), dict(model.named_parameters()))[0]
     assert (memory.parameters, memory.gradients) == (dtype.itemsize * size, 4 * size)
     assert memory.optimizer_state == (8 if dtype == torch.float32 else 12) * size
