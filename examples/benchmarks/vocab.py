@@ -11,14 +11,13 @@ four and four: then sharding saves memory, not time.)
 All variants take turns in rounds; the medians of their ratios to equal layers per rank count. While
 they are timed the process keeps the memory that it frees: glibc would return pages after one pass
 and fetch them for the next one, which takes longer than the exponentials in them and varies between
-runs. Bytes are those of the last rank: parameters, the moments of Adam, and the growth of its
-resident memory in a step (Linux).
+runs. Bytes are those of the last rank: parameters, gradients, the moments of Adam, and the most
+that waits for B, W and T in a recorded step. They are counted, and equal in every run.
 """
 
 import argparse
 import copy
 import ctypes
-import gc
 import sys
 import time
 from dataclasses import dataclass, field
@@ -41,7 +40,7 @@ LAYERS, WIDTH, LENGTH, MICROBATCHES, ROWS = 2, 256, 128, 8, 4
 WORDS = 4 * (
     12 * WIDTH + 2 * LENGTH
 )  # FLOPs of the output layer / those of a layer = WORDS / (12 width + 2 length)
-STATES = 3  # parameter and two moments; gradients exist in a step alone
+STATES = 4  # parameter, gradient and two moments
 # glibc's number of the size beyond which free memory at the end of the heap is given back
 TRIM_THRESHOLD = -1
 # and of the size beyond which memory is outside the heap, and given back as soon as it is free
@@ -99,38 +98,17 @@ def round_of(measured: Measured, inputs: Tensor, targets: Tensor) -> None:
     measured.cpu.append(float(spent))
 
 
-def measure_bytes(measured: Measured, inputs: Tensor, targets: Tensor) -> None:
-    """Call `give_back_freed_memory` before."""
-    gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")  # forgets the peak so far
-    before = resident_bytes("VmRSS")
-    step(measured, inputs, targets)
-    rank_bytes = sum(
-        parameter.numel() * parameter.element_size() for parameter in measured.pipe.parameters()
-    )
-    measured.bytes = STATES * rank_bytes + resident_bytes("VmHWM") - before
+def count_bytes(measured: Measured, inputs: Tensor, targets: Tensor) -> None:
+    with measured.pipe.recording() as records:
+        step(measured, inputs, targets)
+    waiting = records[0].peak_activation_bytes[dist.get_rank()]
+    measured.bytes = STATES * sum(x.nbytes for x in measured.pipe.parameters()) + waiting
 
 
 def keep_freed_memory() -> None:
     libc = ctypes.CDLL(None)
     libc.mallopt(MMAP_THRESHOLD, 32 << 20)  # the largest value that it takes
     libc.mallopt(TRIM_THRESHOLD, 2**31 - 1)
-
-
-def give_back_freed_memory() -> None:
-    """From now on resident memory is what is in use; the allocations of a step get slower."""
-    libc = ctypes.CDLL(None)
-    libc.mallopt(MMAP_THRESHOLD, 1 << 16)
-    libc.malloc_trim(0)
-
-
-def resident_bytes(field: str) -> int:
-    line = next(
-        line
-        for line in Path("/proc/self/status").read_text().splitlines()
-        if line.startswith(field)
-    )
-    return int(line.split()[1]) << 10
 
 
 def row(name: str, one: Measured, base: Measured) -> list[Any]:
@@ -162,9 +140,8 @@ def main() -> None:
     for _ in tqdm(range(rounds), disable=dist.get_rank() != 0, unit="round"):
         for measured in results.values():
             round_of(measured, inputs, targets)
-    give_back_freed_memory()
     for measured in results.values():
-        measure_bytes(measured, inputs, targets)
+        count_bytes(measured, inputs, targets)
     if dist.get_rank() == dist.get_world_size() - 1:
         rows = [row(name, measured, results["equal layers"]) for name, measured in results.items()]
         print(

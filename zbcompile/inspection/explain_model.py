@@ -86,6 +86,9 @@ def explain(
     model gives a loss, the sum of the outputs serves as one. Never raises because of the model;
     runs no step and changes nothing.
 
+    A capture ends at the first operation that it refuses. Of several in forward the first is
+    reported; the next one when that is mended.
+
     >>> zbcompile.explain(model, tokens, loss=next_byte_loss, target=tokens)  # doctest: +SKIP
     """
     batch, problems, notes = (args, kwargs, target), list[str](), list[str]()

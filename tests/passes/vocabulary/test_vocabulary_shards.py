@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.support.pass_graph_runner import Batch, StepResult, eager_step
-from tests.support.vocabulary_heads import HEADS, head_case
 from tests.support.vocabulary_runner import ShardedRunner, errors
 from zbcompile.passes.capture.export import ExportOptions, export_training_step
 from zbcompile.passes.capture.forward_only import export_forward
@@ -190,9 +189,19 @@ def run_step(
 
 
 def check(model: nn.Module, loss: Loss, shards: Sequence[tuple[int, int]], **options: Any) -> None:
-    """Compares steps with some numbers of ranks and barriers with eager mode."""
     torch.manual_seed(1)
     batches = [batch_of(getattr(model, "words", WORDS)) for _ in range(2)]
+    check_batches(model, loss, batches, shards, **options)
+
+
+def check_batches(
+    model: nn.Module,
+    loss: Loss,
+    batches: list[Batch],
+    shards: Sequence[tuple[int, int]],
+    **options: Any,
+) -> None:
+    """Compares steps with some numbers of ranks and barriers with eager mode."""
     step = export_training_step(model, *batches[0], loss)
     expected = eager_step(model, batches, loss, seed=0)
     for ranks, barriers in shards:
@@ -248,20 +257,30 @@ def test_stages_of_the_trunk(options: dict[str, Any]) -> None:
     check(Model("tied twice"), cross_entropy, [(2, 1)], **options)
 
 
+SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "use_cache": False}
+ATTENTION = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True}
+OF_T5 = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": 4, "use_cache": False}
+# Llama, GPT-2, Gemma 2 and BERT are in engine/test_vocabulary_models.py.
+MODELS: dict[str, dict[str, Any]] = {
+    "t5": {**OF_T5, "dropout_rate": 0.0, "decoder_start_token_id": 0},  # two lookups
+    "qwen3": {**SIZES, **ATTENTION, "head_dim": 8},
+    "mixtral": {**SIZES, **ATTENTION, **EXPERTS, "router_aux_loss_coef": 0.1},
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", HEADS)
-def test_heads_of_transformers(name: str) -> None:
-    model, batch, loss = head_case(name)
-    step = export_training_step(model, *batch, loss)
-    expected = eager_step(model, [batch, batch], loss, seed=0)
-    scale = max(value.abs().max().item() for value in expected.gradients.values())
-    for ranks, barriers in ((2, 1), (3, 2), (4, 1)):
-        result = run_step(step, model, [batch, batch], ranks, barriers).run()
-        for name, value in expected.gradients.items():
-            if value.abs().max() < 1e-6 * scale:  # the bias of keys has no gradient but noise
-                result.gradients[name] = value
-        wrong = errors(result, expected)
-        assert max(wrong.values()) <= 1e-6, wrong
+@pytest.mark.parametrize("name", MODELS)
+def test_models_of_transformers(name: str) -> None:
+    transformers, words = pytest.importorskip("transformers"), 67
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(name, vocab_size=words, **MODELS[name])
+    kind = "AutoModelForSeq2SeqLM" if name == "t5" else "AutoModelForCausalLM"
+    model = getattr(transformers, kind).from_config(config).train()
+    tokens, labels = torch.randint(3, words, (2, 2, 8)).unbind()
+    labels[0, :3] = -100
+    batch: Batch = (), {"input_ids": tokens, "labels": labels}, None
+    check_batches(model, lambda output, _: output.loss, [batch, batch], [(2, 1), (3, 2), (4, 1)])
 
 
 @pytest.mark.parametrize("form", ["plain", "soft cap", "autocast"])
