@@ -10,7 +10,6 @@ from typing import Any, Literal
 import torch
 
 from zbcompile.passes.cost.hardware import Hardware
-from zbcompile.passes.errors import CompileError
 
 Policy = str | int | float  # of POLICIES; bytes; a share of what is kept otherwise
 POLICIES = ("off", "hints", "selective", "full")
@@ -58,15 +57,6 @@ class CompileOptions:
     accumulate_dtype: torch.dtype | None = None
     vocab: Barriers = "off"
     pairs: str = "auto"
-
-    def require_stages(self, stages: int) -> None:
-        """Raise CompileError if a list does not have one entry per stage."""
-        if isinstance(self.recompute, tuple) and len(self.recompute) != stages:
-            raise CompileError(
-                f"recompute={list(self.recompute)} has {len(self.recompute)} entries, but the"
-                f" schedule has {stages} stages. Give one entry for all stages, or one for each in"
-                " the order of the model."
-            )
 
     def dtype_of_sum(self, parameter: torch.dtype) -> torch.dtype:
         """In which dtype the gradients of a parameter of dtype `parameter` are summed over the

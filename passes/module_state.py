@@ -9,6 +9,7 @@ import argparse
 import dis
 import functools
 import itertools
+import reprlib
 import types
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
@@ -22,45 +23,35 @@ from torch import nn
 from zbcompile.passes.graph.source_location import is_users_name
 from zbcompile.passes.torch_private import (
     buffer_table,
-    forward_hook_tables,
-    plain_hooks,
     storage_key,
     version_of,
     without_torch_function,
 )
+from zbcompile.passes.torch_private_hooks import forward_hook_tables, plain_hooks
 
 MAX_ITEMS = 512  # of a container that are compared; of a longer one also the number of items
 MAX_DEPTH = 3  # of containers in containers
 PLAIN = (
-    bool,
-    int,
-    str,
-    bytes,
-    type(None),
-    torch.dtype,
-    torch.device,
-    torch.layout,
-    torch.memory_format,
-    torch.Size,
+    *(bool, int, str, bytes, type(None)),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
 )
 _IMMUTABLE = (*PLAIN, float, complex, types.FunctionType, types.BuiltinFunctionType, type, Enum)
-_TABLES = frozenset(
-    vars(nn.Module())
-)  # of parameters, submodules and hooks; `training` is in the key of a program
-_ABSENT = object()
+# Of parameters, submodules and hooks; `training` is in the key of a program.
+TABLES = frozenset(vars(nn.Module()))
+ABSENT = object()
 Reader = Callable[[Any], Any]
 Value = tuple[str, Reader, Any]  # path, a function that returns the value, and its argument
 
 
 class StateEntry(NamedTuple):
-    """One value: `read(key)` returns it, `token` is equal for equal values. `mutable`: it may
-    change in place."""
+    """One value: `read(key)` returns it, `token` is equal for equal values. `text` shows a value
+    that may change in place; it is "" for others."""
 
     read: Callable[[Any], Any]
     key: Any
     value: Any
     token: Any
-    mutable: bool
+    text: str
 
 
 class RegisteredBuffer(NamedTuple):
@@ -76,17 +67,17 @@ class ModuleState:
 
     def __init__(self, model: nn.Module, loss: Any = None, without: Set[str] = frozenset()) -> None:
         self.entries: dict[str, StateEntry] = {}
-        for path, read, key in _values(model, loss):
+        for path, read, key in state_values(model, loss):
             value = read(key)
-            if value is not _ABSENT and path not in without and path not in self.entries:
-                mutable = not isinstance(value, (*_IMMUTABLE, nn.Module))
-                self.entries[path] = StateEntry(read, key, _kept(value), _token(value), mutable)
+            if value is not ABSENT and path not in without and path not in self.entries:
+                text = "" if isinstance(value, (*_IMMUTABLE, nn.Module)) else _text(value)
+                self.entries[path] = StateEntry(read, key, value, token_of(value), text)
 
     def hold(self) -> bool:
         """Returns whether all values are what they were."""
-        for read, key, value, token, mutable in self.entries.values():
+        for read, key, value, token, text in self.entries.values():
             now = read(key)
-            if (mutable or now is not value) and _token(now) != token:
+            if (text or now is not value) and token_of(now) != token:
                 return False
         return True
 
@@ -95,114 +86,16 @@ class ModuleState:
         none."""
         for path, entry in self.entries.items():
             now = entry.read(entry.key)
-            if _token(now) != entry.token:
-                return f"{path}: {_text(entry.value)} -> {_text(now)}"
+            if token_of(now) != entry.token:
+                return f"{path}: {entry.text or _text(entry.value)} -> {_text(now)}"
         return ""
 
-    @property
-    def memories(self) -> Set[int]:
-        """The storages of the tensors among the values."""
-        values = (getattr(entry.value, "tensor", entry.value) for entry in self.entries.values())
-        return {storage_key(entry) for entry in values if isinstance(entry, torch.Tensor)}
 
-
-class AttributeSnapshot:
-    """The attributes of all modules, the other values of the module state, the items of containers
-    among them, and hooks."""
-
-    def __init__(self, model: nn.Module, loss: Any = None) -> None:
-        self._attributes: list[tuple[str, dict[str, Any], dict[str, Any]]] = []
-        self._hooks: list[tuple[str, dict[Any, Any], dict[Any, Any]]] = []
-        self._entries = [(path, read, key, read(key)) for path, read, key in _values(model, loss)]
-        self.values = {path: value for path, _, _, value in self._entries}
-        for path, module in _modules(model, loss):
-            attributes = vars(module)
-            before = {
-                name: attributes[name]
-                for name in (*_names(module), "training")
-                if name in attributes
-            }
-            self._attributes.append((path, attributes, before))
-            self._hooks += [
-                (f"the hooks of {path}", table, dict(table))
-                for table in forward_hook_tables(module)
-            ]
-            self.values |= {f"{path}.{name}": value for name, value in before.items()}
-        containers = {
-            id(container): (path, container)
-            for path, value in self.values.items()
-            for container in _containers(value)
-        }
-        self._containers = [(path, value, value.copy()) for path, value in containers.values()]
-
-    def installed_hooks(self) -> bool:
-        """Returns True if forward has installed hooks on modules without any.
-
-        `restore` then returns to the state with these hooks and with the flags that forward set,
-        but for tensors and containers.
-        """
-        changed = [hooks for _, table, hooks in self._hooks if list(table) != list(hooks)]
-        if not changed or any(changed):
-            return False
-        self._hooks = [(path, table, dict(table)) for path, table, _ in self._hooks]
-        for _, attributes, before in self._attributes:
-            for name, value in attributes.items():
-                is_flag = not isinstance(
-                    value, torch.Tensor | nn.Module | list | tuple | dict | set | deque
-                )
-                if is_flag and name not in _TABLES and (name[0] != "_" or name in before):
-                    before[name] = value
-        return True
-
-    def restore(self) -> list[tuple[str, bool]]:
-        """Undoes what was changed since. Returns the paths, and whether a tensor or hooks are
-        passed on to the next forward."""
-        changed: list[tuple[str, bool]] = []
-        for path, attributes, before in self._attributes:
-            for name in [
-                attribute
-                for attribute in attributes
-                if attribute not in before and attribute not in _TABLES and attribute[0] != "_"
-            ]:
-                changed.append((f"{path}.{name}", False))
-                del attributes[name]
-            for name, value in before.items():
-                now = attributes.get(name, _ABSENT)
-                if now is not value and _token(now) != _token(value):
-                    carries = isinstance(now, torch.Tensor) and isinstance(value, torch.Tensor)
-                    changed.append((f"{path}.{name}", carries))
-                attributes[name] = value
-        for path, value, items in self._containers:
-            if [*map(id, _items(value))] != [*map(id, _items(items))]:
-                changed.append((path, False))
-                value.clear()
-                value.extend(items) if isinstance(value, list | deque) else value.update(items)
-        for path, read, key, value in self._entries:
-            now, holder = read(key), _holder(read)
-            is_module = isinstance(value, nn.Module) or isinstance(now, nn.Module)
-            if holder is None or is_module or now is value or _token(now) == _token(value):
-                continue
-            carries = isinstance(now, torch.Tensor) and isinstance(value, torch.Tensor)
-            changed.append((path, carries))
-            if isinstance(holder, types.CellType):
-                holder.cell_contents = value
-            elif value is _ABSENT:
-                del holder[key]
-            else:
-                holder[key] = value
-        for path, table, hooks in self._hooks:
-            if list(table) != list(hooks):
-                changed.append((path, True))
-                table.clear()
-                table.update(hooks)
-        return changed
-
-
-def _names(module: nn.Module) -> Iterator[str]:
+def attribute_names(module: nn.Module) -> Iterator[str]:
     """Yields the attributes of a module, but for torch's own private ones."""
     is_users_class = is_users_name(type(module).__module__)
     return (
-        name for name in vars(module) if name not in _TABLES and (is_users_class or name[0] != "_")
+        name for name in vars(module) if name not in TABLES and (is_users_class or name[0] != "_")
     )
 
 
@@ -210,7 +103,7 @@ def functions_of(model: nn.Module, loss: Any = None) -> list[types.FunctionType]
     """Returns the user's functions: forwards of modules, functions that modules hold, hooks, and
     those of the loss, with what decorators wrap."""
     functions: dict[int, types.FunctionType] = {}
-    for _, module in _modules(model, loss):
+    for _, module in modules_of(model, loss):
         for function in (getattr(type(module), "forward", None), *vars(module).values()):
             if isinstance(function, types.FunctionType):
                 functions[id(function)] = function
@@ -243,7 +136,7 @@ def _function_of(called: Any) -> types.FunctionType | None:
 
 def _hooks(model: nn.Module | None, loss: Any) -> Iterator[tuple[str, Any]]:
     """Yields the hooks of modules and of their parameters."""
-    for path, module in _modules(model, loss):
+    for path, module in modules_of(model, loss):
         with without_torch_function():
             parameters = [plain_hooks(p) or {} for p in module.parameters(recurse=False)]
         tables = (*forward_hook_tables(module), *parameters)
@@ -260,10 +153,10 @@ def globals_in(code: types.CodeType) -> frozenset[str]:
     return frozenset(load.argval for load in loads).union(*inner)
 
 
-def _values(model: nn.Module, loss: Any) -> Iterator[Value]:
+def state_values(model: nn.Module, loss: Any) -> Iterator[Value]:
     """Yields the path, the reader and the key of every value that is compared."""
     configs: set[int] = set()
-    for path, module in _modules(model, loss):
+    for path, module in modules_of(model, loss):
         attributes = vars(module)
         yield f"the class of {path}", type, module
         yield f"the number of attributes of {path}", len, attributes
@@ -272,12 +165,12 @@ def _values(model: nn.Module, loss: Any) -> Iterator[Value]:
             yield f"the order of submodules in {path}", tuple, children
         for name in children:
             yield f"{path}.{name}", _reader(children, name), name
-        for name in _names(module):
+        for name in attribute_names(module):
             yield f"{path}.{name}", _reader(attributes, name), name
             if _is_config(name, attributes[name]) and id(attributes[name]) not in configs:
                 configs.add(id(attributes[name]))
                 yield from _of_object(f"{path}.{name}", attributes[name])
-    for path, module in _modules(None, loss):
+    for path, module in modules_of(None, loss):
         yield f"{path}.training", _reader(vars(module), "training"), "training"
         for name in buffer_table(module):
             yield f"{path}.{name}", functools.partial(_registered, buffer_table(module)), name
@@ -290,7 +183,8 @@ def _values(model: nn.Module, loss: Any) -> Iterator[Value]:
         yield from _of_function(f"{name} ({names[name]})" if names[name] > 1 else name, function)
 
 
-def _modules(model: nn.Module | None, loss: Any) -> Iterator[tuple[str, nn.Module]]:
+def modules_of(model: nn.Module | None, loss: Any) -> Iterator[tuple[str, nn.Module]]:
+    """Yields the modules of a model and its loss by path."""
     for root, name in ((model, "model"), (loss, "loss"), (getattr(loss, "__self__", None), "loss")):
         for path, module in root.named_modules() if isinstance(root, nn.Module) else ():
             yield f"{name}.{path}".rstrip("."), module
@@ -337,51 +231,36 @@ def _of_function(function_name: str, function: types.FunctionType) -> Iterator[V
         if _is_config(name, value):
             yield from _of_object(path, value)
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        path, value = f"{name} in the closure of {function_name}", _of_cell(cell, name)
-        yield path, functools.partial(_of_cell, cell), name
+        path, value = f"{name} in the closure of {function_name}", read_cell(cell, name)
+        yield path, functools.partial(read_cell, cell), name
         if _is_config(name, value):
             yield from _of_object(path, value)
     for name in ("__defaults__", "__kwdefaults__"):
         yield f"{function_name}.{name}", functools.partial(getattr, function), name
 
 
-def _of_cell(cell: types.CellType, _: str) -> Any:
+def read_cell(cell: types.CellType, _: str) -> Any:
+    """Returns the value of a variable of a closure; ABSENT if it has none."""
     try:
         return cell.cell_contents
-    except ValueError:  # it is empty
-        return _ABSENT
-
-
-def _containers(value: Any, depth: int = 0) -> Iterator[Any]:
-    """Yields a container, and those in it, as deep as they are compared."""
-    if type(value) in (list, dict, set, deque):
-        yield value
-    if isinstance(value, list | tuple | dict | deque) and depth < MAX_DEPTH:
-        for item in _items(value):
-            yield from _containers(item, depth + 1)
-
-
-def _holder(read: Reader) -> Any:
-    """Returns the table or cell that a function reads; None if it computes what it returns."""
-    if isinstance(read, functools.partial):
-        return read.args[0] if read.func in (_get, _of_cell) else None
-    table = getattr(read, "__self__", None)
-    return table if isinstance(table, dict) else None
+    except ValueError:
+        return ABSENT
 
 
 def _reader(table: Mapping[str, Any], key: str) -> Reader:
-    return functools.partial(_get, table) if table.get(key) is None else table.get
+    return functools.partial(read_entry, table) if table.get(key) is None else table.get
 
 
-def _get(table: Mapping[str, Any], key: str) -> Any:
-    return table.get(key, _ABSENT)
+def read_entry(table: Mapping[str, Any], key: str) -> Any:
+    """Returns an entry of a table; ABSENT if it has none."""
+    return table.get(key, ABSENT)
 
 
 def _registered(table: Mapping[str, Any], key: str) -> RegisteredBuffer:
     return RegisteredBuffer(table.get(key))
 
 
-def _token(value: Any, depth: int = 0) -> Any:
+def token_of(value: Any, depth: int = 0) -> Any:
     """Returns what is equal for values that make the same graph: of an object its identity."""
     if isinstance(value, float | complex):
         return type(value), repr(value)  # 0.0 and -0.0 are equal, their graphs are not
@@ -392,34 +271,28 @@ def _token(value: Any, depth: int = 0) -> Any:
     if isinstance(value, torch.Tensor):  # Python may have decided by its value
         return id(value), storage_key(value), 0 if value.is_inference() else version_of(value)
     if isinstance(value, types.MethodType):
-        return _token(value.__func__), id(value.__self__)
+        return token_of(value.__func__), id(value.__self__)
     if isinstance(value, functools.partial):
-        return _token(value.func), _token(value.args), _token(value.keywords)
+        return token_of(value.func), token_of(value.args), token_of(value.keywords)
     if isinstance(value, list | tuple | dict | set | frozenset | deque) and depth < MAX_DEPTH:
-        items = sorted(value, key=repr) if isinstance(value, set | frozenset) else _items(value)
-        tokens = (_token(item, depth + 1) for item in itertools.islice(items, MAX_ITEMS))
+        items = sorted(value, key=repr) if isinstance(value, set | frozenset) else items_of(value)
+        tokens = (token_of(item, depth + 1) for item in itertools.islice(items, MAX_ITEMS))
         return type(value), len(value), tuple(tokens)
     return id(value)
 
 
-def _items(value: Any) -> Iterable[Any]:
+def items_of(value: Any) -> Iterable[Any]:
+    """Returns the items of a container; of a dict its keys and values by turns."""
     return itertools.chain.from_iterable(dict.items(value)) if isinstance(value, dict) else value
 
 
-def _kept(value: Any, depth: int = 0) -> Any:
-    """Returns a value, or a copy of a container, which may change in place."""
-    if isinstance(value, dict) and depth < MAX_DEPTH:
-        return {key: _kept(item, depth + 1) for key, item in value.items()}
-    if isinstance(value, list | deque) and depth < MAX_DEPTH:
-        return [_kept(item, depth + 1) for item in value]
-    return set(value) if isinstance(value, set) else value
-
-
 def _text(value: Any) -> str:
-    if value is _ABSENT:
+    if value is ABSENT:
         return "nothing"
-    plain = isinstance(value, (*PLAIN, float, complex, list, tuple, dict, set))
-    text = getattr(value, "__qualname__", "") or (
-        repr(value) if plain else f"a {type(value).__name__}"
-    )
+    if isinstance(value, (*PLAIN, float, complex)):
+        text = repr(value)
+    elif isinstance(value, list | tuple | dict | set):
+        text = reprlib.repr(value)  # which survives items that cannot be shown
+    else:
+        text = getattr(value, "__qualname__", f"a {type(value).__name__}")
     return text if len(text) <= 60 else f"{text[:57]}..."

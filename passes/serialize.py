@@ -4,9 +4,6 @@ Inputs are described by dtype, shape, strides and storage. Everything else is in
 is read, by one run on fake tensors. Operations are named, and only operators of a closed list may
 be called; further ones are allowed by name (`operators=`). Nodes have numbers, so no name of the
 file reaches generated code.
-
->>> data = graph_to_data(piece.module)                                   # doctest: +SKIP
->>> graph_from_data(json.loads(json.dumps(data)), torch.device("cpu"))   # doctest: +SKIP
 """
 
 import math
@@ -278,11 +275,10 @@ class _Reader:
         if tag in ("graph", "tensor"):
             attribute = self.attributes[f"{tag}_{value}"]
             node = self.graph.get_attr(f"{tag}_{value}")
-            node.meta["val"] = attribute
-            if isinstance(attribute, Tensor):
-                node.meta["val"] = torch.empty_like(attribute)
+            is_tensor = isinstance(attribute, Tensor)
+            node.meta["val"] = torch.empty_like(attribute) if is_tensor else attribute
             return node
-        if tag == "complex" and all(type(v) in (int, float) and math.isfinite(v) for v in value):
+        if tag == "complex":
             return complex(*value)
         if tag == "tuple":
             return tuple(self._argument(inner) for inner in value)

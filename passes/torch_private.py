@@ -5,9 +5,8 @@ starts here: run the test suite, and repair what moved in this file.
 """
 
 import contextlib
-import gc
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -103,15 +102,10 @@ def compiling(flag: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def data_assignments(call: Callable[[], None]) -> Iterator[None]:
-    """Context in which Python calls `call` before it assigns to the `.data` of a tensor."""
-    original: Any = torch._C.TensorBase.data
-
-    def assign(tensor: Tensor, value: Tensor) -> None:
-        call()
-        original.__set__(tensor, value)
-
-    torch.Tensor.data = property(original.__get__, assign)  # type: ignore[assignment]
+def data_assignments(assign: Callable[[Tensor, Tensor], None]) -> Iterator[None]:
+    """Context in which Python calls `assign` for `tensor.data = value`."""
+    read = torch._C.TensorBase.data.__get__  # type: ignore[attr-defined]
+    torch.Tensor.data = property(read, assign)  # type: ignore[assignment]
     try:
         yield
     finally:
@@ -179,11 +173,6 @@ def has_kernel(operator: OpOverload) -> bool:
     return torch._C._dispatch_has_kernel(operator.name())
 
 
-def plain_hooks(tensor: Tensor) -> Any:
-    """Returns the hooks that `register_hook` added, by number; None if there are none."""
-    return tensor._backward_hooks
-
-
 READ_VERSION = torch.Tensor._version.__get__  # type: ignore[attr-defined]
 """What a function mode sees when a tensor's version is read."""
 
@@ -201,17 +190,6 @@ def without_torch_function() -> contextlib.AbstractContextManager[None]:
 def storage_key(tensor: Tensor) -> int:
     """Returns a key that tensors with one storage share. Fake tensors have no data pointer."""
     return tensor.untyped_storage()._cdata
-
-
-def is_view(node: Node) -> bool:
-    """Returns True if the result of a node aliases its input."""
-    target = node.target
-    if not isinstance(target, OpOverload):
-        return False
-    return target is aten._unsafe_view.default or any(
-        result.alias_info is not None and not result.alias_info.is_write
-        for result in target._schema.returns
-    )
 
 
 def call_argument(target: Any, args: Any, kwargs: Any, name: str, default: Any = None) -> Any:
@@ -348,72 +326,6 @@ def boxed(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
         graph.set_codegen(_DirectCodeGen())
         _BOXED[module] = torch.fx.GraphModule(module, graph, class_name=type(module).__name__)
     return _BOXED[module]
-
-
-_FORWARD_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-_FORWARD_HOOK_OPTIONS = (
-    *(f"{kind}_with_kwargs" for kind in _FORWARD_HOOKS),
-    "_forward_hooks_always_called",
-)
-_BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
-
-
-def hooks_of(module: torch.nn.Module) -> tuple[int, ...]:
-    """Returns the numbers of the hooks of `module` and of its parameters. No two hooks have one
-    number."""
-    numbers = [
-        number
-        for kind in (*_FORWARD_HOOKS, *_BACKWARD_HOOKS)
-        for number in getattr(module, kind, ())
-    ]
-    with without_torch_function():
-        for tensor in module._parameters.values():
-            if tensor is not None and tensor._backward_hooks:
-                numbers += tensor._backward_hooks
-    return tuple(numbers)
-
-
-def forward_hook_tables(module: torch.nn.Module) -> list[dict[int, Any]]:
-    """Returns the tables of the hooks of `module` and of the way in which hooks are called."""
-    kinds = (*_FORWARD_HOOKS, *_FORWARD_HOOK_OPTIONS, *_BACKWARD_HOOKS)
-    return [getattr(module, kind) for kind in kinds]
-
-
-def global_hooks() -> list[str]:
-    """Returns the kinds of hooks that are registered for all modules."""
-    kinds = (*_FORWARD_HOOKS, *_BACKWARD_HOOKS)
-    tables = vars(torch.nn.modules.module)
-    return [kind.strip("_") for kind in kinds if tables.get(f"_global{kind}")]
-
-
-def function_modes() -> tuple[type, ...]:
-    """Returns the classes of the torch function modes that are on."""
-    return tuple(map(type, torch.overrides._get_current_function_mode_stack()))
-
-
-def tensor_hooks(tensor: Tensor) -> list[str]:
-    """Returns the kinds of hooks that are registered on `tensor`."""
-    kinds = ("_backward_hooks", "_post_accumulate_grad_hooks")
-    return [kind.strip("_") for kind in kinds if getattr(tensor, kind, None)]
-
-
-def accumulators(tensors: Iterable[Tensor]) -> list[Any]:
-    """Returns the AccumulateGrad nodes of trained leaves. Hooks on a node last as long as it."""
-    leaves = (
-        tensor
-        for tensor in tensors
-        if tensor.requires_grad and tensor.is_leaf and not torch.nn.parameter.is_lazy(tensor)
-    )
-    with without_torch_function():  # their values are not read
-        return [torch.autograd.graph.get_gradient_edge(leaf).node for leaf in leaves]
-
-
-def hook_tables(nodes: Sequence[Any]) -> list[dict[Any, Any]]:
-    """Returns the tables of hooks of AccumulateGrad nodes that are not empty.
-
-    Only the garbage collector can name them, in 50 nanoseconds per node.
-    """
-    return [table for table in gc.get_referents(*nodes) if isinstance(table, dict) and table]
 
 
 def tensor_tables(module: torch.nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch.nn.utils import clip_grad
 from torch.utils import _pytree as pytree  # torch.export's own pytree; torch.utils.pytree is newer
 
-from zbcompile.passes.torch_private import hooks_of, is_in_place, make_fx, tensor_hooks
+from zbcompile.passes.torch_private import is_in_place, make_fx
+from zbcompile.passes.torch_private_hooks import hooks_of, tensor_hooks
 
 pytree = pytree
 READ_SCALAR = torch.ops.aten._local_scalar_dense.default  # what Tensor.item calls

@@ -136,47 +136,31 @@ def tangent_like(loss: Any, tangent: Tensor) -> Tensor:
     return wrapped
 
 
+_UNIFORM = ("all_reduce", "all_reduce_coalesced", "all_gather_into_tensor")
+
+
 def warn_of_random_numbers_on_shards(step: StepGraph) -> None:
     """Warns once if an operation draws random numbers for a value that differs between ranks.
 
     The ranks of a tensor-parallel group draw from equal generators, so every shard gets the same
     dropout mask.
     """
-    varying = _varying_dimensions(step)
+    varying: dict[Node | None, frozenset[str]] = {}  # mesh dimensions along which a value differs
+    for name, sharding in step.shardings.items():
+        pairs = zip(sharding.mesh.mesh_dim_names or (), sharding.placements, strict=False)
+        tensor = step.parameters.get(name) or step.buffers.get(name)
+        varying[tensor] = frozenset(name for name, placement in pairs if placement.is_shard())
     for node in step.calls():
-        dimensions = set().union(*(varying.get(source, set()) for source in node.all_input_nodes))
+        sources = (varying.get(source, frozenset()) for source in node.all_input_nodes)
+        dimensions = frozenset[str]().union(*sources)
         if is_random(node) and dimensions:
-            line = line_of(node)
             warnings.warn(
-                f"{node.target} at {line} draws random numbers for a tensor that is sharded over "
-                f"{', '.join(sorted(dimensions))}: dropout on a sharded activation repeats its "
-                "mask on each shard. Gather the activation first, or set p=0 there.",
+                f"{node.target} at {line_of(node)} draws random numbers for a tensor that is "
+                f"sharded over {', '.join(sorted(dimensions))}: dropout on a sharded activation "
+                "repeats its mask on each shard. Gather the activation first, or set p=0 there.",
                 stacklevel=2,
             )
             return
-
-
-_UNIFORM = ("all_reduce", "all_reduce_coalesced", "all_gather_into_tensor")
-
-
-def _varying_dimensions(step: StepGraph) -> dict[Node, frozenset[str]]:
-    """Maps values that differ between ranks to the mesh dimensions along which they differ."""
-    varying: dict[Node, frozenset[str]] = {}
-    for name, sharding in step.shardings.items():
-        node = step.parameters.get(name) or step.buffers.get(name)
-        names = sharding.mesh.mesh_dim_names or ()
-        if node is not None:
-            varying[node] = frozenset(
-                dimension
-                for dimension, placement in zip(names, sharding.placements, strict=False)
-                if placement.is_shard()
-            )
-    for node in step.calls():
-        dimensions = frozenset().union(
-            *(varying.get(source, frozenset()) for source in node.all_input_nodes)
-        )
         if collective_name(node) in _UNIFORM:
             dimensions -= {str(group_of(node))}
-        if dimensions:
-            varying[node] = dimensions
-    return varying
+        varying[node] = dimensions

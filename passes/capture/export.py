@@ -20,13 +20,8 @@ from zbcompile.passes.capture.dtensor_parameters import (
     warn_of_random_numbers_on_shards,
 )
 from zbcompile.passes.capture.model_checks import check_model
-from zbcompile.passes.capture.python_effects import HooksInstalled
-from zbcompile.passes.capture.refusals import (
-    refusal_of,
-    refuse_dynamic_shapes,
-    refuse_mixed_dtypes,
-    refuse_numbers,
-)
+from zbcompile.passes.capture.python_effects import TraceAgain
+from zbcompile.passes.capture.refusals import refusal_of, refuse_dynamic_shapes, refuse_numbers
 from zbcompile.passes.capture.training_step import (
     LOSS_MODULE,
     LossFunction,
@@ -159,18 +154,9 @@ def export_step(
 
 def _export(step: TrainingStep, example: tuple[Any, ...], device: torch.device) -> ExportedProgram:
     with exportable_tensors(step, step.tied), functional_collectives(), _without_gradients(step):
-        try:
-            try:
-                program = export_below_autograd(step, example, device)
-            except HooksInstalled:  # by the first run of forward
-                program = export_below_autograd(step, example, device)
-        except Exception:
-            if not step.prediction.wrong:
-                raise
-        if step.prediction.wrong:
-            step.prediction.enabled = False
-            program = export_below_autograd(step, example, device)
-    return program
+        while True:
+            with contextlib.suppress(TraceAgain):
+                return export_below_autograd(step, example, device)
 
 
 @contextlib.contextmanager
@@ -230,7 +216,6 @@ def describe(program: ExportedProgram, step: TrainingStep) -> StepGraph:
         gradient_placements={public_name(n): x for n, x in step.gradient_placements.items()},
     )
     refuse_dynamic_shapes(described.graph.nodes, step.questions)
-    refuse_mixed_dtypes(described.calls())
     _clean(described)
     refuse_numbers(described.calls(), step.questions)
     described.inexact_calls += tuple(reentrant_calls(described))

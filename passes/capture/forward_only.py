@@ -29,7 +29,6 @@ class ForwardOnly(TrainingStep):
     def __init__(self, model: nn.Module, function: Function | None = None, **options: Any) -> None:
         super().__init__(model, function, **options)
         self.trained = ()
-        self.prediction.enabled = False
 
     def forward(  # type: ignore[override]
         self, tensors: list[Tensor]

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from zbcompile.passes.capture.refusals import Questions, has_dynamic_shape
@@ -28,14 +27,12 @@ from zbcompile.passes.capture.unsupported import (
     static,
 )
 from zbcompile.passes.errors import CaptureError
-from zbcompile.passes.graph.fx import is_random
 from zbcompile.passes.graph.row_exchanges import RoutedExchanges
 from zbcompile.passes.graph.source_location import LINE, users_line
 from zbcompile.passes.torch_private import (
     READ_SCALAR,
     OpOverload,
     TorchDispatchMode,
-    draws_numbers,
     is_unlifted_constant,
     pytree,
     real_mode,
@@ -69,7 +66,6 @@ class KnownValues(TorchDispatchMode):
         self._protected: dict[int, str] = {}
         self._inputs = WeakTensorKeyDictionary()  # paths of the batch inputs that it depends on
         self.questions = Questions()
-        self.draws = 0  # operations so far that may have drawn random numbers
         self._tolist: AbstractContextManager[None] | None = None
 
     @classmethod
@@ -145,14 +141,11 @@ class KnownValues(TorchDispatchMode):
         kwargs = dict(kwargs or {})
         line = users_line(sys._getframe(1))
         set_node_annotation(LINE, line)
-        if not isinstance(func, OpOverload):
-            self.draws += 1
-            return self._trace_branches(func, args, kwargs)
+        if not isinstance(func, OpOverload):  # calls graphs, such as torch.cond
+            return func(*args, **kwargs)
         self._refuse_writes(func, args, kwargs, line)
-        if draws_numbers(func, args, kwargs):
-            self.draws += 1
-            if isinstance(kwargs.get("generator"), torch.Generator):
-                raise CaptureError(HAS_A_GENERATOR.format(line=line))
+        if isinstance(kwargs.get("generator"), torch.Generator):
+            raise CaptureError(HAS_A_GENERATOR.format(line=line))
         if func in _FILLED_IN_MEMORY_ORDER:
             func(_in_memory_order(args[0]), *args[1:], **kwargs)
             return args[0]
@@ -191,26 +184,6 @@ class KnownValues(TorchDispatchMode):
             self._forget_written(func, args, kwargs)
         return result
 
-    def _trace_branches(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Traces an operator that calls graphs, such as torch.cond. Its results are known if its
-        operands are, and if it draws no random numbers."""
-        result = func(*args, **kwargs)
-        leaves = pytree.tree_leaves((args, kwargs))
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        graphs = [leaf.graph for leaf in leaves if isinstance(leaf, GraphModule)]
-        is_random_call = any(is_random(node) for graph in graphs for node in graph.nodes)
-        traced = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
-        if is_random_call or any(self.value_of(tensor) is None for tensor in tensors):
-            inputs = self._inputs_of(tensors) | ({NO_INPUT} if is_random_call else set())
-            for tensor in traced:
-                self._inputs[tensor] = inputs
-            return result
-        real = pytree.tree_leaves(self._run(func, args, kwargs))
-        values = [leaf for leaf in real if isinstance(leaf, Tensor)]
-        for tensor, value in zip(traced, values, strict=True):
-            self._real[tensor] = value
-        return result
-
     def _note_question(self, func: OpOverload, tensors: list[Tensor]) -> None:
         """Notes the inputs that a number or a shape depends on which an operator reads."""
         masks = [tensor for tensor in tensors if not tensor.is_floating_point()]
@@ -236,10 +209,7 @@ class KnownValues(TorchDispatchMode):
                 with real_mode():
                     positions = mask.expand(shape).nonzero().unbind(1)
                 expanded = aten.expand.default(args[0], shape)
-                return aten.index.Tensor, (
-                    expanded,
-                    [self._constant(index_values) for index_values in positions],
-                )
+                return aten.index.Tensor, (expanded, [*map(self._constant, positions)])
         if func is aten.index.Tensor:
             places, dim = list[Tensor | None](), 0
             for index in args[1]:
@@ -256,7 +226,7 @@ class KnownValues(TorchDispatchMode):
         if mask is None:
             return [index]
         with real_mode():
-            return [self._constant(index_values) for index_values in mask.nonzero().unbind(1)]
+            return [*map(self._constant, mask.nonzero().unbind(1))]
 
     def _run(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs an operator on the known values of its operands, on the CPU."""
@@ -267,14 +237,8 @@ class KnownValues(TorchDispatchMode):
             return func(*args, **kwargs)
 
     def _constant(self, value: Tensor) -> Tensor:
-        """Returns a traced constant with this value and its strides."""
-        with real_mode():
-            order = _order_in_memory(value)
-            dense = value.permute(order)
-        copied = aten.lift_fresh_copy.default(dense)  # contiguous
-        tensor: Tensor = copied
-        if order != list(range(value.ndim)):
-            tensor = aten.permute.default(copied, [order.index(dim) for dim in range(value.ndim)])
+        """Returns a traced constant with this value."""
+        tensor: Tensor = aten.lift_fresh_copy.default(value)
         self._real[tensor] = value
         return tensor
 
@@ -292,13 +256,7 @@ class KnownValues(TorchDispatchMode):
                 self._overwritten.add(storage_key(value))
 
 
-def _order_in_memory(tensor: Tensor) -> list[int]:
-    """Returns the dimensions of a tensor, those of large strides first."""
-    strides = tensor.stride()
-    return sorted(range(tensor.ndim), key=lambda dim: -strides[dim])
-
-
 def _in_memory_order(tensor: Tensor) -> Tensor:
     """Returns a view of a dense tensor whose dimensions are sorted by stride."""
-    view = tensor.permute(_order_in_memory(tensor))
+    view = tensor.permute(sorted(range(tensor.ndim), key=lambda dim: -tensor.stride(dim)))
     return view if view.is_contiguous() and not tensor.is_contiguous() else tensor

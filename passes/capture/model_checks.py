@@ -17,7 +17,8 @@ from zbcompile.passes.capture.unsupported import (
 )
 from zbcompile.passes.errors import CaptureError
 from zbcompile.passes.graph.source_location import is_users
-from zbcompile.passes.torch_private import function_modes, global_hooks, storage_key
+from zbcompile.passes.torch_private import storage_key
+from zbcompile.passes.torch_private_hooks import function_modes, global_hooks
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _REPLICAS = (

@@ -5,17 +5,18 @@ would be lost without a word.
 """
 
 import contextlib
-import gc
 import warnings
 from collections.abc import Iterator, Mapping
-from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from zbcompile.passes.capture.unsupported import WRITES_GRAD
-from zbcompile.passes.errors import CaptureError
-from zbcompile.passes.torch_private import plain_hooks, version_of, without_torch_function
+from zbcompile.passes.torch_private import version_of
+from zbcompile.passes.torch_private_hooks import (
+    accumulators,
+    hook_tables,
+    plain_hooks,
+    tensor_hooks,
+)
 
 
 @contextlib.contextmanager
@@ -35,51 +36,19 @@ def accumulation_hooks(model: nn.Module) -> Iterator[tuple[str, str]]:
     A pipeline adds the gradients of microbatches itself, so such hooks never run.
     """
     for name, parameter in model.named_parameters():
-        kind = _accumulation_hook(parameter)
-        if kind:
-            yield name, kind
+        plain = plain_hooks(parameter)  # are among the hooks of its node
+        if "post_accumulate_grad_hooks" in tensor_hooks(parameter):
+            yield name, "register_post_accumulate_grad_hook"
+        elif any(table is not plain for table in hook_tables(accumulators([parameter]))):
+            yield name, "a hook on the AccumulateGrad node"
 
 
-class GradWrites:
-    """Detects writes to `parameter.grad` inside of forward or backward.
-
-    Nothing of them would be in the graph.
-    """
-
-    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
-        self._parameters = parameters
-        self._before = self._state()
-
-    def check(self) -> None:
-        """Raises CaptureError if a gradient was assigned or changed since the object was made."""
-        after = self._state()
-        for name, state in self._before.items():
-            if after[name] != state:
-                raise CaptureError(WRITES_GRAD.format(name=name))
-
-    def _state(self) -> dict[str, tuple[int, int]]:
-        with warnings.catch_warnings():  # traced parameters are not leaves
-            warnings.simplefilter("ignore")
-            grads = {name: parameter.grad for name, parameter in self._parameters.items()}
-        return {
-            name: (0, 0) if grad is None else (id(grad), version_of(grad))
-            for name, grad in grads.items()
-        }
-
-
-def _accumulation_hook(parameter: Tensor) -> str:
-    if getattr(parameter, "_post_accumulate_grad_hooks", None):
-        return "register_post_accumulate_grad_hook"
-    if not (parameter.requires_grad and parameter.is_leaf):
-        return ""
-    if torch.nn.parameter.is_lazy(parameter):
-        return ""
-    with without_torch_function():
-        node: Any = torch.autograd.graph.get_gradient_edge(parameter).node
-    # The node keeps its hooks in mappings that only the garbage collector can name. Plain hooks of
-    # the parameter are among them.
-    plain = plain_hooks(parameter)
-    hooked = any(
-        isinstance(table, dict) and table and table is not plain for table in gc.get_referents(node)
-    )
-    return "a hook on the AccumulateGrad node" if hooked else ""
+def grad_versions(parameters: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:
+    """Returns which tensor the `.grad` of each parameter is, and how often it was written."""
+    with warnings.catch_warnings():  # traced parameters are not leaves
+        warnings.simplefilter("ignore")
+        grads = {name: parameter.grad for name, parameter in parameters.items()}
+    return {
+        name: (0, 0) if grad is None else (id(grad), version_of(grad))
+        for name, grad in grads.items()
+    }

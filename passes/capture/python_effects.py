@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from zbcompile.passes.capture.known_values import KnownValues
+from zbcompile.passes.capture.state_snapshot import HOOKS, SUBMODULES, StateSnapshot
 from zbcompile.passes.capture.unsupported import (
     CARRIES_A_TENSOR,
     CATCHES_A_QUESTION,
@@ -27,14 +28,15 @@ from zbcompile.passes.capture.unsupported import (
 )
 from zbcompile.passes.errors import CaptureError
 from zbcompile.passes.graph.source_location import is_users_frame, users_line
-from zbcompile.passes.module_state import AttributeSnapshot, functions_of
+from zbcompile.passes.module_state import functions_of
 from zbcompile.passes.torch_private import DATA_DEPENDENT_ERRORS, real_mode, replaced
 
 _READS = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL")
 
 
-class HooksInstalled(Exception):
-    """Forward installed hooks, as some models do when they first run: it must be traced again."""
+class TraceAgain(Exception):
+    """The step must be traced again: forward installed hooks, as some models do when they first
+    run, or the first run of the step returned other gradients than its trace."""
 
 
 class PythonEffects:
@@ -59,8 +61,7 @@ class PythonEffects:
         Raises:
             CaptureError: Forward does what no graph can repeat.
         """
-        snapshot = AttributeSnapshot(*self._roots)
-        children = [(path, table, dict(table)) for path, table in _submodules(*self._roots)]
+        snapshot = StateSnapshot(*self._roots)
         known.protect(
             {path: value for path, value in snapshot.values.items() if isinstance(value, Tensor)}
         )
@@ -68,17 +69,17 @@ class PythonEffects:
         before = {name: _state(generator) for name, generator in generators.items()}
         lines: dict[str, str] = {}
         try:
-            with _lines_of_draws(lines), _seeds_refused(known), _caught_questions_refused():
+            with _lines_of_draws(lines), _seeds_refused(), _caught_questions_refused():
                 yield
         finally:  # also if a question failed: the model believes that its hooks are there
             installs = not self._hooks_are_installed and snapshot.installed_hooks()
             changes = snapshot.restore()
-            replaced_modules = [path for path, table, before in children if _restore(table, before)]
-        if replaced_modules:
-            raise CaptureError(REPLACES_A_MODULE.format(path=replaced_modules[0]))
+        for path, _ in changes:
+            if path.startswith(SUBMODULES):
+                raise CaptureError(REPLACES_A_MODULE.format(path=path.removeprefix(SUBMODULES)))
         if installs:
             self._hooks_are_installed = True
-            raise HooksInstalled
+            raise TraceAgain
         # The second run finds the generators where the first one left them, unless forward seeds
         # them: then every run draws the same numbers.
         self._runs += 1
@@ -90,7 +91,7 @@ class PythonEffects:
 
     def _note_changes(self, changes: list[tuple[str, bool]]) -> None:
         for path, carries in changes:
-            if path.startswith("the hooks"):
+            if path.startswith(HOOKS):
                 raise CaptureError(CHANGES_HOOKS.format(path=path))
             name = path.rpartition(".")[2]
             if carries and name in self._names_read():
@@ -113,22 +114,6 @@ class PythonEffects:
             for instruction in dis.get_instructions(code)
             if instruction.opname in _READS
         }
-
-
-def _submodules(model: nn.Module, loss: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields the table of submodules of every module, by path."""
-    for root, name in ((model, "model"), (loss, "loss")):
-        for path, module in root.named_modules() if isinstance(root, nn.Module) else ():
-            yield f"{name}.{path}".rstrip("."), vars(module)["_modules"]
-
-
-def _restore(table: dict[str, Any], before: dict[str, Any]) -> bool:
-    """Restores a table of submodules. Returns True if it was changed."""
-    if list(map(id, table.values())) == list(map(id, before.values())):
-        return False
-    table.clear()
-    table.update(before)
-    return True
 
 
 def _generators(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -189,43 +174,30 @@ def _before_call(function: Callable[..., Any], note: Callable[[str], Any]) -> Ca
 
 
 @contextlib.contextmanager
-def _seeds_refused(known: KnownValues) -> Iterator[None]:
-    """Context in which forward must not change the state of torch's generator.
+def _seeds_refused() -> Iterator[None]:
+    """Context in which forward must not change the state of torch's generator."""
+    restore, before = torch.set_rng_state, torch.get_rng_state()
 
-    A state that is restored changes nothing if eager mode draws nothing in between, as in a
-    `torch.random.fork_rng` without draws.
-    """
-    states: dict[int, tuple[Tensor, int]] = {}
-    read, restore = torch.get_rng_state, torch.set_rng_state
-    before = read()
-
-    def get_state() -> Tensor:
-        state = read()
-        states[id(state)] = state, known.draws
-        return state
+    def refuse(line: str) -> None:
+        raise CaptureError(SETS_A_SEED.format(at=at(line)))
 
     def set_state(state: Tensor) -> None:
-        _, draws = states.get(id(state), (None, -1))
-        if draws != known.draws and _is_called_by_user():
-            raise CaptureError(SETS_A_SEED.format(at=at(users_line(sys._getframe(1)))))
+        if _is_called_by_user():
+            refuse(users_line(sys._getframe(1)))
         restore(state)
-
-    def seed(line: str) -> None:
-        raise CaptureError(SETS_A_SEED.format(at=at(line)))
 
     with contextlib.ExitStack() as stack:
         for module in (torch, torch.random):
-            stack.enter_context(replaced(module, "get_rng_state", get_state))
             stack.enter_context(replaced(module, "set_rng_state", set_state))
             for name in ("manual_seed", "seed"):
-                function = _before_call(getattr(module, name), seed)
+                function = _before_call(getattr(module, name), refuse)
                 stack.enter_context(replaced(module, name, function))
         yield
     with real_mode():
-        is_unchanged = torch.equal(read(), before)
+        is_unchanged = torch.equal(torch.get_rng_state(), before)
     if not is_unchanged:
         restore(before)
-        raise CaptureError(SETS_A_SEED.format(at=""))
+        refuse("")
 
 
 def _is_called_by_user() -> bool:

@@ -17,11 +17,9 @@ from zbcompile.passes.capture.unsupported import (
     FAILS,
     HAS_A_DYNAMIC_SHAPE,
     INEXACT,
-    MIXES_DTYPES,
     READS_A_VALUE,
     READS_PARAMETER_STATE,
     SETS_DATA,
-    SETS_REQUIRES_GRAD,
     at,
     static,
 )
@@ -100,14 +98,9 @@ class InexactCalls(TorchFunctionMode):
         if func is require_fit:
             self.fits.append(args[0].detach())
             return None
-        if func == _SET_DATA:
-            if _is_same_memory(*args):  # a conversion that changes nothing, as of Module.to
-                return None
-            raise CaptureError(SETS_DATA.format(line=users_line(sys._getframe(1))))
-        if func in _SETS_REQUIRES_GRAD and id(args[0]) in self._parameters:
-            raise CaptureError(SETS_REQUIRES_GRAD.format(line=users_line(sys._getframe(1))))
         attribute = _PARAMETER_STATE.get(func)
-        if attribute and id(args[0]) in self._parameters and _is_read_by_user():
+        is_state = attribute is not None and id(args[0]) in self._parameters
+        if is_state and (attribute == _TRAINS or _is_read_by_user()):
             line = users_line(sys._getframe(1))
             raise CaptureError(READS_PARAMETER_STATE.format(attribute=attribute, line=line))
         if func is torch.tensor and args and _is_list_of_tensors(args[0]):
@@ -121,40 +114,27 @@ class InexactCalls(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
-_SETS_REQUIRES_GRAD = (
-    torch.Tensor.requires_grad_,
-    torch.Tensor.requires_grad.__set__,  # type: ignore[attr-defined]
-)
+_TRAINS = "`requires_grad`"
 _PARAMETER_STATE = {
+    torch.Tensor.requires_grad_: _TRAINS,
+    torch.Tensor.requires_grad.__set__: _TRAINS,  # type: ignore[attr-defined]
     torch.Tensor.grad.__get__: "`.grad`",  # type: ignore[attr-defined, union-attr]
     torch.Tensor.grad.__set__: "`.grad`",  # type: ignore[attr-defined, union-attr]
     READ_VERSION: "the version",
 }
 
 
-def refuse_assigned_data() -> None:
-    """Raises CaptureError if the caller's caller, which assigns to `.data`, is the user's code.
-
-    Function modes are off in a backward.
-    """
-    frame = sys._getframe(2)
-    if is_users_frame(frame):
-        raise CaptureError(SETS_DATA.format(line=users_line(frame)))
+def refuse_assigned_data(tensor: Tensor, value: Tensor) -> None:
+    """Raises CaptureError for `tensor.data = value`, unless it is a conversion that changes
+    nothing, as of Module.to."""
+    forms = [(x.dtype, x.shape, x.stride(), storage_key(x)) for x in (tensor, value)]
+    if forms[0] != forms[1]:
+        raise CaptureError(SETS_DATA.format(line=users_line(sys._getframe(1))))
 
 
 def _is_list_of_tensors(value: Any) -> bool:
     leaves = pytree.tree_leaves(value) if isinstance(value, list | tuple) else []
     return any(isinstance(leaf, Tensor) for leaf in leaves)
-
-
-def _is_same_memory(tensor: torch.Tensor, value: torch.Tensor) -> bool:
-    same_type = (tensor.dtype, tensor.shape, tensor.stride()) == (
-        value.dtype,
-        value.shape,
-        value.stride(),
-    )
-    return same_type and storage_key(tensor) == storage_key(value)
 
 
 def _is_read_by_user() -> bool:
@@ -164,11 +144,6 @@ def _is_read_by_user() -> bool:
         frame = frame.f_back
     return frame is not None and is_users_frame(frame)
 
-
-_OF_ONE_DTYPE = (
-    *(aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default),
-    aten.convolution.default,
-)
 
 _PLAIN_TENSOR = (
     "A tensor that belongs to no module is changed in place: register it with register_buffer, "
@@ -253,21 +228,6 @@ def refuse_numbers(nodes: Iterable[Node], questions: Questions) -> None:
             line = line_of(node)
             remedy = static(questions.value)
             raise CaptureError(READS_A_VALUE.format(at=at(line), static=remedy))
-
-
-def refuse_mixed_dtypes(nodes: Iterable[Node]) -> None:
-    """Raises CaptureError for the first product of tensors of two dtypes.
-
-    Fake kernels let it pass, but no kernel computes it.
-    """
-    for node in nodes:
-        if node.target in _OF_ONE_DTYPE:
-            dtypes = dict.fromkeys(argument.meta["val"].dtype for argument in node.all_input_nodes)
-            if len(dtypes) > 1:
-                names = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
-                place = at(line_of(node))
-                text = MIXES_DTYPES.format(operator=node.target, dtypes=names, at=place)
-                raise CaptureError(text)
 
 
 def has_dynamic_shape(value: Any) -> bool:

@@ -60,9 +60,6 @@ class OutputStructure:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, OutputStructure) and self._entries == other._entries
 
-    def __hash__(self) -> int:
-        return hash(tuple(path for path, _, _ in self._entries))
-
 
 def flatten_output(value: Any) -> tuple[list[Tensor], OutputStructure]:
     """Returns the tensors in `value` and the structure around them.

@@ -20,23 +20,19 @@ from zbcompile.passes.capture.dtensor_parameters import (
     tangent_like,
     without_sharding,
 )
-from zbcompile.passes.capture.joined_loss import without_joined_loss
 from zbcompile.passes.capture.known_values import KnownValues
-from zbcompile.passes.capture.parameter_hooks import GradWrites, traced_hooks
-from zbcompile.passes.capture.python_effects import PythonEffects
+from zbcompile.passes.capture.losses import check_loss, loss_in, without_joined_loss
+from zbcompile.passes.capture.parameter_hooks import grad_versions, traced_hooks
+from zbcompile.passes.capture.python_effects import PythonEffects, TraceAgain
 from zbcompile.passes.capture.refusals import InexactCalls, Questions, refuse_assigned_data
 from zbcompile.passes.capture.structures import OutputStructure, flatten_output, output_names
 from zbcompile.passes.capture.unsupported import (
-    LOSS_HAS_A_SHAPE,
-    LOSS_IS_AN_INTEGER,
-    LOSS_IS_NO_TENSOR,
-    NO_LOSS,
     NO_METRICS,
-    NOTHING_TO_TRAIN,
     REPLACES_A_BUFFER,
     SPARSE_GRADIENT,
     WRITES_A_BUFFER_IN_BACKWARD,
     WRITES_A_PARAMETER,
+    WRITES_GRAD,
 )
 from zbcompile.passes.errors import CaptureError
 from zbcompile.passes.torch_names import type_text
@@ -100,9 +96,9 @@ class TrainingStep(nn.Module):
         self.inexact_calls: list[str] = []
         self.unused_outputs: tuple[str, ...] = ()
         self.fits: list[Tensor] = []
-        self.prediction = GradientPrediction(enabled=not self.shardings)
         # torch.export restores lists and other containers, but no attributes of other objects.
         self._progress = SimpleNamespace(call=f"torch.export of {type(model).__name__}", known=None)
+        self._progress.predicts, self._progress.exist = not self.shardings, None
         self._originals = {name: self._tensor(name) for name in self.trained}
 
     def named_modules(
@@ -164,7 +160,10 @@ class TrainingStep(nn.Module):
         flags = not_compiling() if self.eager_path else contextlib.nullcontext()
         inexact = InexactCalls(known.routed, known.numbers_of, self.parameters())
         effects = self.python_effects.watched(known)
-        with effects, flags, checkpoint_hints(), AutocastRegions().numbered(), inexact, known:
+        modes = (checkpoint_hints(), AutocastRegions().numbered(), inexact, known)
+        with contextlib.ExitStack() as stack:
+            for context in (effects, flags, data_assignments(refuse_assigned_data), *modes):
+                stack.enter_context(context)
             yield
         self.inexact_calls, self.fits = inexact.calls, inexact.fits
 
@@ -176,27 +175,46 @@ class TrainingStep(nn.Module):
 
     def _gradients(self, loss: Tensor, tangent: Tensor) -> list[Tensor | None]:
         params = {name: self._tensor(name) for name in self.trained}
-        if self.prediction.enabled and self.prediction.exists is None:
-            dtypes = [gradient_dtype(self._originals[name]) for name in params]
-            return self.prediction.empty_gradients(loss, list(params.values()), dtypes)
-        writes = GradWrites({public_name(name): tensor for name, tensor in params.items()})
+        if self._progress.predicts and self._progress.exist is None:
+            return self._predicted_gradients(loss, params)
+        before = grad_versions(params)
         buffers = {name: (buffer, version_of(buffer)) for name, buffer in self.named_buffers()}
         mark_backward_nodes(loss)
         with (
             traced_hooks(self._originals, params),
-            data_assignments(refuse_assigned_data),  # in the backward of a Function
+            data_assignments(refuse_assigned_data),
             torch.autocast(loss.device.type, enabled=False),  # as recommended for eager mode
         ):
             grads = torch.autograd.grad(
                 loss, list(params.values()), tangent_like(loss, tangent), allow_unused=True
             )
-        writes.check()
+        for name, version in grad_versions(params).items():
+            if version != before[name]:  # nothing of it would be in the graph
+                raise CaptureError(WRITES_GRAD.format(name=public_name(name)))
         for name, (buffer, version) in buffers.items():
             if version_of(buffer) != version:
                 name = public_name(name)
                 raise CaptureError(WRITES_A_BUFFER_IN_BACKWARD.format(name=name))
-        self.prediction.compare(grads)
+        if self._progress.predicts and self._progress.exist != [grad is not None for grad in grads]:
+            self._progress.predicts = False
+            raise TraceAgain
         return [self._local_gradient(name, grad) for name, grad in zip(params, grads, strict=True)]
+
+    def _predicted_gradients(
+        self, loss: Tensor, params: Mapping[str, Tensor]
+    ) -> list[Tensor | None]:
+        """Returns an empty gradient for each parameter that the loss depends on, else None.
+
+        torch.export runs a module twice: once to see which outputs there are, and once to trace it.
+        The first run saves its backward.
+        """
+        edges = {edge for grad_fn in grad_fns_below(loss) for edge in grad_fn.next_functions}
+        edge_of = torch.autograd.graph.get_gradient_edge
+        self._progress.exist = [tuple(edge_of(param)[:2]) in edges for param in params.values()]
+        return [
+            torch.empty_like(param, dtype=gradient_dtype(self._originals[name])) if exists else None
+            for exists, (name, param) in zip(self._progress.exist, params.items(), strict=True)
+        ]
 
     def _local_gradient(self, name: str, gradient: Tensor | None) -> Tensor | None:
         if gradient is not None and gradient.layout is not torch.strided:
@@ -238,7 +256,7 @@ class TrainingStep(nn.Module):
             loss = self.loss_function(output, target)
             if isinstance(loss, tuple) and len(loss) == 2:
                 loss, metrics = loss[0], loss[1:]
-        _check_loss(loss)
+        check_loss(loss)
         return loss, metrics
 
     def _returned(self, output: Any, metrics: tuple[Any, ...]) -> Any:
@@ -276,39 +294,6 @@ class TrainingStep(nn.Module):
         return reparametrize_module(self, tensors)
 
 
-class GradientPrediction:
-    """Empty gradients for the first run of a step, which saves its backward.
-
-    torch.export runs a module twice: once to see which outputs there are, and once to trace it. It
-    restores the module's attributes in between, so what the first run finds is kept here.
-
-    Attributes:
-        exists: Whether the first run returned a gradient for each parameter; None before it.
-        wrong: True if the trace returned other gradients than the first run.
-    """
-
-    def __init__(self, enabled: bool) -> None:
-        self.enabled = enabled
-        self.exists: list[bool] | None = None
-        self.wrong = False
-
-    def empty_gradients(
-        self, loss: Tensor, params: list[Tensor], dtypes: list[torch.dtype]
-    ) -> list[Tensor | None]:
-        """Returns an empty gradient for each parameter that the loss depends on, else None."""
-        edges = {edge for grad_fn in grad_fns_below(loss) for edge in grad_fn.next_functions}
-        edge_of = torch.autograd.graph.get_gradient_edge
-        self.exists = [tuple(edge_of(param)[:2]) in edges for param in params]
-        return [
-            torch.empty_like(param, dtype=dtype) if exists else None
-            for param, dtype, exists in zip(params, dtypes, self.exists, strict=True)
-        ]
-
-    def compare(self, grads: Sequence[Tensor | None]) -> None:
-        """Compares the gradients of the trace with those of the first run."""
-        self.wrong = self.enabled and self.exists != [grad is not None for grad in grads]
-
-
 def _leaf(parameter: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns a parameter whose gradients have another dtype: a trace loses `grad_dtype`, and sums
     would be rounded elsewhere than in eager mode."""
@@ -331,31 +316,6 @@ def tensor_types(*values: Any) -> str:
     """Returns dtype and shape of the tensors in `values`: `(float32[2, 8], int64[2])`."""
     leaves = (leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor))
     return f"({', '.join(map(type_text, leaves))})"
-
-
-def loss_in(output: Any) -> Tensor:
-    """Returns the loss in a model's output: the output itself, its entry or attribute `loss`, or
-    the first entry of a tuple."""
-    if isinstance(output, Tensor):
-        return output
-    is_mapping = isinstance(output, Mapping)
-    loss = output.get("loss") if is_mapping else getattr(output, "loss", None)
-    if loss is None and isinstance(output, tuple | list) and output:
-        loss = output[0]
-    if not isinstance(loss, Tensor):
-        raise CaptureError(NO_LOSS.format(kind=type(output).__name__))
-    return loss
-
-
-def _check_loss(loss: Any) -> None:
-    if not isinstance(loss, Tensor):
-        raise CaptureError(LOSS_IS_NO_TENSOR.format(kind=type(loss).__name__))
-    if not loss.is_floating_point():
-        raise CaptureError(LOSS_IS_AN_INTEGER.format(dtype=loss.dtype))
-    if loss.numel() != 1:
-        raise CaptureError(LOSS_HAS_A_SHAPE.format(shape=tuple(loss.shape)))
-    if not loss.requires_grad:
-        raise CaptureError(NOTHING_TO_TRAIN)
 
 
 def _tied_names(module: nn.Module) -> dict[str, str]:

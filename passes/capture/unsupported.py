@@ -47,11 +47,7 @@ READS_A_TRAINED_TENSOR = (
 )
 READS_PARAMETER_STATE = (
     "forward reads or sets {attribute} of a parameter ({line}), which another microbatch may have "
-    "changed; a graph has none. Pass what it needs as an input."
-)
-SETS_REQUIRES_GRAD = (
-    "forward changes requires_grad of a parameter ({line}). Which parameters train must be settled "
-    "before the step."
+    "changed; a graph has none. Settle it before the step, or pass what it needs as an input."
 )
 CHANGES_HOOKS = (
     "forward changes {path}: in eager mode every microbatch would run with others. Register hooks "
@@ -133,10 +129,6 @@ COMMUNICATES_IN_A_BRANCH = (
     "part. Communicate before or after the branch."
 )
 FAILS = "{call} fails{at} with {kind}: {error}{advice}"
-MIXES_DTYPES = (
-    "{operator} gets {dtypes}{at}, and its kernels take one dtype. If the model was converted "
-    "(model.double(), model.to(dtype)), convert the batch as well; otherwise cast one of them."
-)
 NO_LOSS = (
     "the model returned {kind} without a loss; expected a tensor with one element, a mapping or an "
     "object with `loss`, or a tuple that begins with it. Return the loss from forward, or pass "

@@ -6,7 +6,7 @@ Knows numbers only. The row is what the stages divide among themselves; it can b
 `cuts` are the chosen inner edges.
 """
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -70,10 +70,9 @@ class LoadRow:
 def best_cuts(row: LoadRow, edges: Sequence[int]) -> tuple[float, list[int]] | None:
     """The least `row.heaviest` of all cuts at inner `edges`, and cuts that have it; None if there
     are too few edges."""
-    searched = len(edges) <= row.stages
-    start = cuts = cuts_within(row, edges, float("inf")) if searched else even_cuts(row, edges)
-    if cuts is None:
+    if len(edges) <= row.stages:
         return None
+    start = cuts = even_cuts(row, edges)
     high = row.heaviest(cuts)
     low = row.totals[-1] / row.stages
     while high - low > COARSE * high:
@@ -84,7 +83,7 @@ def best_cuts(row: LoadRow, edges: Sequence[int]) -> tuple[float, list[int]] | N
         )
     while high > 0 and (better := cuts_within(row, edges, high * (1 - 4 * SAME))) is not None:
         high, cuts = row.heaviest(better), better
-    if cuts is start and not searched:  # of all as light, those nearest to equal shares
+    if cuts is start:  # of all as light, those nearest to equal shares
         cuts = cuts_within(row, edges, high) or cuts
     return high, cuts
 
@@ -102,9 +101,7 @@ def even_cuts(row: LoadRow, edges: Sequence[int]) -> list[int]:
 
 def cuts_within(row: LoadRow, edges: Sequence[int], limit: float) -> list[int] | None:
     """Cuts at inner `edges` that leave nothing heavier than `limit`; None if there are none."""
-    if len(edges) <= row.stages:
-        return None
-    return (_Vee if row.folded else _StraightCuts)(row, edges, limit).cuts()
+    return _Vee(row, edges, limit).cuts() if row.folded else _straight_cuts(row, edges, limit)
 
 
 def heaviest_piece(totals: Sequence[float], edges: Sequence[int]) -> float:
@@ -112,51 +109,24 @@ def heaviest_piece(totals: Sequence[float], edges: Sequence[int]) -> float:
     return max(totals[b] - totals[a] for a, b in pairwise(edges))
 
 
-class _StraightCuts:
-    """One stage after the other, each as long as fits, which leaves the least to those that
-    follow."""
-
-    def __init__(self, row: LoadRow, edges: Sequence[int], limit: float) -> None:
-        self.row, self.edges, self.limit = row, edges, limit * (1 + SAME)
-        self.at = [row.totals[edge] for edge in edges]
-        self.last = len(edges) - 1
-
-    def cuts(self) -> list[int] | None:
-        """Cuts that fit; each is as near to an equal share as the earliest and latest possible
-        places allow."""
-        earliest = self._earliest()
-        if earliest is None:
+def _straight_cuts(row: LoadRow, edges: Sequence[int], limit: float) -> list[int] | None:
+    """Returns cuts that leave no stage heavier than `limit`; each is as near to an equal share as
+    the earliest and latest possible places allow."""
+    limit *= 1 + SAME
+    at, last = [row.totals[edge] for edge in edges], len(edges) - 1
+    earliest = [last]  # of every cut, from the last one
+    for stage in range(row.stages - 1, -1, -1):
+        begin = max(stage, bisect_left(at, at[earliest[-1]] - limit))
+        if begin >= earliest[-1] or (stage == 0 and begin > 0):
             return None
-        chosen = [0]
-        for stage, low in enumerate(earliest):
-            high = self._farthest(stage, chosen[-1])
-            share = self.at[-1] * (stage + 1) / self.row.stages
-            chosen.append(
-                min(
-                    range(max(low, chosen[-1] + 1), high + 1), key=lambda i: abs(self.at[i] - share)
-                )
-            )
-        return [self.edges[i] for i in chosen[1:]]
-
-    def _farthest(self, stage: int, begin: int) -> int:
-        """The last edge at which `stage` may end, leaving an edge to each later stage; `begin` if
-        there is none."""
-        ends = range(begin + 1, self.last - (self.row.stages - stage - 1) + 1)
-        return begin + bisect_left(ends, True, key=lambda end: not self._fits(begin, end))
-
-    def _earliest(self) -> list[int] | None:
-        """Returns for each cut the first edge after which the remaining stages fit, or None."""
-        edges = [self.last]
-        for stage in range(self.row.stages - 1, 0, -1):
-            begins = range(stage, edges[-1])
-            begin = begins.start + bisect_left(begins, True, key=lambda b: self._fits(b, edges[-1]))
-            if begin == edges[-1]:
-                return None
-            edges.append(begin)
-        return edges[:0:-1] if self._fits(0, edges[-1]) else None
-
-    def _fits(self, begin: int, end: int) -> bool:
-        return self.at[end] - self.at[begin] <= self.limit
+        earliest.append(begin)
+    cuts = [0]
+    for stage, low in enumerate(earliest[-2:0:-1], start=1):
+        high = min(bisect_right(at, at[cuts[-1]] + limit) - 1, last - (row.stages - stage))
+        places = range(max(low, cuts[-1] + 1), high + 1)
+        share = at[-1] * stage / row.stages
+        cuts.append(min(places, key=lambda place: abs(at[place] - share)))
+    return [edges[place] for place in cuts[1:]]
 
 
 class _Outer(NamedTuple):

@@ -48,7 +48,7 @@ class ForwardLine:
 def forward_line(step: StepGraph) -> ForwardLine:
     """Returns the forward operations of a step as a line with the places where it can be cut."""
     forward = step.forward_nodes()
-    free, homes = _unplaced_nodes(step, forward)
+    free, homes, by_parameters = _unplaced_nodes(step, forward)
     unplaced = {**free, **homes}
     nodes = [node for node in forward if node not in unplaced]
     position = {node: index for index, node in enumerate(nodes)}
@@ -60,6 +60,9 @@ def forward_line(step: StepGraph) -> ForwardLine:
     forbidden = _indivisible(step, nodes, position)
     for first, last in spans.values():
         forbidden.update(range(first, last))
+    for node in by_parameters:  # without its dropout or power iteration, evaluation cannot cut here
+        users = (position[user] for user in node.users if user in position)
+        forbidden.update(range(position[node], min(users, default=0)))
     cuts, crossing_bytes = [], [0]
     live: dict[Node, None] = {}
     for index, node in enumerate(nodes[:-1]):
@@ -73,8 +76,9 @@ def forward_line(step: StepGraph) -> ForwardLine:
 
 def _unplaced_nodes(
     step: StepGraph, forward: list[Node]
-) -> tuple[dict[Node, None], dict[Node, None]]:
-    """Returns the free nodes and the nodes with a home, in order."""
+) -> tuple[dict[Node, None], dict[Node, None], list[Node]]:
+    """Returns the free nodes, the nodes with a home, and of the other nodes those that depend on
+    parameters and not on the batch: by random numbers, or by a buffer that the step writes."""
     results = {node for _, node in step.results()}
     updated = {step.buffers[name] for name in step.buffer_updates if name in step.buffers}
     if step.vocabulary_values is not None and step.vocabulary_values.lookup is not None:
@@ -86,6 +90,7 @@ def _unplaced_nodes(
     }
     free: dict[Node, None] = {}
     homes: dict[Node, None] = {}
+    by_parameters: list[Node] = []
     for node in forward:
         inputs = node.all_input_nodes
         kinds[node] = frozenset().union(*(kinds.get(source, frozenset()) for source in inputs))
@@ -95,6 +100,8 @@ def _unplaced_nodes(
             for source in inputs
         )
         if is_random(node) or node in results or on_line or STATE in kinds[node]:
+            if PARAMETER in kinds[node] and BATCH not in kinds[node]:
+                by_parameters.append(node)
             continue
         if PARAMETER not in kinds[node]:
             if node_flops(node) == 0 or not _is_large(node):
@@ -104,7 +111,7 @@ def _unplaced_nodes(
                 free[node] = None
             else:
                 homes[node] = None
-    return free, homes
+    return free, homes, by_parameters
 
 
 def _is_large(node: Node) -> bool:

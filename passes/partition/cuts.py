@@ -1,6 +1,5 @@
 """The cuts of a model, for reports."""
 
-from bisect import bisect_left
 from dataclasses import dataclass
 
 
@@ -21,7 +20,3 @@ class Cuts:
     rank_loads: tuple[float, ...]
     boundary: tuple[int, ...]
     overweight: str = ""
-
-    def stage_of(self, index: int) -> int:
-        """Returns the stage of the line's node at `index`."""
-        return bisect_left(self.after, index)

@@ -87,7 +87,6 @@ class Extraction:
             module=LazyGraphModule(self.step.module, graph, class_name=f"{kind}{stage}"),
             inputs=tuple(inputs),
             outputs=tuple(slot for slot, _ in outputs),
-            readers=self._readers(group),
         )
 
     def _order(self) -> list[Label]:
@@ -129,14 +128,6 @@ class Extraction:
         }
         rank = {node: index for index, node in enumerate(self.nodes)}
         return sorted(slots.items(), key=lambda item: (item[0].role, rank[item[1]]))
-
-    def _readers(self, group: Sequence[Label]) -> dict[Slot, frozenset[str]]:
-        readers: dict[Slot, set[str]] = defaultdict(set)
-        for (start, end), values in self.edges.items():
-            if start in group and end not in group:
-                for node in values:
-                    readers[Slot(_role(start, end), node.name)].add(end.kind)
-        return {slot: frozenset(kinds) for slot, kinds in readers.items()}
 
     def _free_inputs(self, members: Iterable[Node]) -> set[Node]:
         """Returns the free nodes that the members read, directly or through free nodes."""

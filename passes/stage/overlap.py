@@ -6,12 +6,12 @@ The order of each half stays, so its bits do; the halves are interleaved so that
 is exchanged while the other computes. Collectives are those of
 `torch.distributed._functional_collectives`: an operation that issues, and `wait_tensor`. The first
 half's results are sent as soon as they exist, and the second half's inputs are received when it
-begins. The values are those of the halves run one
-after the other (`one_after_the_other` in `tests/support/plain_versions.py`).
+begins. The values are those of the halves run one after the other (`one_after_the_other` in
+`tests/support/plain_versions.py`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch.fx import Graph, GraphModule, Node
@@ -216,3 +216,22 @@ def late_waits(nodes: Sequence[Node]) -> list[Node]:
             pending.remove(wait)
         order.append(node)
     return [*order, *pending]
+
+
+def sink_waits(graph: PassGraph) -> PassGraph:
+    """Returns the pass with each wait for a collective right before its first reader.
+
+    In BW the nodes that only weight gradients need run before the waits.
+    """
+    if not any(map(is_wait, graph.calls)):
+        return graph
+    later = set(weight_only_nodes(graph))
+    urgent = [node for node in graph.calls if node not in later]
+    order = interleave(urgent, [], [node for node in graph.calls if node in later])
+    reordered, copies = Graph(), dict[Node, Node]()
+    inputs = [node for node in graph.module.graph.nodes if node.op in ("placeholder", "get_attr")]
+    for node in [*inputs, *order]:
+        copies[node] = reordered.node_copy(node, copies.__getitem__)
+    reordered.output(tuple(copies[node] for node in graph.results))
+    reordered.lint()
+    return replace(graph, module=LazyGraphModule(graph.module, reordered, class_name=graph.title))

@@ -1,15 +1,13 @@
 """A pass graph: what one stage computes in one pass (F, B, W, BW or E) for one microbatch."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 from torch.fx import GraphModule, Node
 
 from zbcompile.passes.cost.node_cost import node_flops
-from zbcompile.passes.graph.fx import graph_text, tensors_of
-from zbcompile.passes.graph.roles import ACTIVATION, GRADIENT, Slot
-from zbcompile.passes.graph.storage import storage_bytes
+from zbcompile.passes.graph.fx import graph_text
+from zbcompile.passes.graph.roles import Slot
 
 KINDS = ("F", "B", "W", "BW", "E")
 
@@ -25,7 +23,6 @@ class PassGraph:
         stage: Number of the stage; of a vocabulary shard, of its rank.
         kind: "F", "B", "W", "BW" or "E"; of a shard "S", "STATS", "T", "LOOKUP" or "SPREAD".
         module: Takes the values of `inputs` and returns those of `outputs`.
-        readers: For each saved or part output, the kinds of the passes that read it.
     """
 
     stage: int
@@ -33,7 +30,6 @@ class PassGraph:
     module: GraphModule
     inputs: tuple[Slot, ...]
     outputs: tuple[Slot, ...]
-    readers: Mapping[Slot, frozenset[str]] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -65,19 +61,7 @@ class PassGraph:
     def flops(self) -> int:
         return sum(map(node_flops, self.calls))
 
-    def output_bytes(self, role: str) -> int:
-        """Returns the bytes of the outputs of one role."""
-        pairs = zip(self.outputs, self.results, strict=True)
-        return _bytes_of(role, [node for slot, node in pairs if slot.role == role])
-
     @cached_property
     def fingerprint(self) -> str:
         """A text that equal graphs share."""
         return graph_text(self.module)
-
-
-def _bytes_of(role: str, nodes: list[Node]) -> int:
-    """Returns the bytes of values: messages by element, other values by distinct storage."""
-    if role not in (ACTIVATION, GRADIENT):
-        return storage_bytes(nodes)
-    return sum(t.numel() * t.element_size() for node in nodes for t in tensors_of(node))

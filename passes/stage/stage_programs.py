@@ -1,6 +1,6 @@
 """Stage programs: the pass graphs of every stage as the runtime takes them."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch.fx import Graph, Node
@@ -12,14 +12,16 @@ from zbcompile.passes.errors import PartitionError
 from zbcompile.passes.graph import roles
 from zbcompile.passes.graph.fx import is_random
 from zbcompile.passes.graph.roles import Role, Slot, TensorSpec
+from zbcompile.passes.graph.storage import storage_bytes, storages_behind
 from zbcompile.passes.graph.strides import overlaps
 from zbcompile.passes.recompute.recompute import RECOMPUTED
 from zbcompile.passes.stage.accumulate import accumulate, gradients_of_their_own
+from zbcompile.passes.stage.overlap import sink_waits
 from zbcompile.passes.stage.pass_graph import PassGraph
-from zbcompile.passes.stage.sink_waits import sink_waits
+from zbcompile.passes.stage.peak_memory import is_resident
 from zbcompile.passes.stage.stage_program import Crossing, Recomputation, StageProgram, tensor_spec
 from zbcompile.passes.step_graph import END, Label, StepGraph, VocabularyValues
-from zbcompile.passes.torch_private import FakeTensorMode, LazyGraphModule, storage_key
+from zbcompile.passes.torch_private import FakeTensorMode, LazyGraphModule
 
 
 def stage_programs(
@@ -190,9 +192,8 @@ def _crossing(graphs: Mapping[str, PassGraph]) -> Crossing:
     resident: set[int] = set()
     for graph in graphs.values():
         for slot, node in zip(graph.inputs, graph.placeholders, strict=True):
-            lasting = slot.role in (roles.PARAMETER, roles.CONSTANT, roles.BATCH, roles.TANGENT)
-            if lasting or (slot.role == roles.BUFFER and slot.name not in updated):
-                resident.update(_storages([node]))
+            if is_resident(slot, updated):
+                resident |= storages_behind([node])
     needed = {
         kind: {
             slot: node
@@ -206,24 +207,13 @@ def _crossing(graphs: Mapping[str, PassGraph]) -> Crossing:
     from_forward = [node for slot, node in needed["W"].items() if slot in saved]
     from_backward = [node for slot, node in needed["W"].items() if slot not in saved]
 
-    def count(nodes: Sequence[Node]) -> int:
-        return sum(size for key, size in _storages(nodes).items() if key not in resident)
-
     return Crossing(
-        forward_to_backward=count(for_backward),
-        forward_to_weight=count(from_forward),
-        backward_to_weight=count(from_backward),
-        kept=count([*for_backward, *from_forward]),
-        residue=count([*from_forward, *from_backward]),
+        forward_to_backward=storage_bytes(for_backward, resident),
+        forward_to_weight=storage_bytes(from_forward, resident),
+        backward_to_weight=storage_bytes(from_backward, resident),
+        kept=storage_bytes([*for_backward, *from_forward], resident),
+        residue=storage_bytes([*from_forward, *from_backward], resident),
     )
-
-
-def _storages(nodes: Iterable[Node]) -> dict[int, int]:
-    return {
-        storage_key(node.meta["val"]): int(node.meta["val"].untyped_storage().nbytes())
-        for node in nodes
-        if isinstance(node.meta.get("val"), torch.Tensor)
-    }
 
 
 def _recomputation(graphs: Mapping[str, PassGraph], before: int) -> Recomputation | None:

@@ -280,7 +280,7 @@ def texts() -> str:
     torch.manual_seed(1)
     passes = compile_step(model, *text(), loss_of, ranks_of=[0, 1]).passes
     return "\n".join(
-        f"{label} {graph.inputs} {graph.outputs} {graph.readers}\n{graph.fingerprint}"
+        f"{label} {graph.inputs} {graph.outputs}\n{graph.fingerprint}"
         for label, graph in passes.items()
     )
 

@@ -34,11 +34,18 @@ from zbcompile.passes.graph.roles import (
     WEIGHT_GRADIENT,
     Slot,
 )
+from zbcompile.passes.graph.storage import storage_bytes
 from zbcompile.passes.stage.pass_graph import PassGraph
 from zbcompile.passes.step_graph import END, Label, StepGraph
 from zbcompile.schedules.ir.actions import Action, flatten
 
 Batch = tuple[tuple[Any, ...], dict[str, Any], Any]  # args, kwargs, target
+
+
+def output_bytes(graph: PassGraph, role: str) -> int:
+    """Returns the bytes of the outputs of one role, by storage."""
+    pairs = zip(graph.outputs, graph.results, strict=True)
+    return storage_bytes(node for slot, node in pairs if slot.role == role)
 
 
 @dataclass

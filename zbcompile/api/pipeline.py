@@ -22,7 +22,7 @@ from zbcompile.model.distributed_tensors import Parts, TensorPart
 from zbcompile.optimizer.optimizer_config import OptimizerConfig, Predicate
 from zbcompile.optimizer.pipeline_optimizer import PipelineOptimizer
 from zbcompile.options import PipelineOptions
-from zbcompile.passes.capture.joined_loss import join_loss
+from zbcompile.passes.capture.losses import join_loss
 from zbcompile.passes.capture.model_checks import check_wrappers
 from zbcompile.passes.capture.training_step import LossFunction
 from zbcompile.planning.choose_schedule import choose_schedule

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from zbcompile.errors import PipelineError
-from zbcompile.passes.capture.joined_loss import join_loss
+from zbcompile.passes.capture.losses import join_loss
 
 
 @dataclass(frozen=True)

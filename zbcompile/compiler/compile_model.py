@@ -28,6 +28,7 @@ from zbcompile.passes.partition.balance_stages import balanced_cuts
 from zbcompile.passes.partition.cut_points import ForwardLine
 from zbcompile.passes.partition.cuts import Cuts
 from zbcompile.passes.partition.named_cuts import edges_named
+from zbcompile.passes.recompute.recompute import policies_of
 from zbcompile.passes.stage.stage_program import StageProgram, collectives_of, tensor_spec
 from zbcompile.passes.stage.stage_programs import end_graphs, stage_programs
 from zbcompile.passes.step_graph import StepGraph
@@ -109,7 +110,7 @@ def compile_program(
     `observe` is called after each pass.
     """
     observe = with_dumps(observe)
-    choices.require_stages(schedule.stages)
+    policies_of(choices.recompute, schedule.stages)
     ranks_of = placement_ranks(schedule.placement)
     if like is not None and like.schedule.placement != schedule.placement:
         raise PartitionError(

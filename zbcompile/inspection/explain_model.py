@@ -15,11 +15,11 @@ from zbcompile.compiler.torch_logs import silenced
 from zbcompile.model.materialize import shortened
 from zbcompile.passes.capture.export import export_training_step
 from zbcompile.passes.capture.model_checks import model_problems
+from zbcompile.passes.capture.state_snapshot import StateSnapshot
 from zbcompile.passes.capture.structures import flatten_output
 from zbcompile.passes.capture.training_step import LossFunction
 from zbcompile.passes.compile_step import CompiledStep, compile_graph
 from zbcompile.passes.errors import CompileError
-from zbcompile.passes.module_state import AttributeSnapshot
 from zbcompile.passes.step_graph import StepGraph
 from zbcompile.passes.torch_names import type_text
 from zbcompile.tables import Figure, Table, facts, to_text
@@ -207,7 +207,7 @@ def _unchanged(model: nn.Module, loss: Any) -> Iterator[None]:
 
     A forward counts calls, fills lists and installs hooks (transformers does when it first runs).
     """
-    snapshot = AttributeSnapshot(model, loss)
+    snapshot = StateSnapshot(model, loss)
     trains = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     try:
         with torch.random.fork_rng(devices=()):

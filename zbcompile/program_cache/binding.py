@@ -34,7 +34,12 @@ from zbcompile.options import PipelineOptions
 from zbcompile.passes.capture.model_checks import check_hooks
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.stage.stage_program import bind_groups
-from zbcompile.passes.torch_private import accumulators, function_modes, global_hooks, hook_tables
+from zbcompile.passes.torch_private_hooks import (
+    accumulators,
+    function_modes,
+    global_hooks,
+    hook_tables,
+)
 from zbcompile.profiling.pass_checks import inspected
 from zbcompile.program.program import OF_A_PLACE, Program
 from zbcompile.program_cache.warm_up import warm_up

@@ -15,7 +15,8 @@ from zbcompile.batches.batch import Microbatch
 from zbcompile.engine.executable import BoundGraphs, Executable, plan_step
 from zbcompile.engine.gradients import grad_dtype
 from zbcompile.passes.module_state import ModuleState
-from zbcompile.passes.torch_private import attention_priority, hooks_of
+from zbcompile.passes.torch_private import attention_priority
+from zbcompile.passes.torch_private_hooks import hooks_of
 from zbcompile.program.program import Program
 from zbcompile.schedules import Schedule
 

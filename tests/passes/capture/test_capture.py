@@ -164,25 +164,6 @@ def test_outputs_of_every_kind(kind: Callable[..., Any], schedule: str) -> None:
     torch.testing.assert_close(actual.loss, expected.loss)
 
 
-def test_one_tensor_passed_twice_is_two_inputs() -> None:
-    class Sum(Layers):
-        def forward(self, x: Tensor, y: Tensor) -> Tensor:  # type: ignore[override]
-            return super().forward(2 * x + y)
-
-    torch.manual_seed(0)
-    model, same = Sum(), torch.randn(8, WIDTH)
-    eager = copy.deepcopy(model)
-    pipe = zbcompile.pipeline(
-        model, schedule="1f1b", ranks=2, microbatches=4, loss=F.mse_loss, exact=True
-    )
-    pipe.compile(same, same, target=same)
-    other = torch.randn(8, WIDTH)
-    assert torch.equal(
-        pipe.step(same, other, target=same),
-        eager_step(eager, F.mse_loss, ((same, other), {}, same), 0),
-    )
-
-
 @pytest.mark.slow
 def test_inputs_with_gaps_keep_their_strides() -> None:
     """A view of the transpose and of every second column, as a data loader may hand them out."""
@@ -237,14 +218,6 @@ class Buffers(Layers):
         return x + before
 
 
-class Spectral(Layers):
-    """Power iterations in forward: two buffers change before the weight is used."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        nn.utils.parametrizations.spectral_norm(self.layers[1])
-
-
 class Random(Layers):
     def forward(self, x: Tensor) -> Tensor:
         x = F.dropout(self.layers[0](x), 0.3)
@@ -265,27 +238,6 @@ class Flexible(Layers):
             )
             seen = flex_attention(rows, rows, rows, block_mask=blocks)
         return super().forward(x + seen[:, 0, :, 0])  # type: ignore[index,union-attr]
-
-
-class Cast(Layers):
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.layers[0](x)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            x = self.layers[2](torch.tanh(self.layers[1](x)))
-        return self.layers[3](x.float())
-
-
-class CastTwice(Layers):
-    """A layer used twice in one autocast region, where eager casts its weight once, and a second
-    region."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            x = self.layers[0](torch.tanh(self.layers[0](x)))
-        x = torch.tanh(self.layers[1](x.float()))
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            x = self.layers[2](torch.tanh(self.layers[2](x)))
-        return self.layers[3](x.float())
 
 
 class Silent(Layers):
@@ -347,31 +299,6 @@ class Recomputing(Layers):
         return self.layers[3](checkpoint(outer, x, use_reentrant=False))
 
 
-@torch.library.custom_op("zbcompile_tests::scaled_square", mutates_args=())
-def scaled_square(x: Tensor, by: float) -> Tensor:
-    return x * x * by
-
-
-scaled_square.register_fake(lambda x, by: torch.empty_like(x))
-
-
-def _keep(ctx: Any, inputs: Any, output: Any) -> None:
-    x, ctx.by = inputs
-    ctx.save_for_backward(x)
-
-
-scaled_square.register_autograd(
-    lambda ctx, g: (2 * g * ctx.saved_tensors[0] * ctx.by, None), setup_context=_keep
-)
-
-
-class Custom(Layers):
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = scaled_square(torch.tanh(layer(x)), 0.5)
-        return x
-
-
 class Dtypes(Layers):
     def __init__(self) -> None:
         super().__init__()
@@ -393,20 +320,6 @@ class Complex(Layers):
             torch.ones(3), torch.arange(3.0)
         )
         return torch.view_as_real(turned).flatten(1)
-
-
-class Parametrised(Layers):
-    """Weight norm and an orthogonal weight; parameters in a list and a dict."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        nn.utils.parametrizations.weight_norm(self.layers[1])
-        nn.utils.parametrizations.orthogonal(self.layers[2])
-        self.listed = nn.ParameterList([torch.randn(WIDTH, WIDTH)])
-        self.named = nn.ParameterDict({"shift": torch.randn(WIDTH)})
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x @ self.listed[0]) + self.named["shift"]
 
 
 class Asking(Layers):
@@ -460,17 +373,12 @@ MODELS = (
     (Buffers, "1f1b"),
     (Random, "zb-v"),
     (Flexible, "1f1b"),
-    (Spectral, "zb-h1"),
-    (Cast, "zb-v"),
-    (CastTwice, "zb-h1"),
     (Silent, "zb-h1"),
     (InPlace, "zb-v"),
     (Choosing, "1f1b"),
     (Recomputing, "zb-v"),
-    (Custom, "zb-h1"),
     (Dtypes, "zb-v"),
     (Complex, "1f1b"),
-    (Parametrised, "zb-h1"),
     (Asking, "1f1b"),
     (Tied, "zb-v"),
 )

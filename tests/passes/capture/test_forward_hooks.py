@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import zbcompile
 from tests.support.oracle import MLP, Batch, eager_step
 from tests.support.refused import ROWS
-from zbcompile.passes.torch_private import hooks_of
+from zbcompile.passes.torch_private_hooks import hooks_of
 
 
 def scale_output(module: nn.Module, args: Any, output: Tensor) -> Tensor:

@@ -189,37 +189,6 @@ def test_a_buffer_that_the_backward_writes_is_refused() -> None:
         export(lambda m, x: Observed.apply(x, m.buffer))
 
 
-def test_what_forward_sets_is_undone_and_told() -> None:
-    def count(model: Model, x: Tensor) -> Tensor:
-        model.calls += 1
-        vars(model).setdefault("seen", []).append(x)
-        return x
-
-    model = Model(count)
-    with pytest.warns(UserWarning, match=r"forward changes model\.calls\. .*no Python"):
-        step = export_training_step(model, (rows(),), {}, rows(), F.mse_loss)
-    assert step.changed_state == {"model.calls", "model.seen"}
-    assert model.calls == 0
-    assert not hasattr(model, "seen")
-
-
-MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "lazy": (lambda: nn.Sequential(nn.LazyLinear(WIDTH)), "lazy.*Call the model once"),
-    "averages over all batches": (
-        lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH, momentum=None)),
-        "momentum=None.*such as 0.1",
-    ),
-    "wrapped": (lambda: nn.DataParallel(nn.Linear(WIDTH, WIDTH)), "Pass model.module"),
-}
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_models_are_checked_before_the_trace(name: str) -> None:
-    make, message = MODELS[name]
-    with pytest.raises(CaptureError, match=message):
-        export_training_step(make(), (rows(),), {}, rows(), F.mse_loss)
-
-
 def test_remedies_of_the_checks() -> None:
     lazy = nn.Sequential(nn.LazyLinear(WIDTH))
     lazy(rows())

@@ -11,7 +11,14 @@ from torch.utils.checkpoint import checkpoint
 
 from gpt import GPT, next_byte_loss
 from tests.passes.test_bits import MICROBATCHES, batches_of, text
-from tests.support.pass_graph_runner import Batch, Runner, compile_step, differences, eager_step
+from tests.support.pass_graph_runner import (
+    Batch,
+    Runner,
+    compile_step,
+    differences,
+    eager_step,
+    output_bytes,
+)
 from tests.support.plain_versions import every_choice
 from zbcompile import schedules
 from zbcompile.passes.compile_step import CompiledStep
@@ -51,7 +58,7 @@ def gpt() -> GPT:
 def saved_bytes(compiled: CompiledStep) -> list[int]:
     """Returns the bytes that wait between F and B of each stage."""
     return [
-        graph.output_bytes(SAVED) for label, graph in compiled.passes.items() if label.kind == "F"
+        output_bytes(graph, SAVED) for label, graph in compiled.passes.items() if label.kind == "F"
     ]
 
 

@@ -1,6 +1,8 @@
 """Merged graphs: both halves' values, each half in its own order, collectives of one behind the
 other's computation."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed._functional_collectives
@@ -8,8 +10,8 @@ from torch.fx import Graph, GraphModule, Node
 
 from tests.support.plain_versions import one_after_the_other
 from zbcompile.passes.graph.process_groups import is_collective, is_wait
-from zbcompile.passes.graph.roles import Slot
-from zbcompile.passes.stage.overlap import interleave, merge
+from zbcompile.passes.graph.roles import GRADIENT, WEIGHT_GRADIENT, Slot
+from zbcompile.passes.stage.overlap import interleave, merge, sink_waits
 from zbcompile.passes.stage.pass_graph import PassGraph
 from zbcompile.passes.torch_private import OpOverload, is_in_place
 
@@ -147,3 +149,16 @@ def test_a_merged_graph_hands_over_in_its_middle() -> None:
     assert torch.equal(handed, x.sin().sin())
     assert torch.equal(seen[0], handed)
     assert torch.equal(result, expected)
+
+
+def test_weight_gradients_fill_the_waits() -> None:
+    piece = chain_of("BW", [2, 2])
+    graph = piece.module.graph
+    with graph.inserting_before(graph.output_node()):
+        products = [weight_product(piece.placeholders[0]) for _ in range(3)]
+    graph.output_node().args = ((*piece.results, *products),)
+    slots = (Slot(GRADIENT, "x"), *(Slot(WEIGHT_GRADIENT, product.name) for product in products))
+    order = sink_waits(replace(piece, outputs=slots)).calls
+    sent, wait = next(filter(is_collective, order)), next(filter(is_wait, order))
+    assert order.index(wait) - order.index(sent) > 1
+    assert len(order) == len(piece.calls)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.passes.test_bits import Loop, batches_of, check, rows
-from tests.support.pass_graph_runner import compile_step
+from tests.support.pass_graph_runner import compile_step, output_bytes
 from zbcompile.passes.capture.export import export_training_step
 from zbcompile.passes.compile_step import CompiledStep, compile_graph
 from zbcompile.passes.errors import CaptureError, PartitionError
@@ -41,7 +41,7 @@ def test_gradients_cross_each_cut_once() -> None:
     for stage in range(3):
         sent = compiled.passes[Label(stage, "F")]
         returned = compiled.passes[Label(stage + 1, "B")]
-        assert returned.output_bytes("gradient") == sent.output_bytes("activation")
+        assert output_bytes(returned, "gradient") == output_bytes(sent, "activation")
 
 
 def test_products_of_normalized_weights_wait_for_w() -> None:

@@ -304,7 +304,7 @@ REFUSED = (
         all_frozen, CAPTURE, r"does not depend on a trained parameter: there is nothing to train"
     ),
     Refused(hook_for_all_modules, CAPTURE, r"forward_hooks for all modules.*silently lost"),
-    Refused(freezes_while_it_runs, CAPTURE, r"changes requires_grad of a parameter \(.*\.py:\d+\)"),
+    Refused(freezes_while_it_runs, CAPTURE, r"sets `requires_grad` of a parameter \(.*\.py:\d+\)"),
     Refused(
         shape_from_data,
         CAPTURE,

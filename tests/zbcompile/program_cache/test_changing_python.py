@@ -18,7 +18,7 @@ import zbcompile
 from tests.support.changing import ROWS, STEPS, WIDTH, Net, batch, eager, saved, scaled
 from tests.support.meshes import mesh_of
 from tests.support.pool import Pool
-from zbcompile.passes.torch_private import forward_hook_tables
+from zbcompile.passes.torch_private_hooks import forward_hook_tables
 
 
 def pipeline_of(net: nn.Module, loss: Any = F.mse_loss) -> zbcompile.Pipeline:

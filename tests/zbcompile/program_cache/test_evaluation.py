@@ -136,6 +136,36 @@ def test_parameters_out_of_order_are_refused() -> None:
         pipe.eval(rows(8))
 
 
+class DropConnect(nn.Linear):
+    """Training drops weights, so the weight and the bias are read by different operations."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, F.dropout(self.weight, 0.2, self.training), self.bias)
+
+
+def spectral() -> nn.Module:
+    return nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))
+
+
+@pytest.mark.parametrize(
+    ("layer", "layers", "ranks"),
+    [(spectral, 3, 2), (lambda: DropConnect(8, 8), 2, 3)],
+    ids=["spectral", "drop"],
+)
+def test_no_cut_divides_a_layer_whose_weight_training_computes(
+    layer: Any, layers: int, ranks: int
+) -> None:
+    """Balance alone would cut behind the power iteration, or behind the mask."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(layer(), nn.Tanh()) for _ in range(layers)))
+    batch = torch.randn(4, 8)
+    pipe = zbcompile.pipeline(
+        model, schedule="zb-h1", microbatches=2, ranks=ranks, loss=F.mse_loss, exact=True
+    )
+    pipe.step(batch, target=batch)
+    assert torch.equal(pipe.eval(batch), model.eval()(batch))
+
+
 class Seen(nn.Module):
     """Counts its calls in evaluation too."""
 
