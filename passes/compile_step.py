@@ -7,6 +7,7 @@ from typing import Any
 from zbcompile.passes.capture.autocast_casts import merge_autocast_casts
 from zbcompile.passes.capture.refusals import refuse_inexact
 from zbcompile.passes.check import check_pass_graphs
+from zbcompile.passes.compile_options import Policy
 from zbcompile.passes.cost.hardware import Hardware, default_hardware
 from zbcompile.passes.partition.assign_stages import (
     assign_stages,
@@ -16,7 +17,6 @@ from zbcompile.passes.partition.assign_stages import (
 from zbcompile.passes.partition.balance_stages import balanced_cuts, node_loads
 from zbcompile.passes.partition.cut_points import ForwardLine, forward_line
 from zbcompile.passes.recompute.recompute import (
-    Policy,
     policies_of,
     recompute as duplicate_recomputed,
     saved_bytes,

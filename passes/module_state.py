@@ -36,8 +36,9 @@ PLAIN = (
     *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
 )
 _IMMUTABLE = (*PLAIN, float, complex, types.FunctionType, types.BuiltinFunctionType, type, Enum)
+_MUTABLE = (list, tuple, dict, set, frozenset, deque, torch.Tensor, functools.partial)
 # Of parameters, submodules and hooks; `training` is in the key of a program.
-TABLES = frozenset(vars(nn.Module()))
+_TABLES = frozenset(vars(nn.Module()))
 ABSENT = object()
 Reader = Callable[[Any], Any]
 Value = tuple[str, Reader, Any]  # path, a function that returns the value, and its argument
@@ -70,7 +71,7 @@ class ModuleState:
         for path, read, key in state_values(model, loss):
             value = read(key)
             if value is not ABSENT and path not in without and path not in self.entries:
-                text = "" if isinstance(value, (*_IMMUTABLE, nn.Module)) else _text(value)
+                text = _text(value) if isinstance(value, _MUTABLE) else ""
                 self.entries[path] = StateEntry(read, key, value, token_of(value), text)
 
     def hold(self) -> bool:
@@ -95,7 +96,7 @@ def attribute_names(module: nn.Module) -> Iterator[str]:
     """Yields the attributes of a module, but for torch's own private ones."""
     is_users_class = is_users_name(type(module).__module__)
     return (
-        name for name in vars(module) if name not in TABLES and (is_users_class or name[0] != "_")
+        name for name in vars(module) if name not in _TABLES and (is_users_class or name[0] != "_")
     )
 
 

@@ -81,17 +81,12 @@ _CHECKPOINT_GENERATOR = "_checkpoint_without_reentrant_generator" + (
 )
 
 
-def not_compiling() -> contextlib.AbstractContextManager[None]:
-    """Returns a context in which torch.compiler.is_compiling() and is_exporting() are False.
+@contextlib.contextmanager
+def compiling(flag: bool) -> Iterator[None]:
+    """Context in which torch.compiler.is_compiling() and is_exporting() have this value.
 
     torch.export sets both flags around the trace; no public function sets them.
     """
-    return compiling(False)
-
-
-@contextlib.contextmanager
-def compiling(flag: bool) -> Iterator[None]:
-    """Context in which both flags have this value."""
     compiler = torch.compiler
     flags = compiler._is_compiling_flag, compiler._is_exporting_flag
     compiler._is_compiling_flag = compiler._is_exporting_flag = flag

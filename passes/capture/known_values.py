@@ -8,8 +8,6 @@ numbers, except for the inputs that the user declares static.
 
 import sys
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -36,7 +34,6 @@ from zbcompile.passes.torch_private import (
     is_unlifted_constant,
     pytree,
     real_mode,
-    replaced_tolist,
     set_node_annotation,
     storage_key,
     written_arguments,
@@ -66,29 +63,11 @@ class KnownValues(TorchDispatchMode):
         self._protected: dict[int, str] = {}
         self._inputs = WeakTensorKeyDictionary()  # paths of the batch inputs that it depends on
         self.questions = Questions()
-        self._tolist: AbstractContextManager[None] | None = None
 
     @classmethod
     def is_infra_mode(cls) -> bool:
         """Dynamo, by which torch.cond traces its branches, runs under such modes only."""
         return True
-
-    def __enter__(self) -> "KnownValues":
-        self._tolist = replaced_tolist(self._value_for_python, self.routed.numbers)
-        self._tolist.__enter__()
-        super().__enter__()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        super().__exit__(kind, error, traceback)
-        set_node_annotation(LINE, "")  # the backward is of no line
-        assert self._tolist is not None
-        self._tolist.__exit__(kind, error, traceback)
 
     def declare(self, tensor: Tensor, path: str, value: Tensor | None) -> None:
         """Declares a traced batch input. `value` is its known value if it is a static input."""
@@ -110,7 +89,8 @@ class KnownValues(TorchDispatchMode):
             return None
         return value  # type: ignore[no-any-return]
 
-    def _value_for_python(self, tensor: Tensor) -> Tensor | None:
+    def value_for_python(self, tensor: Tensor) -> Tensor | None:
+        """Returns the same for Python, which cannot go on without it."""
         value = self.value_of(tensor)
         if value is None:
             self.questions.value = self._inputs_of([tensor])
@@ -237,8 +217,13 @@ class KnownValues(TorchDispatchMode):
             return func(*args, **kwargs)
 
     def _constant(self, value: Tensor) -> Tensor:
-        """Returns a traced constant with this value."""
-        tensor: Tensor = aten.lift_fresh_copy.default(value)
+        """Returns a traced constant with this value and its strides."""
+        order = _order_in_memory(value)
+        with real_mode():
+            dense = value.permute(order)
+        tensor: Tensor = aten.lift_fresh_copy.default(dense)  # contiguous
+        if order != sorted(order):
+            tensor = aten.permute.default(tensor, [order.index(dim) for dim in sorted(order)])
         self._real[tensor] = value
         return tensor
 
@@ -256,7 +241,12 @@ class KnownValues(TorchDispatchMode):
                 self._overwritten.add(storage_key(value))
 
 
+def _order_in_memory(tensor: Tensor) -> list[int]:
+    """Returns the dimensions of a tensor, those of large strides first."""
+    return sorted(range(tensor.ndim), key=lambda dim: -tensor.stride()[dim])
+
+
 def _in_memory_order(tensor: Tensor) -> Tensor:
     """Returns a view of a dense tensor whose dimensions are sorted by stride."""
-    view = tensor.permute(sorted(range(tensor.ndim), key=lambda dim: -tensor.stride(dim)))
+    view = tensor.permute(_order_in_memory(tensor))
     return view if view.is_contiguous() and not tensor.is_contiguous() else tensor

@@ -6,6 +6,7 @@ generators and seeds that it sets would be the same in every later step.
 
 import contextlib
 import dis
+import pickle
 import random
 import sys
 import types
@@ -84,7 +85,7 @@ class PythonEffects:
         # them: then every run draws the same numbers.
         self._runs += 1
         for name, generator in generators.items():
-            if self._runs > 1 and not _equal(_state(generator), before[name]):
+            if self._runs > 1 and _state(generator) != before[name]:
                 place = at(lines.get(name, ""))
                 raise CaptureError(DRAWS_OUTSIDE_TORCH.format(generator=name, at=place))
         self._note_changes(changes)
@@ -131,25 +132,15 @@ def _modules_that_draw() -> dict[str, types.ModuleType]:
     return {name: module for name, module in modules.items() if module is not None}
 
 
-def _state(generator: Any) -> Any:
+def _state(generator: Any) -> bytes | None:
     """Returns the state of a generator of Python or numpy; None for other objects."""
-    kind = type(generator)
-    if isinstance(generator, random.Random):
-        system = isinstance(generator, random.SystemRandom)
-        return None if system else generator.getstate()
-    if kind.__module__.partition(".")[0] != "numpy":
+    if isinstance(generator, random.SystemRandom):
         return None
-    if hasattr(kind, "bit_generator"):
-        return generator.bit_generator.state
-    return generator.get_state(legacy=False) if kind.__name__ == "RandomState" else None
-
-
-def _equal(first: Any, second: Any) -> bool:
-    """Returns True for equal states, which consist of numbers, tuples, mappings and arrays."""
-    if isinstance(first, dict):
-        return all(_equal(value, second[key]) for key, value in first.items())
-    same = first == second
-    return bool(same.all()) if hasattr(same, "all") else bool(same)
+    if isinstance(generator, random.Random):
+        return pickle.dumps(generator.getstate())
+    kind = type(generator)
+    draws = kind.__name__ == "RandomState" or hasattr(kind, "bit_generator")
+    return pickle.dumps(generator) if draws and kind.__module__.startswith("numpy.") else None
 
 
 @contextlib.contextmanager

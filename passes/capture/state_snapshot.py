@@ -12,7 +12,6 @@ from torch import nn
 from zbcompile.passes.module_state import (
     ABSENT,
     MAX_DEPTH,
-    TABLES,
     Reader,
     items_of,
     modules_of,
@@ -71,10 +70,9 @@ class StateSnapshot:
         the next forward."""
         changed: list[tuple[str, bool]] = []
         for path, attributes, names in self._attributes:
-            for name in set(attributes) - names - TABLES:
-                if name[0] != "_":
-                    changed.append((f"{path}.{name}", False))
-                    del attributes[name]
+            for name in [name for name in attributes if name not in names and name[0] != "_"]:
+                changed.append((f"{path}.{name}", False))
+                del attributes[name]
         for path, table, items in self._tables:
             if [*map(id, items_of(table))] != [*map(id, items_of(items))]:
                 changed.append((path, False))

@@ -35,12 +35,15 @@ from zbcompile.passes.capture.unsupported import (
     WRITES_GRAD,
 )
 from zbcompile.passes.errors import CaptureError
+from zbcompile.passes.graph.source_location import LINE
 from zbcompile.passes.torch_names import type_text
 from zbcompile.passes.torch_private import (
+    compiling,
     data_assignments,
-    not_compiling,
     pytree,
     reparametrize_module,
+    replaced_tolist,
+    set_node_annotation,
     version_of,
 )
 
@@ -157,14 +160,16 @@ class TrainingStep(nn.Module):
         known = self._progress.known = KnownValues()
         for path, tensor in zip(self.batch.paths, tensors, strict=True):
             known.declare(tensor, path, self.static_inputs.get(path))
-        flags = not_compiling() if self.eager_path else contextlib.nullcontext()
+        flags = compiling(False) if self.eager_path else contextlib.nullcontext()
         inexact = InexactCalls(known.routed, known.numbers_of, self.parameters())
         effects = self.python_effects.watched(known)
-        modes = (checkpoint_hints(), AutocastRegions().numbered(), inexact, known)
+        tolist = replaced_tolist(known.value_for_python, known.routed.numbers)
+        modes = (checkpoint_hints(), AutocastRegions().numbered(), inexact, tolist, known)
         with contextlib.ExitStack() as stack:
             for context in (effects, flags, data_assignments(refuse_assigned_data), *modes):
                 stack.enter_context(context)
             yield
+        set_node_annotation(LINE, "")  # the backward is of no line
         self.inexact_calls, self.fits = inexact.calls, inexact.fits
 
     def _refuse_replaced(self, parameters: Mapping[str, Tensor]) -> None:
@@ -188,8 +193,8 @@ class TrainingStep(nn.Module):
             grads = torch.autograd.grad(
                 loss, list(params.values()), tangent_like(loss, tangent), allow_unused=True
             )
-        for name, version in grad_versions(params).items():
-            if version != before[name]:  # nothing of it would be in the graph
+        for name, state in grad_versions(params).items():
+            if state != before[name]:  # nothing of it would be in the graph
                 raise CaptureError(WRITES_GRAD.format(name=public_name(name)))
         for name, (buffer, version) in buffers.items():
             if version_of(buffer) != version:

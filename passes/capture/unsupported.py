@@ -123,7 +123,6 @@ DRAWS_IN_BACKWARD = (
     "microbatches run in another order than in eager mode. Draw the numbers in forward and save "
     "them."
 )
-UNNAMED_GROUP = "{operator} communicates over a {kind}; expected the name of a process group."
 COMMUNICATES_IN_A_BRANCH = (
     "{operator} communicates inside of torch.cond: ranks that take another branch would not take "
     "part. Communicate before or after the branch."

@@ -1,7 +1,6 @@
 """Questions about the nodes of an FX graph that every pass asks, and copies of graphs."""
 
 import hashlib
-import operator
 import re
 from collections.abc import Iterator
 from operator import attrgetter
@@ -33,11 +32,6 @@ def tensors_of(value: Any) -> list[Tensor]:
     """Returns the tensors in a value, or the fake tensors of a node's value."""
     value = value.meta.get("val") if isinstance(value, Node) else value
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
-
-
-def is_getitem(node: Node) -> bool:
-    """Returns True if a node takes one value out of a tuple."""
-    return node.target is operator.getitem
 
 
 def operator_name(node: Node) -> str:

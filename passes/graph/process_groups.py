@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.fx import Graph, GraphModule, Node
 
-from zbcompile.passes.capture.unsupported import COMMUNICATES_IN_A_BRANCH, UNNAMED_GROUP
+from zbcompile.passes.capture.unsupported import COMMUNICATES_IN_A_BRANCH
 from zbcompile.passes.errors import CaptureError
 from zbcompile.passes.graph.fx import copy_graph, tensors_of, with_graph
 from zbcompile.passes.torch_collectives import COLLECTIVES
@@ -34,10 +34,7 @@ def name_process_groups(module: GraphModule, dimensions: Mapping[str, str]) -> d
             _refuse_collectives(child.graph)
     labels: dict[str, str] = {}
     for node in filter(is_collective, module.graph.nodes):
-        group = group_of(node)
-        if not isinstance(group, str):
-            kind = type(group).__name__
-            raise CaptureError(UNNAMED_GROUP.format(operator=node.target, kind=kind))
+        group = str(group_of(node))
         if group not in labels:
             number = sum(name not in dimensions for name in labels)
             labels[group] = dimensions.get(group, f"group{number}")

@@ -26,7 +26,6 @@ def assign_stages(step: StepGraph, line: ForwardLine, cuts: Sequence[int]) -> St
     stages: Stages = {node: bisect_right(cuts, index) for index, node in enumerate(line.nodes)}
     last_stage = len(cuts)
     _assign_homes(line, stages)
-    _check_buffers(step, line, stages)
     stage_of_number: dict[int, int] = {}
     for node in (*line.nodes, *line.homes):
         stage_of_number.setdefault(node.meta.get("seq_nr", -1), stages[node])
@@ -164,16 +163,3 @@ def _assign_homes(line: ForwardLine, stages: Stages) -> None:
         sources = [stages[source] for source in node.all_input_nodes if source in stages]
         if operator_name(node) == "getitem" or node not in stages:
             stages[node] = max(sources, default=0)
-
-
-def _check_buffers(step: StepGraph, line: ForwardLine, stages: Stages) -> None:
-    """Raises PartitionError if a buffer is read on another stage than the one that writes it."""
-    for name, update in step.buffer_updates.items():
-        holder = step.buffers.get(name)
-        for node in holder.users if holder is not None else ():
-            if node in stages and update in stages and stages[node] != stages[update]:
-                raise PartitionError(
-                    f"the buffer {name!r} is read on stage {stages[node]} and written on stage "
-                    f"{stages[update]}: the reader would see the value of another microbatch. Read "
-                    "and write it in one layer, or use fewer stages."
-                )

@@ -6,7 +6,7 @@ from difflib import get_close_matches
 from torch.fx import Node
 
 from zbcompile.passes.errors import PartitionError
-from zbcompile.passes.graph.fx import is_getitem, is_view
+from zbcompile.passes.graph.fx import is_view, operator_name
 from zbcompile.passes.partition.cut_points import ForwardLine
 from zbcompile.passes.torch_private import module_paths
 
@@ -71,4 +71,4 @@ def _allowed(line: ForwardLine, edge: int, name: str) -> int:
 
 
 def _is_view(node: Node) -> bool:
-    return is_view(node) or is_getitem(node)
+    return is_view(node) or operator_name(node) == "getitem"

@@ -11,6 +11,7 @@ import torch
 from torch.fx import Node
 
 from zbcompile.passes.capture.checkpoint_hints import checkpoint_region
+from zbcompile.passes.compile_options import Policy
 from zbcompile.passes.cost.hardware import Hardware
 from zbcompile.passes.cost.node_cost import node_flops, node_seconds
 from zbcompile.passes.errors import CompileError
@@ -25,7 +26,6 @@ from zbcompile.passes.recompute.saved_values import (
 from zbcompile.passes.step_graph import BACKWARD, FORWARD, WEIGHT, Label, Labels, StepGraph
 from zbcompile.passes.torch_private import OpOverload, schema_of
 
-Policy = str | int | float  # "off", "hints", "selective", "full", bytes, or a share of the bytes
 RECOMPUTED = "recomputed"  # key in node.meta of the duplicates
 
 
