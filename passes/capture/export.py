@@ -21,7 +21,7 @@ from zbcompile.passes.capture.dtensor_parameters import (
 )
 from zbcompile.passes.capture.model_checks import check_model
 from zbcompile.passes.capture.python_effects import TraceAgain
-from zbcompile.passes.capture.refusals import refusal_of, refuse_dynamic_shapes, refuse_numbers
+from zbcompile.passes.capture.refusals import refusal_of, refuse_open_values
 from zbcompile.passes.capture.training_step import (
     LOSS_MODULE,
     LossFunction,
@@ -215,9 +215,8 @@ def describe(program: ExportedProgram, step: TrainingStep) -> StepGraph:
         shardings={public_name(name): value for name, value in step.shardings.items()},
         gradient_placements={public_name(n): x for n, x in step.gradient_placements.items()},
     )
-    refuse_dynamic_shapes(described.graph.nodes, step.questions)
     _clean(described)
-    refuse_numbers(described.calls(), step.questions)
+    refuse_open_values(described.calls(), step.questions)
     described.inexact_calls += tuple(reentrant_calls(described))
     return described
 

@@ -185,7 +185,10 @@ def refusal_of(error: Exception, call: str, questions: Questions) -> CaptureErro
         questions: The values that the trace asked for.
     """
     if isinstance(error, DATA_DEPENDENT_ERRORS):
-        return data_dependent_error(error, questions)
+        is_size = re.search(r"Size-like symbols: u\d", str(error)) is not None
+        if is_size or isinstance(error, DynamicOutputShapeException):
+            return _dynamic_shape(questions.shape_line or _line_of(error), questions)
+        return _value_read(_line_of(error), questions)
     text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     advice = next((advice for sign, advice in _ADVICE.items() if sign in str(error)), "")
     kind = type(error).__name__
@@ -200,34 +203,22 @@ def refusal_of(error: Exception, call: str, questions: Questions) -> CaptureErro
     )
 
 
-def data_dependent_error(error: Exception, questions: Questions) -> CaptureError:
-    """Returns the refusal for an error of torch about values or shapes, with the user's line."""
-    sizes = re.search(r"Size-like symbols: u\d", str(error))
-    dynamic = sizes is not None or isinstance(error, DynamicOutputShapeException)
-    if dynamic:
-        place = at(questions.shape_line or _line_of(error))
-        text = HAS_A_DYNAMIC_SHAPE.format(at=place, static=static(questions.shape))
-        return CaptureError(text)
-    place = at(_line_of(error))
-    return CaptureError(READS_A_VALUE.format(at=place, static=static(questions.value)))
-
-
-def refuse_dynamic_shapes(nodes: Iterable[Node], questions: Questions) -> None:
-    """Raises CaptureError if a tensor of the graph has a size that is not a number."""
+def refuse_open_values(nodes: Iterable[Node], questions: Questions) -> None:
+    """Raises CaptureError if the graph computes with a number that it reads from a tensor, or with
+    a tensor whose size is no number."""
     for node in nodes:
         if has_dynamic_shape(node.meta.get("val")):
-            line = line_of(node)
-            remedy = static(questions.shape)
-            raise CaptureError(HAS_A_DYNAMIC_SHAPE.format(at=at(line), static=remedy))
-
-
-def refuse_numbers(nodes: Iterable[Node], questions: Questions) -> None:
-    """Raises CaptureError if the graph computes with a number that it reads from a tensor."""
-    for node in nodes:
+            raise _dynamic_shape(line_of(node), questions)
         if node.target is READ_SCALAR:
-            line = line_of(node)
-            remedy = static(questions.value)
-            raise CaptureError(READS_A_VALUE.format(at=at(line), static=remedy))
+            raise _value_read(line_of(node), questions)
+
+
+def _dynamic_shape(line: str, questions: Questions) -> CaptureError:
+    return CaptureError(HAS_A_DYNAMIC_SHAPE.format(at=at(line), static=static(questions.shape)))
+
+
+def _value_read(line: str, questions: Questions) -> CaptureError:
+    return CaptureError(READS_A_VALUE.format(at=at(line), static=static(questions.value)))
 
 
 def has_dynamic_shape(value: Any) -> bool:

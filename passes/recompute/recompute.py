@@ -5,7 +5,7 @@ are in B even if only W reads them, so the bytes between B and W do not change. 
 never drawn again, and buffers that the step writes are never read again.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch.fx import Node
@@ -64,31 +64,27 @@ class StageForward:
     Attributes:
         computed: Nodes that F computes.
         received: Values of earlier stages that this stage reads.
-        backward_inputs: Values of either kind that B or W of this stage reads.
+        backward_readers: The nodes of B and W of this stage that read a value of either kind.
     """
 
     def __init__(self, step: StepGraph, labels: Labels, stage: int, hardware: Hardware) -> None:
-        self.stage, self.hardware = stage, hardware
-        self.labels = labels
-        self.forward, self.backward = Label(stage, FORWARD), Label(stage, BACKWARD)
-        self.readers = (self.backward, Label(stage, WEIGHT))
-        stage_labels = (self.forward, *self.readers)
-        earlier = [
-            node
-            for node in step.calls()
-            if node in labels and labels[node].kind == FORWARD and labels[node].stage <= stage
-        ]
-        self.computed = [node for node in earlier if labels[node] == self.forward]
-        self.received = [
-            node
-            for node in earlier
-            if labels[node].stage < stage
-            and any(labels.get(user) in stage_labels for user in node.users)
-        ]
-        values = (*self.received, *self.computed)
-        self.backward_inputs = [
-            node for node in values if any(True for _ in self.backward_readers(node))
-        ]
+        self.hardware, self.backward = hardware, Label(stage, BACKWARD)
+        self.computed: list[Node] = []
+        self.received: list[Node] = []
+        self.backward_readers: dict[Node, list[Node]] = {}
+        forward, weight = Label(stage, FORWARD), Label(stage, WEIGHT)
+        for node in step.calls():
+            label = labels.get(node)
+            if label is None or label.kind != FORWARD or label.stage > stage:
+                continue
+            users = {user: labels[user] for user in node.users if user in labels}
+            readers = [user for user, kind in users.items() if kind in (self.backward, weight)]
+            if readers:
+                self.backward_readers[node] = readers
+            if label == forward:
+                self.computed.append(node)
+            elif readers or forward in users.values():
+                self.received.append(node)
         self._changing = {
             step.buffers[name] for name in step.buffer_updates if name in step.buffers
         }
@@ -96,44 +92,27 @@ class StageForward:
             self._changing.add(step.vocabulary_values.lookup)  # F alone receives it
         self._trained = _values_of_parameters(step)
 
-    def backward_readers(self, node: Node) -> Iterator[Node]:
-        """Yields the nodes of B and W of this stage that read a value."""
-        for user in node.users:
-            if self.labels.get(user) in self.readers:
-                yield user
-
     def candidates(self, policy: str) -> Candidates:
         """Returns the values of the forward with what it costs to keep and to recompute each."""
         values = (*self.received, *self.computed)
-        forward_values = set(values)
-        allowed = {node for node in self.computed if self._may_recompute(node, policy)}
+        allowed = {n: None for n in self.computed if self._may_recompute(n, policy)}
+        inputs: dict[Node, tuple[Node, ...]] = dict.fromkeys(self.received, ())
+        for node in self.computed:
+            inputs[node] = tuple(s for s in node.all_input_nodes if s in inputs)
         return Candidates(
-            backward_inputs=frozenset(self.backward_inputs),
-            inputs={
-                node: tuple(
-                    source
-                    for source in (node.all_input_nodes if node not in self.received else ())
-                    if source in forward_values
-                )
-                for node in values
-            },
+            backward_inputs=frozenset(self.backward_readers),
+            inputs=inputs,
             bytes={
                 node: storage_bytes([node]) for node in values if _can_keep(node, node in allowed)
             },
-            cost={  # in picoseconds
-                node: int(1e12 * node_seconds(node, self.hardware))
-                for node in self.computed
-                if node in allowed
-            },
+            cost={node: int(1e12 * node_seconds(node, self.hardware)) for node in allowed},  # in ps
         )
 
     def _may_recompute(self, node: Node, policy: str) -> bool:
         if not can_recompute(node) or self._changing.intersection(node.all_input_nodes):
             return False
         free = is_view(node) or operator_name(node) == "getitem"
-        if policy == "full" or free or policy == "off":
-            return policy == "full" or free
-        if _is_hinted(node):
+        if policy == "full" or free or _is_hinted(node):
             return True
         product_with_parameter = node_flops(node) and self._trained & set(node.all_input_nodes)
         return policy == "selective" and not product_with_parameter
@@ -213,9 +192,9 @@ def _duplicate(step: StepGraph, labels: Labels, forward: StageForward, saved: Sa
 
     readers = {
         reader: None
-        for node in forward.backward_inputs
+        for node, node_readers in forward.backward_readers.items()
         if node in chosen
-        for reader in forward.backward_readers(node)
+        for reader in node_readers
     }
     for reader in sorted(readers, key=position.__getitem__):
         for node in reader.all_input_nodes:
