@@ -21,7 +21,7 @@ class PassGraph:
 
     Attributes:
         stage: Number of the stage; of a vocabulary shard, of its rank.
-        kind: "F", "B", "W", "BW" or "E"; of a shard "S", "STATS", "T", "LOOKUP" or "SPREAD".
+        kind: "F", "B", "W", "BW" or "E"; of a shard "S", "STATS", "T", "EMBED" or "EMBED_GRAD".
         module: Takes the values of `inputs` and returns those of `outputs`.
     """
 

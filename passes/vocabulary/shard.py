@@ -150,9 +150,9 @@ class _Shard:
         if self.barriers:
             passes["T"] = self._update
         if self.lookups is not None:
-            passes["LOOKUP"] = self._look_up
+            passes["EMBED"] = self._look_up
             if self.barriers:
-                passes["SPREAD"] = self._spread
+                passes["EMBED_GRAD"] = self._spread
         return {name: self._trace(name, function) for name, function in passes.items()}
 
     def _scan(self, values: SlotValues) -> Results:

@@ -1,6 +1,6 @@
 """The program of a sharded output layer: the passes of every rank's shard, with slots like those of
 stages. S computes statistics of the shard's logits, STATS combines those of all shards and ends the
-barrier, T computes gradients; LOOKUP and SPREAD are the passes of a sharded embedding.
+barrier, T computes gradients; EMBED and EMBED_GRAD are the passes of a sharded embedding.
 """
 
 import math
@@ -53,7 +53,7 @@ class VocabularyProgram:
 
     def stages_of(self, rank: int) -> list[StageProgram]:
         """Returns a rank's shard as a stage with S, STATS and T, and with a sharded embedding one
-        with LOOKUP and SPREAD. Both have the number -1."""
+        with EMBED and EMBED_GRAD. Both have the number -1."""
         one, ranks = self.statistics, len(self.bounds)
         gathered = one._replace(
             shape=(ranks, *one.shape), stride=(math.prod(one.shape), *one.stride)
@@ -71,7 +71,7 @@ class VocabularyProgram:
             rows = {LOOKED_UP.name: self.lookup}
             stages.append(
                 StageProgram(
-                    **self._common(rank, "LOOKUP", "SPREAD"),
+                    **self._common(rank, "EMBED", "EMBED_GRAD"),
                     receives={},
                     sends=rows,
                     gradients_in=rows,

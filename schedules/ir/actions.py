@@ -3,9 +3,9 @@
 The letters are those of the papers: F forward, B input gradient, W weight gradient, BW the fused
 backward, S and T the two vocabulary passes. VALIDATE, GATHER, REDUCE and OPT are the optimizer's,
 once per stage. A lowered program also holds SEND_F, RECV_F, SEND_B and RECV_B, and the collectives
-of the vocabulary passes (CAST, STATS, SUM, LOOKUP and SPREAD). torch writes I for our B, W for our
-W and B for our BW; `zbcompile.schedules` reads and writes both. `zbcompile.schedules.ir.kinds` says
-everything else about them.
+of the vocabulary passes (BROADCAST, STATS, INPUT_GRAD, EMBED and EMBED_GRAD). torch writes I for
+our B, W for our W and B for our BW; `zbcompile.schedules` reads and writes both.
+`zbcompile.schedules.ir.kinds` says everything else about them.
 """
 
 from collections.abc import Sequence
@@ -15,8 +15,8 @@ from zbcompile.schedules.ir.kinds import COLLECTIVE_OPS, COMPUTE_OPS, MESSAGE_OP
 
 F, B, W, BW, S, T = "F", "B", "W", "BW", "S", "T"
 SEND_F, RECV_F, SEND_B, RECV_B = "SEND_F", "RECV_F", "SEND_B", "RECV_B"
-CAST, STATS, SUM = "CAST", "STATS", "SUM"
-LOOKUP, SPREAD = "LOOKUP", "SPREAD"
+BROADCAST, STATS, INPUT_GRAD = "BROADCAST", "STATS", "INPUT_GRAD"
+EMBED, EMBED_GRAD = "EMBED", "EMBED_GRAD"
 VALIDATE, GATHER, REDUCE, OPT = "VALIDATE", "GATHER", "REDUCE", "OPT"
 ONCE = frozenset(OPTIMIZER_OPS)
 COMPUTE = ONCE.union(COMPUTE_OPS)
@@ -36,11 +36,11 @@ class Action(NamedTuple):
     waited for: the compute action that needs the value waits.
 
     S, T and the collectives name a shard of the vocabulary by the first stage of its rank. A
-    collective is posted by every shard and never waited for by the one that posts it: CAST carries
-    the last stage's output to all shards (C0), STATS what S made (C1; with one barrier the input
-    gradient of the output layer too), SUM, with two barriers, that input gradient once T has made
-    it (C2). LOOKUP sums the shards' rows of a sharded embedding for the first stage, SPREAD carries
-    its gradient back to them.
+    collective is posted by every shard and never waited for by the one that posts it: BROADCAST
+    carries the last stage's output to all shards (C0), STATS what S made (C1; with one barrier the
+    input gradient of the output layer too), INPUT_GRAD, with two barriers, that input gradient once
+    T has made it (C2). EMBED sums the shards' rows of a sharded embedding for the first stage,
+    EMBED_GRAD carries its gradient back to them.
     """
 
     op: str

@@ -7,7 +7,7 @@ The tables of `zbcompile.schedules.ir.kinds` say everything else about operation
 from functools import cache
 from typing import NamedTuple
 
-from zbcompile.schedules.ir.actions import BW, CAST, LOOKUP, STATS, SUM, B, F, S, T
+from zbcompile.schedules.ir.actions import BROADCAST, BW, EMBED, INPUT_GRAD, STATS, B, F, S, T
 from zbcompile.schedules.ir.kinds import COLLECTIVE_OPS, COMPUTE_OPS, OPS, result_of
 from zbcompile.schedules.ir.schedule import Schedule
 
@@ -50,12 +50,12 @@ def shard_dependencies(schedule: Schedule, lowered: bool) -> dict[tuple[str, int
     """
     if not schedule.shards:
         return {}
-    reduced = {1: (S, STATS), 2: (T, SUM)}[schedule.barriers][lowered]
+    reduced = {1: (S, STATS), 2: (T, INPUT_GRAD)}[schedule.barriers][lowered]
     needed = {(op, schedule.stages - 1): reduced for op in (B, BW)}
     needed |= {(T, shard): STATS if lowered else S for shard in schedule.shards}
     if lowered:
-        needed |= {(S, shard): CAST for shard in schedule.shards}
-    return needed | {(F, 0): LOOKUP} if lowered and schedule.lookups else needed
+        needed |= {(S, shard): BROADCAST for shard in schedule.shards}
+    return needed | {(F, 0): EMBED} if lowered and schedule.lookups else needed
 
 
 class Route(NamedTuple):

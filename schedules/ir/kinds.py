@@ -41,11 +41,11 @@ MESSAGE_OPS = {"RECV_F": "F", "RECV_B": "B", "SEND_F": "F", "SEND_B": "B"}
 
 # of the vocabulary shards, with the pass whose result they carry ("": they need none)
 COLLECTIVE_OPS = {
-    "CAST": "F",  # the output of the last stage to all shards
+    "BROADCAST": "F",  # the output of the last stage to all shards
     "STATS": "S",  # the statistics of S
-    "SUM": "T",  # the input gradient of T
-    "LOOKUP": "",  # the rows of the embedding
-    "SPREAD": "B",  # their gradient
+    "INPUT_GRAD": "T",  # the input gradient of T
+    "EMBED": "",  # the rows of the embedding
+    "EMBED_GRAD": "B",  # their gradient
 }
 
 

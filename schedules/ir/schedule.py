@@ -139,8 +139,8 @@ def require_schedule(schedule: Any) -> None:
 Letters = Literal["papers", "torch"]
 
 _FROM_TORCH = {torch: op for op, torch in TORCH_LETTERS.items()}
-_PAPERS = re.compile(r"(?P<op>[A-Z]+(?:_[FB])?)(?P<stage>\d{1,9})\.(?P<microbatch>\d{1,9})")
-_TORCH = re.compile(r"(?P<stage>\d{1,9})(?P<op>[A-Z]+(?:_[FB])?)(?P<microbatch>\d{1,9})")
+_PAPERS = re.compile(r"(?P<op>[A-Z]+(?:_[A-Z]+)?)(?P<stage>\d{1,9})\.(?P<microbatch>\d{1,9})")
+_TORCH = re.compile(r"(?P<stage>\d{1,9})(?P<op>[A-Z]+(?:_[A-Z]+)?)(?P<microbatch>\d{1,9})")
 _PAIR = re.compile(r"\(([^|()]+)\|([^|()]+)\)|\(([^;()]+);([^;()]+)\)OVERLAP_F_B")
 
 

@@ -7,7 +7,7 @@ before the action that they run at that time. Then no post comes after what need
 begins no earlier than that time, and everything in front of a post began before it. Numbered by
 these times they join the proof in `zbcompile.schedules.lowering.lower`.
 
-A LOOKUP depends only on the inputs. It belongs to the time at which the forward of the first stage
+An EMBED depends only on the inputs. It belongs to the time at which the forward of the first stage
 two before its own ends, so that it has a forward's time to travel and at most two wait to be used.
 """
 
@@ -15,7 +15,17 @@ from bisect import bisect_left
 from collections.abc import Sequence
 
 from zbcompile.schedules.execution.order_graph import NodeTimes, OrderGraph
-from zbcompile.schedules.ir.actions import CAST, LOOKUP, SPREAD, STATS, SUM, Action, F, T, flatten
+from zbcompile.schedules.ir.actions import (
+    BROADCAST,
+    EMBED,
+    EMBED_GRAD,
+    INPUT_GRAD,
+    STATS,
+    Action,
+    F,
+    T,
+    flatten,
+)
 from zbcompile.schedules.ir.dependencies import needs
 from zbcompile.schedules.ir.schedule import Schedule
 
@@ -26,10 +36,10 @@ Posts = list[list[Action] | None]  # the posts before each step of one rank, and
 def collectives_of(schedule: Schedule) -> tuple[str, ...]:
     """Returns the kinds of collective that every microbatch needs, in the order in which it needs
     them."""
-    passes = (CAST, STATS, SUM)[: 1 + schedule.barriers]
+    passes = (BROADCAST, STATS, INPUT_GRAD)[: 1 + schedule.barriers]
     if not schedule.lookups:
         return passes
-    return (LOOKUP, *passes, SPREAD) if T in schedule.ops else (LOOKUP, *passes)
+    return (EMBED, *passes, EMBED_GRAD) if T in schedule.ops else (EMBED, *passes)
 
 
 def post_collectives(graph: OrderGraph, run: NodeTimes, posts: Sequence[Posts]) -> None:
@@ -48,7 +58,7 @@ def post_collectives(graph: OrderGraph, run: NodeTimes, posts: Sequence[Posts]) 
             if a[:2] == (F, 0)
         ]
         times = [0.0] * LOOKUPS_AHEAD + [run.end[graph.node(F, 0, m)] for m in forwards]
-        collectives += [(time, m, LOOKUP) for time, m in zip(times, forwards, strict=False)]
+        collectives += [(time, m, EMBED) for time, m in zip(times, forwards, strict=False)]
     for time, microbatch, op in sorted(collectives):
         for shard in schedule.shards:
             rank = schedule.rank_of(shard, 0)

@@ -120,13 +120,13 @@ class ShardedRunner:
             slot = Slot(GRADIENT, self.values.lookup_gradient.name)
             rows = self.trunk.values.pop((microbatch, -1, slot))
             for runs in self.shards:
-                runs[1].run("SPREAD", microbatch, [rows])
+                runs[1].run("EMBED_GRAD", microbatch, [rows])
 
     def _forward(self, microbatch: int) -> Tensor:
         """Runs F of all stages, and returns the input of the output layer."""
         if self.values.lookup is not None:
             rows = torch.stack(
-                [runs[1].run("LOOKUP", microbatch, [])[0] for runs in self.shards]
+                [runs[1].run("EMBED", microbatch, [])[0] for runs in self.shards]
             ).sum(0)
             self.trunk.values[microbatch, 0, Slot(ACTIVATION, self.values.lookup.name)] = rows
         self._run_trunk(microbatch, backward=False)

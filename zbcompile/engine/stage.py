@@ -47,14 +47,14 @@ SHARD, LOOKUPS = -1, -2  # in place of a stage: a rank's shard of the output lay
 LOSS_FACTOR = Slot(TANGENT, "loss")
 RESIDENT = (PARAMETER, BUFFER, CONSTANT)
 RESULTS = (WEIGHT_GRADIENT, PART, BUFFER_UPDATE, LOSS, OUTPUT, FITS)
-OPENING = ("F", "S", "LOOKUP")  # passes that a microbatch begins with; they receive activations
-RETURNING = ("B", "BW", "STATS", "SPREAD")  # passes that receive gradients
+OPENING = ("F", "S", "EMBED")  # passes that a microbatch begins with; they receive activations
+RETURNING = ("B", "BW", "STATS", "EMBED_GRAD")  # passes that receive gradients
 LATER = {
     "F": ("B", "W", "BW"),
     "B": ("W",),
     "S": ("STATS", "T"),
     "STATS": ("T",),
-    "LOOKUP": ("SPREAD",),
+    "EMBED": ("EMBED_GRAD",),
 }
 
 

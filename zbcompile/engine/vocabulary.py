@@ -1,9 +1,9 @@
 """Collectives among the shards of an output layer, between their passes.
 
-CAST broadcasts the last stage's output. STATS gathers the statistics of S and, with one barrier,
-sums the parts of the input gradient on the rank of the last stage; with two barriers SUM does that
-after T. LOOKUP sums the rows of a sharded embedding on the rank of the first stage, SPREAD
-broadcasts their gradient. Every rank posts all of them in one order
+BROADCAST sends the last stage's output to all shards. STATS gathers the statistics of S and, with
+one barrier, sums the parts of the input gradient on the rank of the last stage; with two barriers
+INPUT_GRAD does that after T. EMBED sums the rows of a sharded embedding on the rank of the first
+stage, EMBED_GRAD broadcasts their gradient. Every rank posts all of them in one order
 (`zbcompile.schedules.lowering.collectives`), and posting does not block. Their inputs and outputs
 are messages of the transport.
 """
@@ -25,7 +25,17 @@ from zbcompile.passes.graph.roles import TensorSpec
 from zbcompile.passes.torch_names import dtype_named
 from zbcompile.passes.vocabulary.shard_program import VocabularyProgram
 from zbcompile.program.edges import GRADIENT_MESSAGE, HIDDEN_MESSAGE, ROWS_MESSAGE, Message
-from zbcompile.schedules.ir.actions import CAST, LOOKUP, SPREAD, STATS, SUM, B, F, S, T
+from zbcompile.schedules.ir.actions import (
+    BROADCAST,
+    EMBED,
+    EMBED_GRAD,
+    INPUT_GRAD,
+    STATS,
+    B,
+    F,
+    S,
+    T,
+)
 
 Job = Callable[[], None]
 
@@ -157,8 +167,8 @@ class ShardStep:
         output: The passes of the output layer.
         lookups: The passes of the embedding.
         spread: Gradients of looked up rows by microbatch. They are added when a collective that was
-            posted after their SPREAD has ended, so always at the same place of the step.
-        posted: The microbatches in the order of their SPREAD. The first `added` have been added.
+            posted after their EMBED_GRAD has ended, so always at the same place of the step.
+        posted: The microbatches in the order of their EMBED_GRAD; the first `added` are added.
     """
 
     stage: int
@@ -172,7 +182,7 @@ class ShardStep:
         """Adds the gradients of the first `count` posted microbatches."""
         for microbatch in self.posted[self.added : count]:
             assert self.lookups is not None
-            self.lookups.run(SPREAD, microbatch, [self.spread.pop(microbatch)])
+            self.lookups.run(EMBED_GRAD, microbatch, [self.spread.pop(microbatch)])
         self.added = max(self.added, count)
 
     def tensors(self, microbatch: int) -> Iterator[torch.Tensor]:
@@ -208,7 +218,7 @@ class Collectives:
     def post(self, op: str, rank: int, microbatch: int) -> None:
         """Starts a rank's part of a collective."""
         shard = self.shards[rank]
-        if op == SPREAD:
+        if op == EMBED_GRAD:
             shard.posted.append(microbatch)
         complete = self.backend.start(
             op,
@@ -231,11 +241,11 @@ class Collectives:
 
     def _outputs(self, op: str, rank: int, microbatch: int) -> Iterator[Message]:
         """Yields the messages that a collective delivers on a rank."""
-        if op == CAST or (op == STATS and self._trains):
+        if op == BROADCAST or (op == STATS and self._trains):
             yield Message(op, self.shards[rank].stage, microbatch)
-        if rank == self.ends.last and op == {1: STATS, 2: SUM}.get(self.program.barriers):
+        if rank == self.ends.last and op == {1: STATS, 2: INPUT_GRAD}.get(self.program.barriers):
             yield Message(GRADIENT_MESSAGE, self.ends.last_stage, microbatch)
-        if rank == self.ends.first and op == LOOKUP:
+        if rank == self.ends.first and op == EMBED:
             yield Message(op, 0, microbatch)
 
     def _tensors(self, shard: ShardStep, microbatch: int) -> list[torch.Tensor]:
@@ -261,7 +271,7 @@ class Collectives:
             hidden = self._take(HIDDEN_MESSAGE, self.ends.last_stage, microbatch)
         values = self.backend.broadcast(hidden, self.program.hidden, self.ends.last)
         for rank, value in values.items():
-            self._deliver(CAST, self.shards[rank].stage, microbatch, [value])
+            self._deliver(BROADCAST, self.shards[rank].stage, microbatch, [value])
 
     def _stats(self, microbatch: int) -> None:
         shards = self.shards.items()
@@ -292,10 +302,10 @@ class Collectives:
         rows = {}
         for rank, shard in self.shards.items():
             if shard.lookups is not None:
-                (rows[rank],) = shard.lookups.run(LOOKUP, microbatch, [])
+                (rows[rank],) = shard.lookups.run(EMBED, microbatch, [])
         total = self.backend.reduce_sum(rows, self.ends.first)
         if total is not None:
-            self._deliver(LOOKUP, 0, microbatch, [total])
+            self._deliver(EMBED, 0, microbatch, [total])
 
     def _spread(self, microbatch: int) -> None:
         assert self.program.lookup is not None
@@ -308,9 +318,9 @@ class Collectives:
 
 
 _JOBS: Mapping[str, Callable[[Collectives, int], None]] = {
-    CAST: Collectives._cast,
+    BROADCAST: Collectives._cast,
     STATS: Collectives._stats,
-    SUM: Collectives._sum,
-    LOOKUP: Collectives._lookup,
-    SPREAD: Collectives._spread,
+    INPUT_GRAD: Collectives._sum,
+    EMBED: Collectives._lookup,
+    EMBED_GRAD: Collectives._spread,
 }

@@ -33,8 +33,8 @@ def test_shards_of_an_output_layer_scan_once_and_exchange_statistics(placement: 
     lowered = lower(schedule)
     check(lowered)
     posted = {step[0] for program in lowered.orders for step in program}
-    assert {"LOOKUP", "CAST", "STATS"} <= posted
-    assert not {"SUM", "SPREAD", "T", "B", "W"} & posted
+    assert {"EMBED", "BROADCAST", "STATS"} <= posted
+    assert not {"INPUT_GRAD", "EMBED_GRAD", "T", "B", "W"} & posted
     scans = [action for order in schedule.orders for action in order if action[0] == "S"]
     assert len(scans) == 6 * placement.ranks
 

@@ -24,7 +24,7 @@ from zbcompile.schedules import (
     with_vocabulary,
 )
 from zbcompile.schedules.generators.vocabulary_insertion import textbook_costs
-from zbcompile.schedules.ir.actions import COLLECTIVES, LOOKUP, STATS, SUM, flatten
+from zbcompile.schedules.ir.actions import COLLECTIVES, EMBED, INPUT_GRAD, STATS, flatten
 
 FAMILIES = ("1f1b", "zb-h1", "zb-h2", "interleaved-zb", "zb-v", "v-half", "dualpipe-v")
 PUBLISHED = json.loads((Path(__file__).parent / "published_vocabulary.json").read_text())
@@ -91,7 +91,7 @@ def test_every_family_takes_them(name: str, barriers: int) -> None:
     lowered = lower(schedule)
     check(lowered)
     assert schedule.barriers == barriers
-    assert [str(a) for a in lowered.orders[0] if a[0] == (STATS, SUM)[barriers - 1]]
+    assert [str(a) for a in lowered.orders[0] if a[0] == (STATS, INPUT_GRAD)[barriers - 1]]
     room = 0 if name == "zb-v" else barriers * base.placement.chunks
     assert in_flight(schedule) <= in_flight(base) + room
     costs = textbook_costs(schedule.stages)
@@ -130,11 +130,11 @@ def test_published_iteration_times(row: dict) -> None:
 
 
 def test_lowered_program() -> None:
-    """Every shard posts CAST before S, STATS after S and before what waits for it, in one order."""
+    """Every shard posts BROADCAST before S, STATS after S and before what waits for it, in one order."""
     lowered = lower(with_vocabulary(build("1f1b", 2, 2)))
     assert (
         " ".join(map(str, lowered.orders[1]))
-        == "RECV_F1.0 RECV_F1.1 F1.0 CAST1.0 S1.0 STATS1.0 F1.1 CAST1.1 S1.1 STATS1.1 "
+        == "RECV_F1.0 RECV_F1.1 F1.0 BROADCAST1.0 S1.0 STATS1.0 F1.1 BROADCAST1.1 S1.1 STATS1.1 "
         "BW1.0 SEND_B1.0 BW1.1 SEND_B1.1 T1.0 T1.1"
     )
 
@@ -151,19 +151,19 @@ def test_lookups_come_early_and_gradients_are_spread_after_the_first_backward(na
     check(lowered)
     first = [str(action).replace("BW", "B") for action in flatten(lowered.orders[0])]
     for m in range(12):
-        posted, used = first.index(f"LOOKUP0.{m}"), first.index(f"F0.{m}")
+        posted, used = first.index(f"EMBED0.{m}"), first.index(f"F0.{m}")
         assert posted < used
         assert sum(action.startswith("F0.") for action in first[posted:used]) <= 2
-        assert first.index(f"B0.{m}") < first.index(f"SPREAD0.{m}")
+        assert first.index(f"B0.{m}") < first.index(f"EMBED_GRAD0.{m}")
 
 
 def test_a_lookup_behind_what_waits_for_it_is_a_deadlock() -> None:
     lowered = lower(with_lookups("1f1b", 2, 4))
     programs = []
     for program in lowered.orders:
-        late = [step for step in program if step[0] == LOOKUP and step[2] == 3]
+        late = [step for step in program if step[0] == EMBED and step[2] == 3]
         programs.append((*(step for step in program if step not in late), *late))
-    with pytest.raises(ScheduleError, match=r"F0\.3 and waits for rank 0 to post LOOKUP0\.3"):
+    with pytest.raises(ScheduleError, match=r"F0\.3 and waits for rank 0 to post EMBED0\.3"):
         check(replace(lowered, orders=tuple(programs)))
 
 
