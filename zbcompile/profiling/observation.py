@@ -124,18 +124,17 @@ class ActionTimes:
     def record(self, ahead: float = 0.0) -> ProcessRecord:
         """Returns the record. This process's clock is `ahead` seconds of that of the first rank.
         Synchronizes with the device."""
-        at = self.clock.seconds
+
+        def at(mark: Any) -> float:
+            return self.clock.seconds(mark) - ahead
+
         timed = {
-            r: [RecordedSpan(str(a), at(s) - ahead, at(e) - ahead) for a, s, e in spans]
-            for r, spans in self.marks.items()
+            rank: [RecordedSpan(str(action), at(begin), at(end)) for action, begin, end in marks]
+            for rank, marks in self.marks.items()
         }
-        return ProcessRecord(
-            self.started - ahead,
-            time.perf_counter() - ahead,
-            timed,
-            dict(self.live_bytes),
-            {rank: self.sent[rank] for rank in timed},
-        )
+        end = time.perf_counter() - ahead
+        sent = {rank: self.sent[rank] for rank in timed}
+        return ProcessRecord(self.started - ahead, end, timed, dict(self.live_bytes), sent)
 
 
 def make_record(times: ActionTimes, parts: Sequence[ProcessRecord], in_process: bool) -> StepRecord:

@@ -1,7 +1,6 @@
 """Finds the operation that introduces a NaN or an infinity, by running graphs operation by
 operation."""
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ from zbcompile.engine.stage import CompiledStage, Tensors
 from zbcompile.passes.graph.process_groups import is_async_collective, is_wait
 from zbcompile.passes.graph.source_location import origin_of
 from zbcompile.passes.stage.pass_graph import PassGraph
+from zbcompile.torch_private import pytree
 
 
 def inspected(stage: CompiledStage) -> CompiledStage:
@@ -84,18 +84,7 @@ class _Inspector(Interpreter):
 
 def _kinds(values: Any) -> set[str]:
     """Returns which of "nan" and "inf" occur in tensors and numbers."""
-    if isinstance(values, torch.Tensor):
-        if not values.is_floating_point():
-            return set()
-        return {
-            kind
-            for kind, test in (("nan", torch.isnan), ("inf", torch.isinf))
-            if bool(test(values).any())
-        }
-    if isinstance(values, float):
-        return {kind for kind, test in (("nan", math.isnan), ("inf", math.isinf)) if test(values)}
-    if isinstance(values, dict):
-        values = values.values()
-    elif not isinstance(values, (list, tuple)):
-        return set()
-    return {kind for value in values for kind in _kinds(value)}
+    leaves = (leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor | float))
+    tensors = [tensor for tensor in map(torch.as_tensor, leaves) if tensor.is_floating_point()]
+    tests = {"nan": torch.isnan, "inf": torch.isinf}
+    return {kind for kind, test in tests.items() if any(test(tensor).any() for tensor in tensors)}

@@ -62,8 +62,7 @@ class GraphKey(NamedTuple):
     returns: str
 
 
-# The values behind a key by what they say and of what: ("mode", "layers.0") -> "train".
-KeyDetails = dict[tuple[str, str], Any]
+KeyDetails = dict[str, Any]  # the values behind a key by their names
 
 
 def key_details(
@@ -71,13 +70,14 @@ def key_details(
 ) -> KeyDetails:
     """Returns the values behind the key of a step of `model`, for a notice that says how two keys
     differ."""
-    details: KeyDetails = {("inputs", ""): microbatch.signature, ("returns", ""): returns}
+    details: KeyDetails = {"inputs": microbatch.signature, "returned values": returns}
     for name, module in model.named_modules():
-        details["mode", name or "the model"] = "train" if module.training else "eval"
-        details["hooks", name or "the model"] = hooks_of(module)
+        path = f"model.{name}".rstrip(".")
+        details |= {f"{path}.training": module.training, f"hooks of {path}": hooks_of(module)}
     for name, parameter in model.named_parameters():
-        details["gradient", name] = grad_dtype(parameter) if parameter.requires_grad else None
-    return details | {(field, ""): value for field, value in modes._asdict().items()}
+        dtype = grad_dtype(parameter) if parameter.requires_grad else None
+        details[f"gradients of model.{name}"] = dtype
+    return details | {name.replace("_", " "): value for name, value in modes._asdict().items()}
 
 
 def recompile_reason(
@@ -85,39 +85,15 @@ def recompile_reason(
 ) -> str:
     """Returns how a key differs from the nearest of the cached keys, for a notice; "" if it is in
     what the module state says."""
-    shapes = f"microbatches of {microbatch.summary()}"
-    if not cached:
-        return shapes
-    near = min(cached, key=lambda old: len(new.items() ^ old.items()))
-    reasons = []
-    for kind in dict.fromkeys(kind for kind, _ in new):
-        names = [n for k, n in new if k == kind and new[k, n] != near.get((k, n))]
-        if names:
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            text = _KINDS[kind](new[kind, names[0]])
-            reasons.append(text.format(name=names[0] + more, shapes=shapes))
+    near = min(cached, key=lambda old: len(new.items() ^ old.items()), default={})
+    changed = [name for name in new if new[name] != near.get(name)]
+    reasons = [f"microbatches of {microbatch.summary()}"] if "inputs" in changed else []
+    others = [name for name in changed if name != "inputs"] if near else []
+    for name in others[:1]:
+        value, more = new[name], f" and {len(others) - 1} more" * (len(others) > 1)
+        change = f"other {name}" if isinstance(value, tuple) else f"{name}: {near[name]} -> {value}"
+        reasons.append(change + more)
     return " and ".join(reasons)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-_KINDS: dict[str, Callable[[Any], str]] = {
-    "inputs": lambda value: "{shapes}",
-    "returns": lambda value: f"return_{value}=True" if value else "no returned values",
-    "mode": lambda value: f"{{name}} in {value} mode",
-    "hooks": lambda value: "other hooks of {name}",
-    "gradient": lambda value: (
-        "{name} frozen" if value is None else f"{{name}} train with gradients in {_name(value)}"
-    ),
-    "autocast": lambda value: f"autocast to {_name(value)}" if value else "no autocast",
-    "attention_kernels": lambda value: "other attention kernels",
-    "default_dtype": lambda value: f"the default dtype {_name(value)}",
-    "other_modes": lambda value: (
-        "other modes of torch (deterministic algorithms, oneDNN, precision of products)"
-    ),
-}
 
 
 @dataclass(frozen=True, eq=False)

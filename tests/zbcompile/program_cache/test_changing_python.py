@@ -454,7 +454,10 @@ def test_the_default_dtype_is_seen(capsys: pytest.CaptureFixture[str]) -> None:
     finally:
         torch.set_default_dtype(torch.float32)
     torch.testing.assert_close(loss, expected, check_dtype=False)
-    assert "compiling again for the default dtype float64" in capsys.readouterr().out
+    assert (
+        "compiling again for default dtype: torch.float32 -> torch.float64"
+        in capsys.readouterr().out
+    )
 
 
 @pytest.mark.slow

@@ -34,16 +34,20 @@ CHANGES: list[tuple[Callable[[Net], object], dict[str, int], str]] = [
     (
         lambda model: model.drop.eval(),
         {},
-        r"for drop in eval mode \(program 2; max_shapes=8 are kept\)",
+        r"for model.drop.training: True -> False \(program 2; max_shapes=8 are kept\)",
     ),
-    (freeze, {}, "for layers.0.weight and 1 more frozen "),
-    (hook, {}, "for other hooks of layers.0 "),
-    (lambda model: torch.autocast("cpu", torch.bfloat16), {}, "for autocast to bfloat16 "),
+    (freeze, {}, "for gradients of model.layers.0.weight: torch.float32 -> None and 1 more "),
+    (hook, {}, "for other hooks of model.layers.0 "),
+    (
+        lambda model: torch.autocast("cpu", torch.bfloat16),
+        {},
+        "for autocast: None -> torch.bfloat16 ",
+    ),
     (lambda model: None, {"rows": 6}, r"for microbatches of args\[0\]\[3, 4\], target\[3, 4\] "),
     (
         lambda model: model.eval(),
         {"rows": 6},
-        r"for microbatches of .* and the model and 4 more in eval mode ",
+        r"for microbatches of .* and model.training: True -> False and 4 more ",
     ),
 ]
 
