@@ -106,7 +106,8 @@ class Contender:
         )
         self.pipe.compile(self.x, target=self.x)
         executable = list(self.pipe._compiled.steps.plans.values())[-1]
-        (state,) = self.pipe._compiled.steps.entries[0].states
+        state = self.pipe._compiled.steps.entries[0].state
+        assert state is not None
         self.guards, self.guarded, self.whole = Timed(state.hold), list[float](), list[float]()
         state.hold = self.guards  # type: ignore[method-assign]
         self.clocks = time_graphs(executable.first.stages)  # type: ignore[arg-type]

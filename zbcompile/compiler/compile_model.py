@@ -1,6 +1,5 @@
 """The compiler: from a model and one microbatch to the programs of all stages."""
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -21,7 +20,6 @@ from zbcompile.passes.compile_options import CompileOptions
 from zbcompile.passes.compile_step import CompiledStep, Observer, compile_graph, no_observer
 from zbcompile.passes.cost.hardware import default_hardware
 from zbcompile.passes.errors import PartitionError
-from zbcompile.passes.graph.fx import graph_text
 from zbcompile.passes.partition.assign_stages import cuts_of_owners
 from zbcompile.passes.partition.balance import LoadRow
 from zbcompile.passes.partition.balance_stages import balanced_cuts
@@ -42,14 +40,13 @@ from zbcompile.schedules import Placement, Schedule
 
 @dataclass(frozen=True)
 class ExportedModel:
-    """An exported training step. `text` is a hash of its graph: equal graphs need one program.
+    """An exported training step.
 
     `keep` is what the step returns besides its loss: "", "outputs" or "metrics". `sharded` is the
     step without its output layer, if that is sharded over all ranks.
     """
 
     step: StepGraph
-    text: str
     keep: str = ""
     sharded: ShardedStep | None = None
 
@@ -90,8 +87,7 @@ def export_step(
     step = export_training_step(model, args, kwargs, target, loss, options)
     with_dumps(observe)("export", step)
     sharded = choose_sharding(step, schedule, choices or CompileOptions())
-    text = hashlib.sha256(graph_text(step.module).encode()).hexdigest()
-    return ExportedModel(step, text, keep, sharded)
+    return ExportedModel(step, keep, sharded)
 
 
 @without_torchs_logs()
@@ -157,7 +153,6 @@ def compile_program(
         inputs={path: (tuple(t.shape), str(t.dtype)) for path, t in microbatch.tensors.items()},
         vocabulary=vocabulary,
         line_operators=operators_of(compiled.line),
-        operations=exported.text,
         call=call_of(microbatch),
         groups=groups_of(compiled.step, programs),
         output=output_of("outputs", exported.step, programs) if exported.keep else None,
@@ -254,15 +249,6 @@ def describe_cuts(compiled: CompiledStep, choices: CompileOptions) -> Cuts:
         boundary=tuple(line.crossing_bytes[cut] for cut in cuts),
         overweight=explain_overweight(line, compiled.loads, row, cuts, sharded),
     )
-
-
-def is_program_of(program: Program, exported: ExportedModel) -> bool:
-    """Returns True if a program was compiled from an equal graph, with equal constants."""
-    constants, expected = program.model.constants, exported.step.constant_values
-    same = constants.keys() == expected.keys() and all(
-        torch.equal(constants[name], expected[name]) for name in expected
-    )
-    return same and program.operations == exported.text
 
 
 def groups_of(step: StepGraph, programs: Sequence[StageProgram]) -> dict[str, str]:

@@ -34,9 +34,8 @@ class Program:
     """A compiled training step, or a forward alone, whose stages have only F.
 
     * The graphs: `stages[i]` is the program of stage i, `vocabulary` the output layer if that is
-      sharded over all ranks, `cuts` where the model was cut, `operations` a hash of the graph
-      before it was cut. `groups` are this process's names of the process groups, by what the graphs
-      call them.
+      sharded over all ranks, `cuts` where the model was cut. `groups` are this process's names of
+      the process groups, by what the graphs call them.
     * The order: `lowered.orders[rank]` are the actions of a rank with their communication.
     * The model: `model` describes it, `homes` are the stages that use each parameter and buffer
       (tied ones under their first name).
@@ -60,7 +59,6 @@ class Program:
     inputs: Mapping[str, tuple[tuple[int, ...], str]]
     vocabulary: VocabularyProgram | None
     line_operators: tuple[str, ...] = field(repr=False)
-    operations: str = field(default="", repr=False)
     call: tuple[str, ...] = ()
     step: StepOptions = field(default_factory=StepOptions)
     groups: Mapping[str, str] = field(default_factory=dict, compare=False)

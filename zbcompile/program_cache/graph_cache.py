@@ -102,16 +102,16 @@ class CompiledGraphs:
     microbatch of an evaluation. They are valid while the module state is unchanged."""
 
     graphs: tuple[BoundGraphs, ...]
-    states: tuple[ModuleState, ...] = ()
+    state: ModuleState | None = None
     details: KeyDetails | None = None
     key: Any = None
 
     def is_valid(self) -> bool:
-        return all(state.hold() for state in self.states)
+        return self.state is None or self.state.hold()
 
     def change(self) -> str:
         """Returns the first value of the module state that has changed, "" if none has."""
-        return next(filter(None, (state.change() for state in self.states)), "")
+        return "" if self.state is None else self.state.change()
 
 
 @dataclass

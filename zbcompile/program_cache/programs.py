@@ -32,12 +32,7 @@ from zbcompile.compiler.compile_forward import (
     microbatches_like,
     require_words,
 )
-from zbcompile.compiler.compile_model import (
-    ExportedModel,
-    compile_program,
-    export_step,
-    is_program_of,
-)
+from zbcompile.compiler.compile_model import ExportedModel, compile_program, export_step
 from zbcompile.distributed.agreement import gathered, together
 from zbcompile.distributed.mesh import BATCHES, DIMENSIONS
 from zbcompile.engine.executable import BoundGraphs, Executable, keyword, returned_values
@@ -270,9 +265,6 @@ class ProgramCache:
         state = ModuleState(self._model, self._options.loss, unread)
         modes, returns = torch_modes(self.ranks.device), returned_values(self.outputs)
         details = key_details(self._model, first, modes, returns)
-        for entry in self.steps.entries:
-            if entry.details == details and is_program_of(entry.graphs[0].program, exported):
-                return CompiledGraphs(entry.graphs, (state,), details)
         if self.binding.trains and self.ranks.is_first:
             cached = [entry.details for entry in self.steps.entries if entry.details is not None]
             changes = (entry.change() for entry in reversed(self.steps.entries))
@@ -283,7 +275,7 @@ class ProgramCache:
                 f" {len(self.binding.compilations) + 1}; max_shapes={self._options.max_shapes} are"
                 " kept)."
             )
-        return CompiledGraphs((self._bind_step(first, exported),), (state,), details)
+        return CompiledGraphs((self._bind_step(first, exported),), state, details)
 
     def _bind_step(self, microbatch: Microbatch, exported: ExportedModel) -> BoundGraphs:
         if self.searched is not None:
@@ -430,7 +422,7 @@ class ProgramCache:
         distinct = {id(program): program for program in programs}
         graphs = {number: self._bind_forward(program) for number, program in distinct.items()}
         state = ModuleState(self._model, without=unread)
-        return CompiledGraphs(tuple(graphs[id(program)] for program in programs), (state,))
+        return CompiledGraphs(tuple(graphs[id(program)] for program in programs), state)
 
     @contextmanager
     def _hinting(self, batch: Batch) -> Iterator[None]:

@@ -37,31 +37,6 @@ def step(pipe: zbcompile.Pipeline, count: int) -> float:
     return float(pipe.step(microbatches=[((part,), {}, part) for part in parts]))
 
 
-def messages(shape: tuple[int, int]) -> Counter[str]:
-    """Counts the exchanges of this rank with all others in four steps like the first, outside of the actions."""
-    pipe, results = made(shape), Counter[str]()
-    step(pipe, 2)
-
-    def counted(name: str) -> None:
-        method = getattr(pipe.ranks, name)
-        setattr(
-            pipe.ranks, name, lambda *arguments: (results.update([name]), method(*arguments))[1]
-        )
-
-    for name in ("begin_largest", "gather", "gather_here"):
-        counted(name)
-    for _ in range(4):
-        step(pipe, 2)
-    return results
-
-
-@pytest.mark.slow
-def test_a_step_has_one_message_outside_of_its_actions(pool: Pool) -> None:
-    """With replicas in each step, in one pipeline never."""
-    assert pool.run(messages, (2, 1), ranks=2) == [{"begin_largest": 4}] * 2
-    assert pool.run(messages, (1, 2), ranks=2) == [{}] * 2
-
-
 CALLS = (  # of torch.distributed, by which a process speaks to others
     *(
         "all_reduce",
