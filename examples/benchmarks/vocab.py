@@ -11,8 +11,8 @@ four and four: then sharding saves memory, not time.)
 All variants take turns in rounds; the medians of their ratios to equal layers per rank count. While
 they are timed the process keeps the memory that it frees: glibc would return pages after one pass
 and fetch them for the next one, which takes longer than the exponentials in them and varies between
-runs. Bytes are those of the last rank: parameters, gradients, the moments of Adam, and the most
-that waits for B, W and T in a recorded step. They are counted, and equal in every run.
+runs. Bytes are those of the last rank: parameters, the moments of Adam, and the most that torch
+allocates in a step besides. They are counted, and equal in every run but for a message.
 """
 
 import argparse
@@ -21,6 +21,7 @@ import ctypes
 import sys
 import time
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -40,7 +41,7 @@ LAYERS, WIDTH, LENGTH, MICROBATCHES, ROWS = 2, 256, 128, 8, 4
 WORDS = 4 * (
     12 * WIDTH + 2 * LENGTH
 )  # FLOPs of the output layer / those of a layer = WORDS / (12 width + 2 length)
-STATES = 4  # parameter, gradient and two moments
+STATES = 3  # parameter and two moments; gradients exist in a step alone
 # glibc's number of the size beyond which free memory at the end of the heap is given back
 TRIM_THRESHOLD = -1
 # and of the size beyond which memory is outside the heap, and given back as soon as it is free
@@ -99,10 +100,13 @@ def round_of(measured: Measured, inputs: Tensor, targets: Tensor) -> None:
 
 
 def count_bytes(measured: Measured, inputs: Tensor, targets: Tensor) -> None:
-    with measured.pipe.recording() as records:
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=cpu, profile_memory=True) as profile:
         step(measured, inputs, targets)
-    waiting = records[0].peak_activation_bytes[dist.get_rank()]
-    measured.bytes = STATES * sum(x.nbytes for x in measured.pipe.parameters()) + waiting
+    events = profile.profiler.kineto_results.events()  # type: ignore[union-attr]
+    events = sorted((x for x in events if x.name() == "[memory]"), key=lambda x: x.start_ns())
+    state = STATES * sum(parameter.nbytes for parameter in measured.pipe.parameters())
+    measured.bytes = state + max(accumulate(event.nbytes() for event in events))
 
 
 def keep_freed_memory() -> None:

@@ -20,7 +20,6 @@ from zbcompile.compiler.compile_model import (
     require_homes,
 )
 from zbcompile.compiler.torch_logs import without_torchs_logs
-from zbcompile.compiler.vocabulary_sharding import forward_shards
 from zbcompile.errors import CompileError, PipelineError
 from zbcompile.model.model_info import facts_of
 from zbcompile.passes.capture.export import ExportOptions
@@ -32,6 +31,7 @@ from zbcompile.passes.stage.stage_programs import stage_programs
 from zbcompile.passes.step_graph import StepGraph
 from zbcompile.passes.vocabulary.log_probs import IGNORED, require_whole_logits
 from zbcompile.passes.vocabulary.output_layer import NotShardableError
+from zbcompile.passes.vocabulary.shard import shard_passes
 from zbcompile.passes.vocabulary.shard_program import VocabularyProgram, even_bounds
 from zbcompile.passes.vocabulary.trunk import ShardedStep, cut_output_layer
 from zbcompile.program.directory import save_here
@@ -112,7 +112,7 @@ def compile_forward(
     if sharded is not None:
         placed = like.vocabulary.bounds if like is not None and like.vocabulary else None
         bounds = placed or even_bounds(sharded.loss.words, options.schedule.ranks)
-        vocabulary = forward_shards(sharded, bounds)
+        vocabulary = shard_passes(sharded, bounds, barriers=0)
     return Program(
         model=facts_of(model, step.constant_values),
         cuts=describe_cuts(compiled, choices),

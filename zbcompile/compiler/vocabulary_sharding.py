@@ -112,11 +112,6 @@ def shard(
     return vocabulary, inserted
 
 
-def forward_shards(sharded: ShardedStep, bounds: Bounds) -> VocabularyProgram:
-    """Returns the passes of every rank's shard for a forward alone."""
-    return shard_passes(sharded, bounds, barriers=0)
-
-
 def insert(
     schedule: Schedule, vocabulary: VocabularyProgram, stages: Sequence[StageProgram]
 ) -> Schedule:
