@@ -256,10 +256,6 @@ class Replicas:
     synchronise: bool = True
     partial: set[str] = field(default_factory=set)
 
-    def forget(self) -> None:
-        """Forget the gradients of a failed step."""
-        self.partial.clear()
-
 
 def broadcast(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None) -> None:
     """Give all ranks of `group` the values of its first."""

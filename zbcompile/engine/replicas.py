@@ -73,7 +73,10 @@ class SumPlan:
 
 def plan_sums(program: Program, rank: int, over: Mapping[str, Sum]) -> SumPlan:
     """Returns the plan of pipeline rank `rank`."""
-    complete = {stage: program.complete_with(stage) for stage in program.stages_of(rank)}
+    complete = {
+        stage: tuple(name for name in program.stages[stage].trained if name not in program.late)
+        for stage in program.stages_of(rank)
+    }
     early = {stage: tuple(filter(over.__contains__, names)) for stage, names in complete.items()}
     trained = {name for stage in complete for name in program.stages[stage].trained}
     late = sorted(name for name in program.late - (program.shared - trained) if name in over)
@@ -169,7 +172,8 @@ class Reduction:
         """
         for slices in self.divided:
             slices.reduce(stage, self.gradients, self.observe)
-        names = sorted(self._undivided(self.plan.early[stage]), key=self._route_number)
+        names = self._undivided(self.plan.early[stage])
+        names.sort(key=lambda name: self.routes[self._route(name)])
         for route, group in groupby(names, key=self._route):
             gradients = []
             for name in group:
@@ -226,9 +230,6 @@ class Reduction:
     def _route(self, name: str) -> Route:
         dtypes = [slices.reduce_dtype for slices in self.slices if name in slices.local_names]
         return self.plan.over[name].group, dtypes[0] if dtypes else None
-
-    def _route_number(self, name: str) -> int:
-        return self.routes[self._route(name)]
 
     @cached_property
     def routes(self) -> dict[Route, int]:

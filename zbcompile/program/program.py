@@ -125,11 +125,6 @@ class Program:
             () if self.vocabulary is None else self.vocabulary.parameters
         )
 
-    def complete_with(self, stage: int) -> tuple[str, ...]:
-        """The trained parameters whose gradients are complete once the last W of `stage`
-        has run."""
-        return tuple(name for name in self.stages[stage].trained if name not in self.late)
-
     def placement(self, name: str) -> dict[str, str]:
         """Returns the placement of a parameter or buffer along each dimension of the mesh."""
         late = {

@@ -235,12 +235,12 @@ class StepRecord:
 
 def record_to_text(record: StepRecord) -> str:
     """Returns the record as JSON; times in seconds, with the nine digits that a clock has."""
-    data = to_plain(record, {float: lambda seconds: round(seconds, 9), Schedule: _schedule_to_data})
+    writers: Converters = {
+        float: lambda seconds: round(seconds, 9),
+        Schedule: lambda schedule: json.loads(to_json(schedule)),
+    }
+    data = to_plain(record, writers)
     return to_text({"format": FORMAT, "version": VERSION, **data}, 3)
-
-
-def _schedule_to_data(schedule: Schedule) -> Any:
-    return json.loads(to_json(schedule))
 
 
 def is_record(data: Any) -> bool:

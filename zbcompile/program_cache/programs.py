@@ -181,7 +181,7 @@ class ProgramCache:
         except BaseException:
             for parameter in (*self._model.parameters(), *self.binding.parameters.values()):
                 parameter.grad = None
-            self.ranks.replicas.forget()
+            self.ranks.replicas.partial.clear()
             self.steps.plans.clear()
             raise
 
