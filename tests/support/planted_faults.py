@@ -287,14 +287,14 @@ OPTIMIZER = (
 VOCABULARY = (
     PlantedFault(
         "labels below a shard's rows count as its own",
-        "passes/vocabulary/shard_passes.py",
-        "inside = (local >= 0) & (local < count)",
-        "inside = local < count",
+        "passes/vocabulary/shard.py",
+        "inside = (local >= 0) & (local < self.words)",
+        "inside = local < self.words",
         ("tests/passes/vocabulary",),
     ),
     PlantedFault(
         "sums of exponentials of different maxima are added",
-        "passes/vocabulary/shard_passes.py",
+        "passes/vocabulary/shard.py",
         "parts = sums * (maxima - maximum).exp()",
         "parts = sums",
         ("tests/passes/vocabulary",),
@@ -311,8 +311,8 @@ GPU = (
     PlantedFault(
         "the memory of a message is freed while it is sent",
         "zbcompile/distributed/transport.py",
-        "sends.append((flat, self.channels.send(",
-        "sends.append((flat.new_empty(0), self.channels.send(",
+        "        pending.append(sends)\n",
+        "",
         ("tests/zbcompile/engine/test_pretended_gpu.py",),
     ),
     PlantedFault(
