@@ -1,9 +1,6 @@
 """Every file, module and public name that README.md and docs/ mention exists."""
 
-import os
 import re
-import subprocess
-import sys
 from functools import reduce
 from pathlib import Path
 
@@ -119,17 +116,3 @@ QUESTIONS = re.split(
 @pytest.mark.parametrize("text", QUESTIONS, ids=lambda text: text.partition("\n")[0])
 def test_every_answer_names_a_test(text: str) -> None:
     assert TEST.search(text)
-
-
-@pytest.mark.slow
-def test_the_scripts_of_faults_run_from_the_root() -> None:
-    """With nothing else on the path: all can be imported."""
-    scripts = sorted(set(re.findall(r"-m (tests\.[\w.]+)", (ROOT / "docs/faults.md").read_text())))
-    assert "tests.support.soak" in scripts
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    subprocess.run(
-        [sys.executable, "-c", f"import {', '.join(scripts)}"],
-        cwd=ROOT,
-        env=environment,
-        check=True,
-    )

@@ -1,7 +1,6 @@
 """The script that runs what README and docs/ show: it reads all of it, runs a page, and tells what
 fails."""
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -62,24 +61,17 @@ def test_what_fails_is_told(
 ) -> None:
     (tmp_path / "page.md").write_text(PAGE)
     monkeypatch.setattr(page_runs, "ROOT", tmp_path)
-    runner = page_runs.Runner(Path(sys.executable), wheel=True, limit=60, taste=60)
-    runner.page("page.md")
-    assert runner.ran == 4
-    assert runner.failures == [
-        "page.md: Python at line 7, 11, in 1 process(es)",
-        "page.md:15: python -c 'raise SystemExit(3)'",
-    ]
+    assert page_runs.run_page("page.md", tmp_path) == {
+        "page.md: Python at line 7, 11, in 1 process(es)": False,
+        "page.md:15: python shown.py": True,
+        "page.md:15: python -c 'raise SystemExit(3)'": False,
+        "page.md:20: python -c pass": True,
+    }
     assert "a snippet that is wrong" in capfd.readouterr().out
-    runner = page_runs.Runner(
-        Path(sys.executable), wheel=True, limit=60, taste=60, only=r"python shown\.py"
-    )
-    runner.page("page.md")
-    assert (runner.ran, runner.failures) == (1, [])
 
 
 @pytest.mark.slow
-def test_a_page_runs(capfd: pytest.CaptureFixture[str]) -> None:
-    runner = page_runs.Runner(Path(sys.executable), wheel=True, limit=120, taste=60)
-    runner.page("docs/schedules.md")
-    assert not runner.failures, capfd.readouterr().out
-    assert runner.ran > 5
+def test_a_page_runs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    results = page_runs.run_page("docs/schedules.md", tmp_path)
+    assert len(results) > 5
+    assert all(results.values()), capfd.readouterr().out

@@ -1,14 +1,12 @@
 """CPU seconds of every test, its fixtures and the processes that it starts, as lines of a CSV file.
 
 `pytest --cpu-times FILE` appends to the file; all workers of pytest-xdist write to the same one.
-What an idle machine and a busy one need of the clock differs; CPU seconds hardly do. `python -m
-tests.support.cpu_times FILE` sums them up.
+What an idle machine and a busy one need of the clock differs; CPU seconds hardly do. `sort -rn FILE`
+shows the dearest tests.
 """
 
 import csv
 import os
-import sys
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -56,22 +54,3 @@ def _descends(process: str, ancestor: str, parents: dict[str, str]) -> bool:
     while process in parents and process != ancestor:
         process = parents[process]
     return process == ancestor
-
-
-def main(file: str) -> None:
-    """Print the sums, the 60 files and the 60 tests that cost the most."""
-    with open(file, newline="") as lines:
-        rows = [(float(seconds), slow, test) for seconds, slow, test in csv.reader(lines)]
-    total, daily = sum(row[0] for row in rows), sum(row[0] for row in rows if not row[1])
-    print(f"{len(rows)} tests, {total:.0f} CPU s; not slow: {daily:.0f} CPU s")
-    files: Counter[str] = Counter()
-    for seconds, _, test in rows:
-        files[test.partition("::")[0]] += seconds  # type: ignore[assignment]
-    for name, seconds in files.most_common(60):
-        print(f"{seconds:8.1f}  {name}")
-    for seconds, slow, test in sorted(rows, reverse=True)[:60]:
-        print(f"{seconds:8.1f}  {slow:4}  {test}")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

@@ -1,12 +1,15 @@
 """Bits flipped in checkpoints and programs, pickles put into them, and disks that are full at every
 write.
 
-    python -m tests.support.damage --checkpoints 500 --programs 150 --pickles --disks
+    python -m tests.support.damage --checkpoints 500 --programs 150 --pickles --disks --kills 100
 
 from the repository's root. A flipped bit must be refused with one line of ours; it is silent if what
 was damaged is used and its values differ, raw if another exception than ours comes out. A pickle is
 put in the place of every file in turn, and next to them under every name by which torch,
-transformers and earlier releases know one: it is executed if unpickling it has left its mark.
+transformers and earlier releases know one: it is executed if unpickling it has left its mark. Of
+processes that are killed with SIGKILL while they save, nothing that was committed may be lost,
+every directory with a step's name must be whole and hold that step's bits, and the next save must
+work immediately.
 """
 
 import argparse
@@ -16,7 +19,9 @@ import os
 import pickle
 import random
 import shutil
+import signal
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -276,26 +281,100 @@ def fill_disks(folder: Path) -> Counts:
     raise AssertionError("a save never ended")
 
 
+KEEP = 3
+
+
+def trained_pipe() -> zbcompile.Pipeline:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    pipe = zbcompile.pipeline(
+        model, schedule="1f1b", ranks=2, microbatches=2, loss=nn.functional.mse_loss
+    )
+    return pipe.compile(torch.randn(4, 64), target=torch.randn(4, 64))
+
+
+def save_without_end(folder: Path, pipe: Any, first: int, background: bool, said: int) -> None:
+    """In the child: every tensor of step n is filled with n; a step is said once it is
+    committed."""
+    for step in range(first, 1_000_000):
+        for parameter in pipe.parameters():
+            parameter.data.fill_(step)
+        zbcompile.save_checkpoint(
+            folder, pipe, step=step, extra={"step": step}, keep=KEEP, wait=not background
+        )
+        committed = step - int(background)  # the one before has been waited for
+        os.write(said, f"{committed}\n".encode())
+
+
+def run_and_kill(folder: Path, pipe: Any, first: int, background: bool, after: float) -> int:
+    """The last step that was said to be committed, of a child that is killed `after` seconds after
+    its first one."""
+    heard, said = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            save_without_end(folder, pipe, first, background, said)
+        finally:
+            os._exit(1)
+    os.close(said)
+    with open(heard, "rb") as lines:
+        begun = lines.readline()
+        time.sleep(after)
+        os.kill(child, signal.SIGKILL)
+        _, status = os.waitpid(child, 0)
+        rest = lines.read().split()
+    assert os.WIFSIGNALED(status), "the child ended by itself"
+    return int(rest[-1] if rest else begun)
+
+
+def require_nothing_lost(folder: Path, committed: int) -> int:
+    """The newest step, which is the committed one or a later one; all are whole, with their own
+    bits."""
+    result = checkpoints_in(folder)
+    assert 1 <= len(result) <= KEEP + 1, result
+    for path in result:
+        zbcompile.verify_checkpoint(path)
+        model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+        at = zbcompile.load_checkpoint(path, model)
+        assert path.name == f"step-{at.step:08d}"
+        assert at.extra == {"step": at.step}
+        assert all(bool((parameter == at.step).all()) for parameter in model.parameters())
+    newest = zbcompile.load_checkpoint(folder, model).step
+    assert newest >= committed, (newest, committed)
+    return newest
+
+
+def kill_saves(folder: Path, kills: int, seed: int = 0) -> Counts:
+    """Returns what the kills left, by kind."""
+    chance, pipe, step, counts = random.Random(seed), trained_pipe(), 0, Counter[str]()
+    for number in range(kills):
+        background = bool(number % 2)
+        committed = run_and_kill(folder, pipe, step + 1, background, chance.random() * 0.1)
+        counts["kills"] += 1
+        counts["in an asynchronous save" if background else "in a plain save"] += 1
+        counts["left half a checkpoint"] += any(folder.glob(".step-*"))
+        step = require_nothing_lost(folder, committed)
+    pipe.close()
+    return counts
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    for name in ("checkpoints", "programs"):
-        parser.add_argument(f"--{name}", type=int, default=0, metavar="FLIPS")
+    campaigns = {"checkpoints": flip_checkpoints, "programs": flip_programs, "kills": kill_saves}
+    for name in campaigns:
+        parser.add_argument(f"--{name}", type=int, default=0, metavar="COUNT")
     parser.add_argument("--pickles", action="store_true")
     parser.add_argument("--disks", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    campaigns = {"checkpoints": flip_checkpoints, "programs": flip_programs}
     for name, run in campaigns.items():
-        if flips := getattr(options, name):
+        if count := getattr(options, name):
             with tempfile.TemporaryDirectory() as folder:
-                print(
-                    f"{flips} bits flipped in {name}:"
-                    f" {dict(run(Path(folder), flips, options.seed))}",
-                    flush=True,
-                )
+                counts = run(Path(folder), count, options.seed)
+                print(f"{count} {name}: {dict(counts)}", flush=True)
     if options.pickles:
         with tempfile.TemporaryDirectory() as folder:
             print(f"pickles: {dict(plant_pickles(Path(folder)))}", flush=True)

@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-ELSEWHERE = ("lightning", "moe")  # not in an environment that has the wheel only
+ELSEWHERE = ("lightning",)  # need not be installed
 
 
 def run(page: str, blocks: list[tuple[int, str]], with_names: bool) -> None:
@@ -58,10 +58,9 @@ def for_lightning(names: dict[str, Any]) -> None:
     from torch.utils.data import DataLoader, TensorDataset
 
     loader = DataLoader(TensorDataset(torch.randn(16, 16), torch.randint(16, (16,))), batch_size=8)
-    pipe = names["zbcompile"].pipeline(
-        common()["model"], schedule="zb-h1", microbatches=4, loss=names["cross_entropy"]
-    )
-    names |= {"lightning": lightning, "loader": loader, "other": loader, "pipe": pipe}
+    fresh(names)
+    names |= {"lightning": lightning, "loader": loader, "other": loader}
+    names["pipe"] = piped(names, loss=names["cross_entropy"])
 
 
 def for_lengths(names: dict[str, Any]) -> None:
@@ -97,12 +96,14 @@ def fresh(names: dict[str, Any]) -> None:
 
 
 def trained(names: dict[str, Any]) -> None:
-    names["model"] = common()["model"]
-    pipe = names["zbcompile"].pipeline(
-        names["model"], schedule="zb-h1", microbatches=4, loss=names["loss_fn"]
-    )
-    pipe.step(names["inputs"], target=names["targets"])
-    names["pipe"] = pipe
+    fresh(names)
+    names["pipe"] = piped(names)
+    names["pipe"].step(names["inputs"], target=names["targets"])
+
+
+def piped(names: dict[str, Any], **options: Any) -> Any:
+    options = {"schedule": "zb-h1", "microbatches": 4, "loss": names["loss_fn"], **options}
+    return names["zbcompile"].pipeline(names["model"], **options)
 
 
 BEFORE: dict[str, Callable[[dict[str, Any]], None]] = {  # by a part of the snippet
@@ -120,12 +121,12 @@ BEFORE: dict[str, Callable[[dict[str, Any]], None]] = {  # by a part of the snip
 
 def common() -> dict[str, Any]:
     """A model of eight layers that maps 16 numbers to 16, and batches for it."""
-    import itertools
+    import itertools  # noqa: F401
 
     import torch
     from torch import nn
 
-    import zbcompile
+    import zbcompile  # noqa: F401
 
     class Net(nn.Module):
         def __init__(self) -> None:
@@ -141,21 +142,11 @@ def common() -> dict[str, Any]:
             return x
 
     torch.manual_seed(0)
+    device, rank = torch.device("cpu"), int(os.environ.get("RANK", 0))
+    model, loss_fn = Net(), nn.functional.mse_loss
     inputs, targets = torch.randn(16, 16), torch.randn(16, 16)
-    names = {
-        "torch": torch,
-        "nn": nn,
-        "zbcompile": zbcompile,
-        "itertools": itertools,
-        "device": torch.device("cpu"),
-    }
-    names |= {
-        "model": Net(),
-        "loss_fn": nn.functional.mse_loss,
-        "inputs": inputs,
-        "targets": targets,
-    }
-    return names | {"batches": [(inputs, targets)] * 2, "rank": int(os.environ.get("RANK", 0))}
+    batches = [(inputs, targets)] * 2
+    return locals()
 
 
 def group() -> None:
@@ -165,50 +156,25 @@ def group() -> None:
 
 
 def backends(names: dict[str, Any]) -> dict[str, Any]:
-    pipe = names["zbcompile"].pipeline(
-        names["model"], schedule="zb-h1", microbatches=4, loss=names["loss_fn"]
-    )
-    pipe.compile(names["inputs"], target=names["targets"])
-    pipe.program.save("program")
-    return names
+    piped(names).compile(names["inputs"], target=names["targets"]).program.save("program")
+    return {}
 
 
 def composition(names: dict[str, Any]) -> dict[str, Any]:
     from torch.distributed.tensor import Replicate
-    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module  # noqa: F401
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM  # noqa: F401  # noqa: F401
 
     columns = ColwiseParallel(output_layouts=Replicate())
     plan = {f"layers.{layer}.1": columns for layer in range(8)}
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-    )
-    names |= {
-        "parallelize_module": parallelize_module,
-        "plan": plan,
-        "Llama": lambda _: names["model"],
-    }
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    moe = Qwen3MoeConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=64,
-        moe_intermediate_size=16,
-        head_dim=8,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_experts=8,
-        use_cache=False,
-    )
-    names |= {"Qwen3MoeForCausalLM": Qwen3MoeForCausalLM, "moe_config": moe}
-    names |= {"tokens": names["torch"].randint(64, (8, 12))}
-    return names | {"LlamaForCausalLM": LlamaForCausalLM, "config": config}
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4}
+    config = LlamaConfig(**sizes)
+    experts = {"moe_intermediate_size": 16, "head_dim": 8, "num_experts": 8, "use_cache": False}
+    moe_config = Qwen3MoeConfig(**sizes, **experts, num_key_value_heads=2)
+    tokens = names["torch"].randint(64, (8, 12))
+    Llama = lambda _: names["model"]  # noqa: E731
+    return locals()
 
 
 def faq(names: dict[str, Any]) -> dict[str, Any]:
@@ -217,28 +183,20 @@ def faq(names: dict[str, Any]) -> dict[str, Any]:
 
 def faults(names: dict[str, Any]) -> dict[str, Any]:
     group()
-    pipe = names["zbcompile"].pipeline(
-        names["model"], schedule="zb-h1", microbatches=4, loss=names["loss_fn"]
-    )
-    pipe.step(names["inputs"], target=names["targets"])
-    return {"pipe": pipe, "ranks": 2, "host": "127.0.0.1", "port": int(os.environ["PORT"])}
+    trained(names)
+    return {"ranks": 2, "host": "127.0.0.1", "port": int(os.environ["PORT"])}
 
 
 def huggingface(_: dict[str, Any]) -> dict[str, Any]:
-    import accelerate
+    import accelerate  # noqa: F401
     import torch
-    from torch.nn.functional import cross_entropy
+    from torch.nn.functional import cross_entropy  # noqa: F401
     from torch.utils.data import DataLoader
-    from transformers import AutoModelForCausalLM, LlamaConfig, TrainingArguments
+    from transformers import AutoModelForCausalLM, LlamaConfig, TrainingArguments  # noqa: F401
 
     os.environ["ACCELERATE_USE_CPU"] = "true"
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-    )
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4}
+    config = LlamaConfig(**sizes, num_attention_heads=4)
     ids = torch.randint(64, (8, 16))
     data = [{"input_ids": part, "labels": part} for part in ids.repeat(4, 1)]
     group()
@@ -246,33 +204,15 @@ def huggingface(_: dict[str, Any]) -> dict[str, Any]:
         AutoModelForCausalLM.from_config(config).save_pretrained("folder", max_shard_size="20KB")
     torch.distributed.barrier()
     torch.manual_seed(0)
-    names = {
-        "config": config,
-        "model": AutoModelForCausalLM.from_config(config),
-        "ids": ids,
-        "data": data,
-        "held_out": data[:8],
-    }
-    names |= {
-        "TrainingArguments": TrainingArguments,
-        "accelerate": accelerate,
-        "cross_entropy": cross_entropy,
-    }
-    return names | {
-        "AutoModelForCausalLM": AutoModelForCausalLM,
-        "loader": DataLoader(data, batch_size=8),
-    }
+    model, held_out = AutoModelForCausalLM.from_config(config), data[:8]
+    loader = DataLoader(data, batch_size=8)
+    return locals()
 
 
 def inspect(names: dict[str, Any]) -> dict[str, Any]:
-    pipe = names["zbcompile"].pipeline(
-        names["model"], schedule="zb-h1", microbatches=4, loss=names["loss_fn"]
-    )
-    return {
-        "GPT": lambda: names["model"],
-        "tokens": names["inputs"],
-        "next_tokens": names["targets"],
-    } | {"next_byte_loss": names["loss_fn"], "pipe": pipe}
+    GPT, next_byte_loss = (lambda: names["model"]), names["loss_fn"]
+    tokens, next_tokens, pipe = names["inputs"], names["targets"], piped(names)
+    return locals()
 
 
 def optimizer(_: dict[str, Any]) -> dict[str, Any]:
@@ -284,13 +224,12 @@ def checkpoints(names: dict[str, Any]) -> dict[str, Any]:
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
-    moments = names["torch"].optim.AdamW(names["model"].parameters())
-    weights, state = get_state_dict(names["model"], moments)
+    optimizer = names["torch"].optim.AdamW(names["model"].parameters())
+    weights, state = get_state_dict(names["model"], optimizer)
     dcp.save({"model": weights, "optimizer": state}, checkpoint_id="old")
-    model, loss = common()["model"], names["loss_fn"]
-    pipe = names["zbcompile"].pipeline(model, schedule="zb-h1", microbatches=4, ranks=2, loss=loss)
+    pipe = piped({**names, "model": common()["model"]}, ranks=2)
     pipe.compile(names["inputs"], target=names["targets"])
-    return {"dcp": dcp, "optimizer": moments, "pipe": pipe}
+    return {"dcp": dcp, "optimizer": optimizer, "pipe": pipe}
 
 
 def schedules(_: dict[str, Any]) -> dict[str, Any]:

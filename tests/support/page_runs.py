@@ -1,9 +1,6 @@
-"""Runs every command and every snippet of README, CONTRIBUTING and docs/, as the pages show them: in clones, or
-next to a wheel.
+"""Runs every command and every snippet of README, CONTRIBUTING and docs/, each page in a fresh clone.
 
-    python -m tests.support.page_runs                          each page in a fresh clone, with this interpreter
-    python -m tests.support.page_runs --wheel ENV/bin/python   in empty folders, by an environment that has the wheel
-    python -m tests.support.page_runs --list docs/faq.md          what would run, and why the others do not
+    python -m tests.support.page_runs [docs/faq.md ...]
 
 A command that takes more than five minutes is only begun: it may not fail in its first seconds.
 
@@ -12,7 +9,6 @@ are one script, in one process (`{run}`, the front page), or with the names of
 `tests/support/page_names.py` given beforehand.
 """
 
-import argparse
 import contextlib
 import os
 import re
@@ -49,7 +45,6 @@ PLACEHOLDERS = {
     "COMMAND": "true",
 }
 RECORDED = ROOT / "tests" / "golden" / "recorded_gpt.json"  # a step.json of the target
-
 NETWORK = "installs from a network"
 NOT_RUN = {  # by a part of the command, which ends with "$"
     "pip install": NETWORK,
@@ -61,9 +56,10 @@ NOT_RUN = {  # by a part of the command, which ends with "$"
     "mkdocs serve": "a server, which does not end",
 }
 LONG = re.compile(  # takes more than five minutes on two cores
-    r"pytest|_sweep|tests\.support\.(?:damage|killed_saves|hostile_programs|soak)"
+    r"pytest|_sweep|tests\.support\.(?:damage|hostile_programs)"
     r"|baseline|(?:published_gpts|vs_torch|promise|inductor|split_tax)\.py|overlap_tp\.py$"
 )
+LIMIT, BEGUN = 300.0, 20.0  # seconds that a command, and a long one, may take
 RANKS = {  # processes that run a page's snippets, if not two
     "docs/checkpoints.md": 1,
     "docs/composition.md": 8,
@@ -76,7 +72,6 @@ RANKS = {  # processes that run a page's snippets, if not two
 
 @dataclass(frozen=True)
 class Command:
-    page: str
     line: int
     text: str
 
@@ -84,17 +79,6 @@ class Command:
     def left_out(self) -> str | None:
         """Why it is not run, None if it is."""
         return next((reason for part, reason in NOT_RUN.items() if part in f"{self.shell}$"), None)
-
-    @property
-    def long(self) -> bool:
-        return LONG.search(self.shell) is not None
-
-    @property
-    def needs_checkout(self) -> bool:
-        makes_it = self.page == "README.md" and "DIR" in self.text  # by a target in examples/
-        return makes_it or bool(
-            re.search(r"examples/|tests[/.]|docs/|\.venv/|pytest|mkdocs|ruff|mypy", self.shell)
-        )
 
     @property
     def shell(self) -> str:
@@ -109,7 +93,6 @@ class Command:
 
 @dataclass(frozen=True)
 class Snippet:
-    page: str
     line: int
     text: str
     in_page_script: bool  # a part of the page's own script
@@ -125,17 +108,14 @@ def read(page: str) -> tuple[list[Command], list[Snippet], dict[str, str]]:
         if file := re.search(r"file=(\S+)", mark):
             files[file[1]] = block
         elif language == "python":
-            snippets.append(Snippet(page, line, block, "run" in mark or page == FRONT_PAGE))
+            snippets.append(Snippet(line, block, "run" in mark or page == FRONT_PAGE))
         elif language == "bash":
-            commands += (Command(page, line, command) for command in _commands(block))
+            commands += (Command(line, command) for command in _commands(block))
         elif prompts := re.findall(r"^\$ (.*)$", block, re.MULTILINE):
-            commands += (Command(page, line, prompt) for prompt in prompts)
+            commands += (Command(line, prompt) for prompt in prompts)
     prose = FENCE.sub(lambda fence: "\n" * fence[0].count("\n"), text)
-    spans = (
-        (prose[: span.start()].count("\n") + 1, " ".join(span[1].split()))
-        for span in SPAN.finditer(prose)
-    )
-    commands += (Command(page, line, item) for line, item in spans)
+    for span in SPAN.finditer(prose):
+        commands.append(Command(prose[: span.start()].count("\n") + 1, " ".join(span[1].split())))
     return sorted(commands, key=lambda command: command.line), snippets, files
 
 
@@ -149,133 +129,83 @@ def _commands(block: str) -> Iterator[str]:
             yield command
 
 
-class Runner:
-    """Runs pages with one interpreter; `failures` has what went wrong so far."""
-
-    def __init__(
-        self, interpreter: Path, wheel: bool, limit: float, taste: float, only: str = ""
-    ) -> None:
-        self.interpreter, self.wheel, self.limit, self.taste = interpreter, wheel, limit, taste
-        self.only = re.compile(only)
-        self.ran, self.failures = 0, list[str]()
-
-    def page(self, page: str) -> None:
-        commands, snippets, files = read(page)
-        with tempfile.TemporaryDirectory() as root:
-            folder = Path(root) / "zbcompile"
-            self._furnish(folder)
-            for name, text in files.items():
-                (folder / name).write_text(text, encoding="utf-8")
-            self._snippets(
-                page,
-                [snippet for snippet in snippets if snippet.in_page_script],
-                folder,
-                ranks=1,
-                with_names=False,
-            )
-            self._snippets(
-                page,
-                [snippet for snippet in snippets if not snippet.in_page_script],
-                folder,
-                ranks=RANKS.get(page, 2),
-                with_names=True,
-            )
-            for command in {command.shell: command for command in commands}.values():
-                if command.left_out or (self.wheel and command.needs_checkout):
-                    continue
-                if "step.json" in command.shell:
-                    shutil.copy(RECORDED, folder / "step.json")
-                title = f"{page}:{command.line}: {command.shell}"
-                self._run(
-                    ["bash", "-euc", command.shell],
-                    folder,
-                    title,
-                    self.taste if command.long else None,
-                )
-
-    def _furnish(self, folder: Path) -> None:
-        if self.wheel:
-            folder.mkdir()
-            return
-        subprocess.run(["git", "clone", "--quiet", str(ROOT), str(folder)], check=True)
-        (folder / ".venv" / "bin").mkdir(parents=True)
-        for program in ("python", "torchrun", "pytest", "mkdocs", "ruff", "mypy"):
-            start = (
-                ""
-                if program == "python"
-                else f"-m {'torch.distributed.run' if program == 'torchrun' else program}"
-            )
-            file = folder / ".venv" / "bin" / program
-            file.write_text(f'#!/bin/sh\nexec {self.interpreter} {start} "$@"\n', encoding="utf-8")
-            file.chmod(0o755)
-
-    def _snippets(
-        self, page: str, snippets: list[Snippet], folder: Path, ranks: int, with_names: bool
-    ) -> None:
-        if not snippets:
-            return
-        source = Path(page_names.__file__).read_text(encoding="utf-8")
-        (folder / "page_names.py").write_text(source, encoding="utf-8")
-        blocks = [(snippet.line, snippet.text) for snippet in snippets]
-        script = f"import page_names\npage_names.run({page!r}, {blocks!r}, {with_names})\n"
-        (folder / "snippets_of_page.py").write_text(script, encoding="utf-8")
-        start = (
-            ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-            if ranks > 1
-            else []
+def run_page(page: str, folder: Path) -> dict[str, bool]:
+    """Runs what a page shows in `folder`. Returns the titles of all runs, and which went well."""
+    commands, snippets, files = read(page)
+    for name, text in files.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    results = {}
+    for with_names in (False, True):
+        chosen = [snippet for snippet in snippets if snippet.in_page_script is not with_names]
+        if chosen:
+            ranks = RANKS.get(page, 2) if with_names else 1
+            lines = ", ".join(str(snippet.line) for snippet in chosen)
+            title = f"{page}: Python at line {lines}, in {ranks} process(es)"
+            command = _script(page, chosen, folder, ranks, with_names)
+            results[title] = _run(command, folder, title, LIMIT)
+    for command in {
+        command.shell: command for command in commands if not command.left_out
+    }.values():
+        if "step.json" in command.shell:
+            shutil.copy(RECORDED, folder / "step.json")
+        title, long = f"{page}:{command.line}: {command.shell}", bool(LONG.search(command.shell))
+        results[title] = _run(
+            ["bash", "-euc", command.shell], folder, title, BEGUN if long else LIMIT, begun=long
         )
-        lines = ", ".join(str(snippet.line) for snippet in snippets)
-        command = [str(self.interpreter), *start, "snippets_of_page.py"]
-        self._run(command, folder, f"{page}: Python at line {lines}, in {ranks} process(es)")
+    return results
 
-    def _run(
-        self, command: list[str], folder: Path, title: str, taste: float | None = None
-    ) -> None:
-        """A command that is only tasted may still run after `taste` seconds."""
-        if not self.only.search(title):
-            return
-        began = time.monotonic()
-        with tempfile.TemporaryFile("w+") as said:
-            run = subprocess.Popen(
-                command,
-                cwd=folder,
-                env=self._environment(folder),
-                stdout=said,
-                stderr=said,
-                start_new_session=True,
-            )
-            try:
-                status = "ok" if run.wait(taste or self.limit) == 0 else "FAILED"
-            except subprocess.TimeoutExpired:
-                status = "begins" if taste else "LONG"
-            finally:  # with what it has started, also after Ctrl-C
-                end_group(run)
-            self.ran += 1
-            print(f"{status:6} {time.monotonic() - began:5.0f} s  {title}", flush=True)
-            if status not in ("ok", "begins"):
-                self.failures.append(title)
-                said.seek(0)
-                output = re.split(
-                    r"^[WE]\d{4} .*elastic", said.read(), maxsplit=1, flags=re.MULTILINE
-                )[0]
-                print(output[-3000:], flush=True)
 
-    def _environment(self, folder: Path) -> dict[str, str]:
-        path = ":".join(
-            map(str, (folder / ".venv" / "bin", self.interpreter.parent, os.environ["PATH"]))
+def _script(
+    page: str, snippets: list[Snippet], folder: Path, ranks: int, with_names: bool
+) -> list[str]:
+    """Writes the snippets as a script into `folder`. Returns the command that runs it."""
+    shutil.copy(page_names.__file__, folder / "page_names.py")
+    blocks = [(snippet.line, snippet.text) for snippet in snippets]
+    script = f"import page_names\npage_names.run({page!r}, {blocks!r}, {with_names})\n"
+    (folder / "snippets_of_page.py").write_text(script, encoding="utf-8")
+    start = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    return [sys.executable, *(start if ranks > 1 else []), "snippets_of_page.py"]
+
+
+def _run(command: list[str], folder: Path, title: str, limit: float, begun: bool = False) -> bool:
+    """Returns whether a command ended well, or, if it is only `begun`, still ran after `limit`
+    seconds."""
+    started = time.monotonic()
+    with tempfile.TemporaryFile("w+") as said:
+        run = subprocess.Popen(
+            command,
+            cwd=folder,
+            env=_environment(folder),
+            stdout=said,
+            stderr=said,
+            start_new_session=True,
         )
-        names = {
-            name: value
-            for name, value in os.environ.items()
-            if not name.startswith(("PYTHON", "RANK"))
-        }
-        names |= {
-            "PATH": path,
-            "OMP_NUM_THREADS": "1",
-            "PORT": str(free_port()),
-            "HF_HUB_OFFLINE": "1",
-        }
-        return names if self.wheel else names | {"PYTHONPATH": str(folder)}
+        try:
+            good = run.wait(limit) == 0
+        except subprocess.TimeoutExpired:
+            good = begun
+        finally:  # with what it has started, also after Ctrl-C
+            end_group(run)
+        verdict = "ok" if good else "FAILED"
+        print(f"{verdict:6} {time.monotonic() - started:5.0f} s  {title}", flush=True)
+        if not good:
+            said.seek(0)
+            text = re.split(r"^[WE]\d{4} .*elastic", said.read(), maxsplit=1, flags=re.MULTILINE)
+            print(text[0][-3000:], flush=True)
+    return good
+
+
+def _environment(folder: Path) -> dict[str, str]:
+    names = {
+        name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "RANK"))
+    }
+    return names | {
+        "PATH": f"{folder}/.venv/bin:{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHONPATH": f"{folder}:{ROOT}",
+        "OMP_NUM_THREADS": "1",
+        "PORT": str(free_port()),
+        "HF_HUB_OFFLINE": "1",
+    }
 
 
 def end_group(run: subprocess.Popen[bytes]) -> None:
@@ -288,51 +218,29 @@ def end_group(run: subprocess.Popen[bytes]) -> None:
             run.wait(timeout=20)
 
 
-def listing(pages: list[str]) -> None:
-    for page in pages:
-        commands, snippets, files = read(page)
-        for name in files:
-            print(f"{page}: file {name}")
-        for snippet in snippets:
-            print(
-                f"{page}:{snippet.line}: Python, {'script of the page' if snippet.in_page_script else 'with names given'}"
-            )
-        for command in commands:
-            print(
-                f"{page}:{command.line}:"
-                f" {command.left_out or ('begun' if command.long else 'run')}: {command.shell}"
-            )
+def clone(folder: Path) -> None:
+    """The checkout, with this interpreter and its programs under .venv/bin."""
+    subprocess.run(["git", "clone", "--quiet", str(ROOT), str(folder)], check=True)
+    programs = folder / ".venv" / "bin"
+    programs.mkdir(parents=True)
+    modules = {"python": "", "torchrun": "-m torch.distributed.run"}
+    modules |= {name: f"-m {name}" for name in ("pytest", "mkdocs", "ruff", "mypy")}
+    for name, start in modules.items():
+        text = f'#!/bin/sh\nexec {sys.executable} {start} "$@"\n'
+        (programs / name).write_text(text, encoding="utf-8")
+        (programs / name).chmod(0o755)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("pages", nargs="*", default=PAGES, help="such as README.md (default: all)")
-    parser.add_argument(
-        "--wheel", type=Path, metavar="PYTHON", help="an interpreter that has the wheel"
-    )
-    parser.add_argument(
-        "--limit", type=float, default=300, help="seconds for each command (default: %(default)g)"
-    )
-    parser.add_argument(
-        "--taste", type=float, default=20, help="seconds for each long one (default: %(default)g)"
-    )
-    parser.add_argument(
-        "--only", default="", metavar="REGEX", help="runs only what has this in its line of output"
-    )
-    parser.add_argument("--list", action="store_true", help="run nothing")
-    options = parser.parse_args()
-    if options.list:
-        listing(options.pages)
-        return 0
-    interpreter, wheel = options.wheel or Path(sys.executable), options.wheel is not None
-    runner = Runner(interpreter, wheel, options.limit, options.taste, options.only)
-    for page in options.pages:
-        runner.page(page)
-    print(f"{runner.ran} runs, {len(runner.failures)} failed", *runner.failures, sep="\n  ")
-    return bool(runner.failures)
+def main(pages: list[str]) -> int:
+    results = {}
+    for page in pages or PAGES:
+        with tempfile.TemporaryDirectory() as root:
+            clone(Path(root) / "zbcompile")
+            results |= run_page(page, Path(root) / "zbcompile")
+    failures = [title for title, good in results.items() if not good]
+    print(f"{len(results)} runs, {len(failures)} failed", *failures, sep="\n  ")
+    return bool(failures)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

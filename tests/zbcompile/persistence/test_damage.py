@@ -1,12 +1,10 @@
-"""A sample of what the scripts `damage.py` and `killed_saves.py` in `tests/support` count
-in full."""
+"""A sample of what the script `tests/support/damage.py` counts in full."""
 
 from pathlib import Path
 
 import pytest
 
-from tests.support.damage import fill_disks, flip_checkpoints, flip_programs
-from tests.support.killed_saves import kill_saves
+from tests.support.damage import fill_disks, flip_checkpoints, flip_programs, kill_saves
 
 
 def test_flipped_bits_of_a_checkpoint_are_refused(tmp_path: Path) -> None:
