@@ -29,34 +29,39 @@ HERE = "pretended_gpu_in_torch" in sys.modules
 pretended = pytest.mark.skipif(
     not HERE, reason="runs on the pretended GPU, in a process of its own"
 )
+ENGINE = "tests/zbcompile/engine"
 FILES = (
-    "tests/zbcompile/engine/test_cuda.py",
-    "tests/zbcompile/engine/test_cuda_composition.py",
+    f"{ENGINE}/test_cuda.py",
     "tests/zbcompile/backends/test_cuda_graphs.py",
-    "tests/zbcompile/engine/test_pretended_gpu.py",
+    f"{ENGINE}/test_pretended_gpu.py",
 )
-LEAST = 20  # of these tests
+COMPOSITION = (f"{ENGINE}/test_cuda_composition.py",)
 
 
 @pytest.mark.skipif(HERE, reason="is on the pretended GPU")
 @pytest.mark.slow
 @pytest.mark.several_processes
 @pytest.mark.timeout(1200)  # on a busy machine; the libraries may have to be built
-def test_gpu_tests_on_the_pretended_gpu(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("files", "least"),
+    [(FILES, 15), pytest.param(COMPOSITION, 5, marks=pytest.mark.beyond_sample)],
+    ids=["engine", "composition"],
+)
+def test_gpu_tests_on_the_pretended_gpu(files: tuple[str, ...], least: int, tmp_path: Path) -> None:
     """Each without a fault against CUDA's order. `python -m tests.support.pretended_gpu.build
     --devices 4` before another command of pytest runs that one so."""
     reason = why_not()
     if reason is not None:
         pytest.skip(reason)
     plugins = ["-p", "no:cacheprovider", "-p", "tests.support.pretended_gpu.checked"]
-    command = [sys.executable, "-m", "pytest", "-q", "-rs", *plugins, "--timeout", "300", *FILES]
+    command = [sys.executable, "-m", "pytest", "-q", "-rs", *plugins, "--timeout", "300", *files]
     arguments = environment(built(), devices=4, faults=tmp_path)
     done = subprocess.run(
         command, cwd=ROOT, env=arguments, capture_output=True, text=True, timeout=1100
     )
     assert done.returncode == 0, done.stdout[-20_000:] + done.stderr[-4000:]
     passed = int(done.stdout.split(" passed")[0].split()[-1])
-    assert passed >= LEAST, done.stdout[-4000:]
+    assert passed >= least, done.stdout[-4000:]
 
 
 @pytest.fixture

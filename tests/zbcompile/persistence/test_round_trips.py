@@ -1,7 +1,6 @@
 """A checkpoint of any layout goes on in any other with the bits of the same checkpoint by way of a
 plain model."""
 
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,6 @@ LLAMA: list[Layout] = [
     ({"pp": 2, "tp": 2}, "zb-h1", 0, "off"),
     ({"dp": 2, "pp": 2}, "1f1b", 1, "off"),
 ]
-MORE = 5
 
 
 def plain(is_llama: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -66,43 +64,43 @@ def begun(is_llama: bool, layout: Layout) -> Any:
     return pipe, optimizer, x, y
 
 
-def trained(
-    folder: Path | None, is_llama: bool, layout: Layout, steps: int, to: Path | None
-) -> dict[str, Tensor]:
-    """The parameters after some more steps, which are saved as well."""
+def continued(
+    folders: list[Path], is_llama: bool, layout: Layout, to: Path
+) -> list[dict[str, Tensor]]:
+    """The parameters three steps after each of some checkpoints; two steps after the first one are
+    saved."""
     torch.set_num_threads(1)
     pipe, optimizer, x, y = begun(is_llama, layout)
-    if folder is not None:
+    results = []
+    for folder, steps in [*((folder, 3) for folder in folders), (folders[0], 2)]:
         zbcompile.load_checkpoint(folder, pipe, optimizer)
-    for _ in range(steps):
-        pipe.step(x, target=y)
-        optimizer.step()
-        optimizer.zero_grad()
-    if to is not None:
-        zbcompile.save_checkpoint(to, pipe, optimizer, wait=False)
-    result = {
-        name: getattr(item, "full_tensor", lambda item=item: item)()
-        for name, item in pipe.state_dict(True).items()
-    }
+        for _ in range(steps):
+            pipe.step(x, target=y)
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(
+            {
+                name: getattr(item, "full_tensor", item.clone)().clone()
+                for name, item in pipe.state_dict(True).items()
+            }
+        )
+    zbcompile.save_checkpoint(to, pipe, optimizer, wait=False)
     pipe.close()
-    return result
+    return results[:-1]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_llama", [False, True], ids=["words", "llama"])
-def test_five_more_steps_have_the_same_bits(is_llama: bool, pool: Pool, tmp_path: Path) -> None:
+def test_further_steps_have_the_same_bits(is_llama: bool, pool: Pool, tmp_path: Path) -> None:
     layouts = LLAMA if is_llama else WORDS
     model, optimizer = plain(is_llama)
-    zbcompile.save_checkpoint(tmp_path / "0", model, optimizer)
-    folder = tmp_path / "0"
-    for number, (layout, second) in enumerate(pairwise([*layouts, layouts[0]]), 1):
-        pool.run(trained, folder, is_llama, layout, 2, tmp_path / f"{number}", ranks=4)
+    folders = [zbcompile.save_checkpoint(tmp_path / "0", model, optimizer)]
+    for number, layout in enumerate([*layouts, layouts[0]], 1):
         folder, again = tmp_path / f"{number}", tmp_path / f"{number}-plain"
+        for states in pool.run(continued, folders, is_llama, layout, folder, ranks=4):
+            for state in states[1:]:
+                assert_same_tensors(state, states[0], f"to {layout}, parameter")
         model, optimizer = plain(is_llama)
         at = zbcompile.load_checkpoint(folder, model, optimizer)
         assert at.step == 2 * number
-        zbcompile.save_checkpoint(again, model, optimizer, step=at.step)
-        ours = pool.run(trained, folder, is_llama, second, MORE, None, ranks=4)
-        theirs = pool.run(trained, again, is_llama, second, MORE, None, ranks=4)
-        for one, two in zip(ours, theirs, strict=True):
-            assert_same_tensors(one, two, f"from {layout} to {second}, parameter")
+        folders = [folder, zbcompile.save_checkpoint(again, model, optimizer, step=at.step)]
