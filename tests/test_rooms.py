@@ -37,16 +37,8 @@ OTHERS = {
     "passes": set(),
     "zbcompile": {"passes", "schedules"},
 }  # which folders each may import
-FOR_ALL = {  # import nothing of the library but each other
-    *(
-        "zbcompile.version",
-        "zbcompile.untrusted_text",
-        "zbcompile.progress",
-        "zbcompile.amounts",
-        "zbcompile.tables",
-    ),
-    "zbcompile.field_check",
-}
+_FOR_ALL = "version untrusted_text progress amounts tables field_check"
+FOR_ALL = {f"zbcompile.{name}" for name in _FOR_ALL.split()}  # import nothing but each other
 MANY = {"__init__", "__main__", "errors", "torch_private"}  # names that several rooms have
 
 

@@ -22,7 +22,7 @@ import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -32,13 +32,53 @@ sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 
 import torch
 
-from tests.support import timm_models
 from tests.support.compared import KINDS, Outcome, one_line, outcome_of
+from tests.support.oracle import Batch, Problem
+from tests.support.tiny_batches import LABELS
 from tests.support.transformers_models import Entry, entries, has_experts, problem_of
 
 Row = dict[str, Any]
 _FORK = multiprocessing.get_context("fork")
 SCHEDULES = ("zb-h1", "zb-v")
+PATCHES = {
+    "img_size": 32,
+    "patch_size": 8,
+    "embed_dim": 32,
+    "depth": 2,
+    "num_heads": 4,
+    "drop_rate": 0.1,
+}
+WINDOWS = {
+    "img_size": 32,
+    "window_size": 4,
+    "embed_dim": 16,
+    "depths": (2, 1),
+    "num_heads": (2, 4),
+    "drop_rate": 0.1,
+}
+
+TIMM: Mapping[str, Mapping[str, Any]] = {
+    "test_vit": {"img_size": 64, "drop_rate": 0.1},
+    "test_vit_relpos": {"img_size": 64},
+    "test_resnet": {"drop_rate": 0.1},
+    "test_convnext": {},
+    "test_convnext2": {},
+    "test_efficientnet": {"drop_rate": 0.1},
+    "test_efficientnet_gn": {},
+    "test_byobnet": {},
+    "test_efficientnet_ln": {},
+    "test_nfnet": {},
+    "test_mambaout": {},
+    "test_coatnet": {"img_size": 64},
+    "test_maxvit": {"img_size": 64},
+    "deit_tiny_distilled_patch16_224": PATCHES,
+    "beit_base_patch16_224": PATCHES,
+    "cait_xxs24_224": {**PATCHES, "depth_token_only": 1},
+    "convit_tiny": PATCHES,
+    "xcit_nano_12_p8_224": PATCHES,
+    "swin_tiny_patch4_window7_224": WINDOWS,
+    "swinv2_tiny_window8_256": WINDOWS,
+}
 
 
 def arguments() -> argparse.Namespace:
@@ -75,7 +115,20 @@ def import_everything() -> None:
 def entries_of(family: str) -> list[Entry]:
     if family == "transformers":
         return entries()
-    return [Entry(family, name, name) for name in timm_models.ARCHITECTURES]
+    return [Entry(family, name, name) for name in TIMM]
+
+
+def timm_problem(name: str) -> Problem:
+    """An architecture of timm, tiny: convolutions, transformers, and mixtures of both."""
+    edge = TIMM[name].get("img_size", 64)
+
+    def make() -> Any:
+        return importlib.import_module("timm").create_model(name, num_classes=LABELS, **TIMM[name])
+
+    def pictures(size: int) -> Batch:
+        return Batch((torch.randn(size, 3, edge, edge),), {}, torch.randint(0, LABELS, (size,)))
+
+    return Problem(make, torch.nn.functional.cross_entropy, pictures)
 
 
 def run(entry: Entry, seconds: int, send: Any) -> None:
@@ -84,7 +137,7 @@ def run(entry: Entry, seconds: int, send: Any) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     try:
-        problem = timm_models.problem_of(entry.name) if entry.task == "timm" else problem_of(entry)
+        problem = timm_problem(entry.name) if entry.task == "timm" else problem_of(entry)
     except Exception as error:
         send((Outcome("not built", one_line(error)), False))
         return

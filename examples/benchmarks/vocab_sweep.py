@@ -13,7 +13,6 @@ import sys
 import time
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
@@ -25,18 +24,11 @@ from tests.support.vocabulary_models import (
     MODELS,
     SCHEDULES,
     ModelCase,
-    Step,
     assert_same,
     join,
     quick_step,
     unsplit,
 )
-from zbcompile.compiler.compile_model import ExportedModel
-from zbcompile.program.program import Program
-
-# Each process exports a model once, and compiles it once per placement of its stages.
-EXPORTED: dict[str, ExportedModel] = {}
-COMPILED: dict[Any, Program] = {}
 
 
 def arguments() -> argparse.Namespace:
@@ -48,17 +40,12 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def step(case: ModelCase) -> Step:
-    """Runs one of the processes."""
-    return quick_step(case, EXPORTED, COMPILED)
-
-
 def difference(case: ModelCase, pool: Pool) -> str:
     """Empty if loss and gradients are the unsplit model's."""
-    expected = unsplit(case)
+    expected = unsplit(case.model)
     try:
         assert_same(
-            join(pool.run(step, case, ranks=case.ranks, timeout=600), expected[1]), expected
+            join(pool.run(quick_step, case, ranks=case.ranks, timeout=600), expected[1]), expected
         )
     except Exception as error:
         return f"{type(error).__name__}: {str(error)[:500]}"

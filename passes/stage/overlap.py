@@ -6,8 +6,7 @@ The order of each half stays, so its bits do; the halves are interleaved so that
 is exchanged while the other computes. Collectives are those of
 `torch.distributed._functional_collectives`: an operation that issues, and `wait_tensor`. The first
 half's results are sent as soon as they exist, and the second half's inputs are received when it
-begins. The values are those of the halves run one after the other (`one_after_the_other` in
-`tests/support/plain_versions.py`).
+begins. The values are those of the halves run one after the other.
 """
 
 from collections.abc import Callable, Mapping, Sequence

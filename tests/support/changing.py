@@ -13,41 +13,33 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import zbcompile
+from tests.support.oracle import Batch, eager_step
 
 WIDTH, ROWS, MICROBATCHES = 4, 4, 2
 TAU = 1.0
-TABLE = {"scale": 1.0, "list": [1.0, 2.0]}
-SHIFT = torch.ones(WIDTH)
+TABLE = {"scale": 1.0}
 ARGUMENTS = argparse.Namespace(weight=1.0)
 
 
 @dataclass
 class Config:
     tau: float = 1.0
-    kind: str = "tanh"
-    sizes: tuple[float, ...] = (1.0, 2.0)
 
 
 class Net(nn.Module):
     """Two layers, and `middle(net, x)` between them."""
 
-    scale_of_class = 1.0
-
     def __init__(self, middle: Callable[["Net", Tensor], Tensor]) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.act: Any = nn.Tanh()
-        self.drop, self.norm = nn.Dropout(0.1), nn.BatchNorm1d(WIDTH)
+        self.drop = nn.Dropout(0.1)
         self.middle, self.config = middle, Config()
-        self.alpha, self.active, self.keep, self.flag = 1.0, 3, WIDTH, True
+        self.alpha, self.active = 1.0, 3
         self.numbers, self.table, self.shift = [1.0, 2.0], {"a": 1.0}, torch.ones(WIDTH)
         self.recent = deque([1.0])
         self.space = types.SimpleNamespace(tau=1.0)
         self.function: Any = torch.tanh
-        self.number = torch.tensor(1.0)
-        self.global_step = 0
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers[: self.active]:
@@ -57,10 +49,6 @@ class Net(nn.Module):
 
 def scaled(net: Net, x: Tensor) -> Tensor:
     return x * TAU
-
-
-def decayed(x: Tensor, rate: float = 1.0) -> Tensor:
-    return x * rate
 
 
 def weighted(factor: float) -> Callable[[Tensor, Tensor], Tensor]:
@@ -101,17 +89,9 @@ class Weighted(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.factor, self.weights = 1.0, torch.ones(WIDTH)
-        self.register_buffer("mask", torch.ones(WIDTH))
 
     def forward(self, output: Tensor, target: Tensor) -> Tensor:
-        return (
-            ((output - target) ** 2 * self.weights * self.mask).mean()
-            * self.factor
-            * (2 if self.training else 1)
-        )
-
-    def compute(self, output: Tensor, target: Tensor) -> Tensor:
-        return self(output, target)
+        return ((output - target) ** 2 * self.weights).mean() * self.factor
 
 
 def powered(output: Tensor, target: Tensor, power: float = 2.0) -> Tensor:
@@ -190,24 +170,11 @@ def batch(step: int) -> Tensor:
 
 def eager(net: Net, loss: Any, x: Tensor, step: int) -> Tensor:
     """The loss of a step; gradients are added to `.grad`."""
-    total = torch.zeros(())
-    for index, part in enumerate(x.chunk(MICROBATCHES)):
-        torch.manual_seed(zbcompile.microbatch_seed(step, index))
-        result = loss(net(part), part) / MICROBATCHES
-        result.backward()
-        total += result.detach()
-    return total
+    return eager_step(net, loss, Batch((x,), {}, x), MICROBATCHES, step)
 
 
 def saved() -> Iterator[None]:
     """Around a case: what it changes outside of its model is put back."""
-    before, table = (
-        {"TAU": TAU, "SHIFT": SHIFT, "decayed": decayed},
-        dict(TABLE, list=list(TABLE["list"])),
-    )  # type: ignore
-    scale, powers = Net.scale_of_class, powered.__defaults__
     yield
     ARGUMENTS.weight = 1.0
-    _module.update(before)
-    TABLE.update(table)
-    Net.scale_of_class, powered.__defaults__ = scale, powers
+    _module["TAU"] = TABLE["scale"] = 1.0

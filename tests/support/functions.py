@@ -204,34 +204,6 @@ class Frozen(Function):
         return gradients[0] * ctx.module.weight.abs().sum(), None
 
 
-class Deferring(Function):
-    """DualPipe's idea of a linear layer: the weight gradient is a closure, to be run later than the
-    input's. It is added to `.grad` by hand, and autograd is told that there is none."""
-
-    later: list[Callable[[], None]] | None = None  # where closures wait; None: run at once
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return F.linear(x, weight)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        x, weight = ctx.saved_tensors
-        (gradient,) = gradients
-
-        def add() -> None:
-            if weight.grad is None:
-                weight.grad = torch.zeros_like(weight)
-            weight.grad += gradient.flatten(0, -2).T @ x.flatten(0, -2)
-
-        if Deferring.later is None:
-            add()
-        else:
-            Deferring.later.append(add)
-        return gradient @ weight, None
-
-
 class Early(Function):
     """The gradient is computed in forward, by autograd or by torch.func, as losses in chunks do."""
 
@@ -447,7 +419,6 @@ WAYS: dict[str, Way] = {
     "nested": lambda x, layer: Outer.apply(x, layer.weight),
     "module": lambda x, layer: Module.apply(x, layer),
     "module_read": lambda x, layer: Frozen.apply(x, layer),
-    "adds_to_grad": lambda x, layer: Deferring.apply(x, layer.weight),
     "view": lambda x, layer: Reversed.apply(layer(x), 0.5),
     "itself": lambda x, layer: layer(Passed.apply(x)),
     "straight_through": lambda x, layer: Rounded.apply(layer(x)),

@@ -171,18 +171,5 @@ OPERATIONS: dict[str, Callable[..., Tensor]] = {
     "dropout": _dropout,
     "observe": _observe,
 }
-ARITY = dict.fromkeys(
-    (
-        "add",
-        "multiply",
-        "subtract",
-        "concatenate",
-        "detach",
-        "no_grad",
-        "index",
-        "scalar",
-        "expand",
-        "empty",
-    ),
-    2,
-) | {"compare": 3}
+_OF_TWO = "add multiply subtract concatenate detach no_grad index scalar expand empty"
+ARITY = dict.fromkeys(_OF_TWO.split(), 2) | {"compare": 3}

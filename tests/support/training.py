@@ -1,6 +1,7 @@
 """Training a problem of the oracle, pipelined and in eager mode, so that the two can be compared
 bit by bit."""
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -163,6 +164,38 @@ def gradients_of(model: nn.Module | zbcompile.Pipeline) -> Gradients:
     return {
         name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()
     }
+
+
+class AsEager:
+    """A pipeline, every step of which is compared with a copy of its model in eager mode: losses,
+    gradients and buffers, bit by bit."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        microbatches: int,
+        loss: Any = F.mse_loss,
+        eager: nn.Module | None = None,
+        **options: Any,
+    ) -> None:
+        self.model, self.eager = model, eager or copy.deepcopy(model)
+        self.loss, self.microbatches = loss, microbatches
+        self.pipe: zbcompile.Pipeline = zbcompile.pipeline(
+            model, loss=loss, microbatches=microbatches, exact=True, **options
+        )
+
+    def step(self, *args: Tensor, target: Tensor | None = None, **kwargs: Tensor) -> None:
+        step, targets = self.pipe.step_index, {} if target is None else {"target": target}
+        loss = self.pipe.step(*args, **kwargs, **targets)
+        batch = Batch(args, kwargs, target)
+        assert torch.equal(loss, eager_step(self.eager, self.loss, batch, self.microbatches, step))
+        ours, theirs = gradients_of(self.pipe), gradients_of(self.eager)
+        if dist.is_initialized():  # a rank has its own share
+            theirs = {name: theirs[name] for name in ours}
+        else:
+            buffers = dict(self.model.named_buffers()), dict(self.eager.named_buffers())
+            assert_same_tensors(*buffers, "buffer")
+        assert_same_tensors(ours, theirs, "gradient of")
 
 
 @cache

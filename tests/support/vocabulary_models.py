@@ -2,20 +2,17 @@
 unsplit."""
 
 from dataclasses import dataclass
-from typing import Any
-from unittest import mock
+from functools import cache
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 import zbcompile
 from tests.support.oracle import Gradients, eager_step
+from tests.support.training import compiled_once
 from tests.support.vocabulary_training import distance
 from tests.support.zoo import ZOO
-from zbcompile.compiler.compile_model import ExportedModel, compile_program, export_step
-from zbcompile.compiler.paired_schedule import in_order
-from zbcompile.program.program import Program
 
 MODELS = ("llama", "gpt2", "gemma2", "bert")
 SCHEDULES = ("1f1b", "zb-h1", "zb-v", "dualpipe-v")
@@ -36,17 +33,16 @@ class ModelCase:
         return f"{self.model} {self.schedule} ranks={self.ranks} barriers={self.barriers}"
 
 
-def dtype_of(case: ModelCase) -> torch.dtype:
-    """Eager mode makes NaN of Gemma-2 in double precision."""
-    return torch.float32 if case.model == "gemma2" else torch.float64
+def model_of(name: str) -> nn.Module:
+    """In double precision, but Gemma-2, of which eager mode makes NaN then."""
+    return ZOO[name].model().to(torch.float32 if name == "gemma2" else torch.float64)
 
 
 def one_step(case: ModelCase) -> Step:
     """The loss, and this process's share of the gradients."""
-    problem = ZOO[case.model]
-    (batch,) = problem.batches(1, MICROBATCHES)
+    (batch,) = ZOO[case.model].batches(1, MICROBATCHES)
     pipe = zbcompile.pipeline(
-        problem.model().to(dtype_of(case)),
+        model_of(case.model),
         schedule=case.schedule,
         microbatches=MICROBATCHES,
         ranks=None if dist.is_initialized() else case.ranks,
@@ -56,34 +52,16 @@ def one_step(case: ModelCase) -> Step:
     return loss, {name: p.grad for name, p in pipe.named_parameters()}
 
 
-def quick_step(
-    case: ModelCase, exported: dict[str, ExportedModel], compiled: dict[Any, Program]
-) -> Step:
-    """Like `one_step`, but what was exported and compiled before is used again."""
-
-    def export_once(*inputs: Any, **more: Any) -> ExportedModel:
-        if case.model not in exported:
-            exported[case.model] = export_step(*inputs, **more)
-        return exported[case.model]
-
-    def compile_once(
-        model: Any, microbatch: Any, step: ExportedModel, schedule: Any, *rest: Any, **more: Any
-    ) -> Program:
-        key = (case.model, case.barriers, schedule.placement)
-        if key not in compiled:
-            compiled[key] = compile_program(model, microbatch, step, schedule, *rest, **more)
-        return in_order(compiled[key], schedule)
-
-    with mock.patch.multiple(
-        "zbcompile.program_cache.programs", export_step=export_once, compile_program=compile_once
-    ):
+def quick_step(case: ModelCase) -> Step:
+    """Like `one_step`, but compiled once."""
+    with compiled_once(f"{case.model} vocab={case.barriers}", exact=False):
         return one_step(case)
 
 
-def unsplit(case: ModelCase) -> Step:
-    problem = ZOO[case.model]
-    model = problem.model().to(dtype_of(case))
-    (batch,) = problem.batches(1, MICROBATCHES)
+@cache
+def unsplit(name: str) -> Step:
+    model = model_of(name)
+    (batch,) = ZOO[name].batches(1, MICROBATCHES)
     loss = eager_step(model, None, batch, MICROBATCHES, 0)
     return loss, {name: p.grad for name, p in model.named_parameters()}
 

@@ -29,6 +29,7 @@ class VocabularyCase:
     ranks: int
     microbatches: int = 4
     double: bool = True
+    backend: Any = "fx"
 
     def __str__(self) -> str:
         return f"{self.model} {self.schedule} vocab={self.vocab} ranks={self.ranks}"
@@ -98,6 +99,7 @@ def pipeline_of(case: VocabularyCase) -> zbcompile.Pipeline:
         loss=MODELS[case.model][1],
         ranks=None if dist.is_initialized() else case.ranks,
         vocab=case.vocab,
+        backend=case.backend,
     )
 
 

@@ -6,7 +6,8 @@ when a model is made. What each needs, and which are not bitwise equal to eager,
 docs/models.md.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,141 +25,85 @@ SMALL = {
     "num_attention_heads": 4,
     "max_position_embeddings": 64,
 }
-ONE_LAYER = {
-    "num_hidden_layers": 1
-}  # for models that take long to trace; Llama, GPT-2, BERT, Gemma-2 have two
 
 
-def _llama() -> nn.Module:
-    """Grouped queries, rotary positions, RMS norm. Without padding it leaves mask and grouping to
-    the kernel."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+def _make(name: str, experts: str | None, sizes: dict[str, Any]) -> nn.Module:
+    import transformers
 
-    return LlamaForCausalLM(LlamaConfig(**SMALL, num_key_value_heads=2))
-
-
-def _gpt2() -> nn.Module:
-    """Embedding and head tied; dropout in the embedding, the attention and the residuals."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    sizes = {"n_embd": HIDDEN, "n_layer": 2, "n_head": 4, "n_positions": 64}
-    return GPT2LMHeadModel(
-        GPT2Config(vocab_size=VOCABULARY, **sizes, bos_token_id=0, eos_token_id=0)
-    )
+    kind = getattr(transformers, name)
+    model = kind(kind.config_class(**sizes))
+    if experts is not None:
+        model.set_experts_implementation(experts)
+    return model  # type: ignore[no-any-return]
 
 
-def _bert() -> nn.Module:
-    """Masked language modelling: head and embedding tied, and a bias tied; dropout everywhere."""
-    from transformers import BertConfig, BertForMaskedLM
-
-    return BertForMaskedLM(BertConfig(**SMALL))
+def _transformers(name: str, experts: str | None = None, **sizes: Any) -> Callable[[], nn.Module]:
+    return partial(_make, name, experts, sizes)
 
 
-def _vit() -> nn.Module:
-    """Patches through a convolution; its loss is a function of the output."""
-    from transformers import ViTConfig, ViTForImageClassification
-
-    sizes = {
-        k: v for k, v in SMALL.items() if k not in ("vocab_size", "max_position_embeddings")
-    } | ONE_LAYER
-    return ViTForImageClassification(ViTConfig(**sizes, image_size=16, patch_size=4, num_labels=8))
-
-
-def _t5() -> nn.Module:
-    """Encoder and decoder: the encoder's last state is used by every layer of the decoder."""
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    sizes = {
-        "d_model": HIDDEN,
-        "d_kv": 8,
-        "d_ff": 64,
-        "num_layers": 1,
-        "num_decoder_layers": 2,
-        "num_heads": 4,
-    }
-    return T5ForConditionalGeneration(
-        T5Config(vocab_size=VOCABULARY, **sizes, decoder_start_token_id=0)
-    )
-
-
-def _whisper() -> nn.Module:
-    """Two inputs of different kinds: spectra into the encoder, tokens into the decoder."""
-    from transformers import WhisperConfig, WhisperForConditionalGeneration
-
-    layers = {
-        "encoder_layers": 1,
-        "decoder_layers": 2,
-        "encoder_attention_heads": 4,
-        "decoder_attention_heads": 4,
-    }
-    sizes = {"d_model": HIDDEN, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "num_mel_bins": 8}
-    limits = {"max_source_positions": 16, "max_target_positions": 32}
-    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
-    return WhisperForConditionalGeneration(
-        WhisperConfig(vocab_size=VOCABULARY, **layers, **sizes, **limits, **tokens, dropout=0.1)
-    )
-
-
-def _mixtral() -> nn.Module:
-    """A mixture of experts. The loop over experts depends on data; the batched form does not."""
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    config = MixtralConfig(
-        **SMALL | ONE_LAYER, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2
-    )
-    model = MixtralForCausalLM(config)
-    model.set_experts_implementation("batched_mm")
-    return model
-
-
-def _qwen_moe() -> nn.Module:
-    """More, smaller experts, and normed queries and keys. Rows sorted by their expert, one product
-    for all experts."""
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    config = Qwen3MoeConfig(
-        **SMALL | ONE_LAYER,
-        num_key_value_heads=2,
-        head_dim=8,
-        moe_intermediate_size=32,
-        num_experts=4,
-        num_experts_per_tok=2,
-    )
-    model = Qwen3MoeForCausalLM(config)
-    model.set_experts_implementation("grouped_mm")
-    return model
-
-
-def _gemma2() -> nn.Module:
-    """Soft caps in attention and head; sliding and full attention in turn."""
-    from transformers import Gemma2Config, Gemma2ForCausalLM
-
-    return Gemma2ForCausalLM(
-        Gemma2Config(**SMALL, num_key_value_heads=2, head_dim=8, sliding_window=8)
-    )
-
-
-def _mamba() -> nn.Module:
-    """A state-space model; without its own kernels transformers scans in plain operations."""
-    from transformers import MambaConfig, MambaForCausalLM
-
-    sizes = {"hidden_size": HIDDEN, "state_size": 4, "num_hidden_layers": 1, "expand": 2}
-    return MambaForCausalLM(MambaConfig(vocab_size=VOCABULARY, **sizes, use_mambapy=False))
-
-
-def _resnet() -> nn.Module:
-    """Batch norm in every block."""
-    from transformers import ResNetConfig, ResNetForImageClassification
-
-    return ResNetForImageClassification(
-        ResNetConfig(
-            embedding_size=8,
-            hidden_sizes=[8, 16, 16],
-            depths=[1, 1, 1],
-            num_labels=8,
-            layer_type="basic",
-        )
-    )
+# Grouped queries, rotary positions, RMS norm. Without padding it leaves mask and grouping to the
+# kernel.
+_llama = _transformers("LlamaForCausalLM", **SMALL, num_key_value_heads=2)
+# Embedding and head tied; dropout in the embedding, the attention and the residuals.
+_gpt2 = _transformers(
+    "GPT2LMHeadModel",
+    **{"vocab_size": VOCABULARY, "n_embd": HIDDEN, "n_layer": 2, "n_head": 4, "n_positions": 64},
+    **{"bos_token_id": 0, "eos_token_id": 0},
+)
+# Masked language modelling: head and embedding tied, and a bias tied; dropout everywhere.
+_bert = _transformers("BertForMaskedLM", **SMALL)
+# Patches through a convolution; its loss is a function of the output.
+_vit = _transformers(
+    "ViTForImageClassification",
+    **{"hidden_size": HIDDEN, "intermediate_size": 64, "num_attention_heads": 4},
+    **{"num_hidden_layers": 1, "image_size": 16, "patch_size": 4, "num_labels": 8},
+)
+# Encoder and decoder: the encoder's last state is used by every layer of the decoder.
+_t5 = _transformers(
+    "T5ForConditionalGeneration",
+    **{"vocab_size": VOCABULARY, "d_model": HIDDEN, "d_kv": 8, "d_ff": 64, "num_layers": 1},
+    **{"num_decoder_layers": 2, "num_heads": 4, "decoder_start_token_id": 0},
+)
+# Two inputs of different kinds: spectra into the encoder, tokens into the decoder.
+_whisper = _transformers(
+    "WhisperForConditionalGeneration",
+    **{"vocab_size": VOCABULARY, "d_model": HIDDEN, "encoder_layers": 1, "decoder_layers": 2},
+    **{"encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 64},
+    **{"decoder_ffn_dim": 64, "num_mel_bins": 8, "max_source_positions": 16},
+    **{"max_target_positions": 32, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+    **{"decoder_start_token_id": 1, "dropout": 0.1},
+)
+# A mixture of experts. The loop over experts depends on data; the batched form does not.
+_mixtral = _transformers(
+    "MixtralForCausalLM",
+    "batched_mm",
+    **SMALL | {"num_hidden_layers": 1, "num_key_value_heads": 2},
+    **{"num_local_experts": 4, "num_experts_per_tok": 2},
+)
+# More, smaller experts, and normed queries and keys. Rows sorted by their expert, one product for
+# all experts.
+_qwen_moe = _transformers(
+    "Qwen3MoeForCausalLM",
+    "grouped_mm",
+    **SMALL | {"num_hidden_layers": 1, "num_key_value_heads": 2, "head_dim": 8},
+    **{"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2},
+)
+# Soft caps in attention and head; sliding and full attention in turn.
+_gemma2 = _transformers(
+    "Gemma2ForCausalLM", **SMALL, num_key_value_heads=2, head_dim=8, sliding_window=8
+)
+# A state-space model; without its own kernels transformers scans in plain operations.
+_mamba = _transformers(
+    "MambaForCausalLM",
+    **{"vocab_size": VOCABULARY, "hidden_size": HIDDEN, "state_size": 4, "num_hidden_layers": 1},
+    **{"expand": 2, "use_mambapy": False},
+)
+# Batch norm in every block.
+_resnet = _transformers(
+    "ResNetForImageClassification",
+    **{"embedding_size": 8, "hidden_sizes": [8, 16, 16], "depths": [1, 1, 1]},
+    **{"num_labels": 8, "layer_type": "basic"},
+)
 
 
 class _UNet(nn.Module):

@@ -16,32 +16,20 @@ from torch.autograd.function import Function
 
 import zbcompile
 from tests.support.functions import WAYS, WIDTH, Passed, Ways
-from tests.support.oracle import Batch, eager_step
-from tests.support.training import assert_same_tensors, gradients_of
+from tests.support.training import AsEager
 from zbcompile.batches.batch import flatten_batch
 from zbcompile.compiler.compile_model import ExportedModel, export_step
 from zbcompile.passes.errors import CaptureError
 
 ROWS, MICROBATCHES = 16, 8
-NAMES = tuple(
-    name for name in WAYS if name not in ("module", "adds_to_grad")
-)  # these write `.grad` themselves
+NAMES = tuple(name for name in WAYS if name != "module")  # it writes `.grad` itself
 
 
 def as_eager(model: nn.Module, batch: Tensor, **options: Any) -> zbcompile.Pipeline:
-    eager, target = copy.deepcopy(model), torch.ones(len(batch), WIDTH)
-    options = {"ranks": 1, "microbatches": MICROBATCHES, **options}
-    pipe = zbcompile.pipeline(model, loss=F.mse_loss, exact=True, **options)
-    loss = pipe.step(batch, target=target)
-    reference = eager_step(
-        eager, F.mse_loss, Batch((batch,), {}, target), options["microbatches"], 0
-    )
-    assert torch.equal(loss, reference)
-    assert_same_tensors(
-        gradients_of(pipe), {n: p.grad for n, p in eager.named_parameters()}, "gradient"
-    )
-    assert not any("zbcompile" in str(node.target) for node in nodes_of(pipe))
-    return pipe
+    compared = AsEager(model, options.pop("microbatches", MICROBATCHES), **{"ranks": 1, **options})
+    compared.step(batch, target=torch.ones(len(batch), WIDTH))
+    assert not any("zbcompile" in str(node.target) for node in nodes_of(compared.pipe))
+    return compared.pipe
 
 
 def nodes_of(pipe: zbcompile.Pipeline) -> Iterator[torch.fx.Node]:

@@ -1,7 +1,8 @@
 """Recomputation keeps the bits, keeps no more bytes than it says, and never draws twice."""
 
+import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -19,7 +20,6 @@ from tests.support.pass_graph_runner import (
     eager_step,
     output_bytes,
 )
-from tests.support.plain_versions import every_choice
 from zbcompile import schedules
 from zbcompile.passes.compile_step import CompiledStep
 from zbcompile.passes.errors import CompileError
@@ -160,6 +160,24 @@ def random_candidates(seed: int) -> Candidates:
         bytes={value: rng.randint(1, 20) for value in values if value not in unkept},
         cost={v: rng.randint(0, 20) for v in values if v in unkept or rng.random() < 0.8},
     )
+
+
+def every_choice(candidates: Candidates) -> Iterator[tuple[int, int]]:
+    """Bytes and cost of every set of kept values from which the backward's can be made."""
+    for flags in itertools.product((False, True), repeat=len(candidates.bytes)):
+        saved = {value for value, flag in zip(candidates.bytes, flags, strict=True) if flag}
+        remade: set[Any] = set()
+        missing = [value for value in candidates.backward_inputs if value not in saved]
+        while missing and missing[-1] in candidates.cost:
+            value = missing.pop()
+            new = () if value in remade else candidates.inputs[value]
+            remade.add(value)
+            missing += [argument for argument in new if argument not in saved]
+        if not missing:
+            yield (
+                sum(candidates.bytes[value] for value in saved),
+                sum(candidates.cost[value] for value in remade),
+            )
 
 
 @pytest.mark.parametrize("seed", range(12))

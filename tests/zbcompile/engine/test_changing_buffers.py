@@ -1,16 +1,13 @@
 """Weights that are scaled by a buffer which every forward changes: the backward reads the value of
 its microbatch."""
 
-import copy
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import zbcompile
+from tests.support.training import AsEager
 
-RANKS, MICROBATCHES, STEPS = 2, 4, 3
 CHANGES = ("written", "assigned", "written later", "written later")
 
 
@@ -39,29 +36,11 @@ class Scaled(nn.Module):
 @pytest.mark.parametrize("schedule", ["zb-h1", "zb-v"])
 def test_products_with_changing_buffers_are_bitwise(schedule: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    eager = nn.Sequential(*(Scaled(8, change) for change in CHANGES)).to(dtype)
-    pipe = zbcompile.pipeline(
-        copy.deepcopy(eager),
-        loss=F.mse_loss,
-        schedule=schedule,
-        ranks=RANKS,
-        microbatches=MICROBATCHES,
-        exact=True,
-    )
-    pipe.compile(torch.zeros(8, 8, dtype=dtype), target=torch.zeros(8, 8, dtype=dtype))
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (eager, pipe)]
-    for step in range(STEPS):
-        x, y = torch.randn(8, 8, dtype=dtype), torch.randn(8, 8, dtype=dtype)
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        for part, target in zip(x.chunk(MICROBATCHES), y.chunk(MICROBATCHES), strict=True):
-            (F.mse_loss(eager(part), target) / MICROBATCHES).backward()
-        pipe.step(x, target=y)
-        for name, parameter in pipe.named_parameters():
-            expected = eager.get_parameter(name).grad
-            assert torch.equal(parameter.grad, expected), f"step {step}: {name}"
-        state = pipe.state_dict(full=True)
-        for name, buffer in eager.named_buffers():
-            assert torch.equal(state[name], buffer), f"step {step}: {name}"
+    model = nn.Sequential(*(Scaled(8, change) for change in CHANGES)).to(dtype)
+    compared = AsEager(model, 4, schedule=schedule, ranks=2)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, compared.eager)]
+    for _ in range(3):
+        compared.step(torch.randn(8, 8, dtype=dtype), target=torch.randn(8, 8, dtype=dtype))
         for optimizer in optimizers:
             optimizer.step()
+            optimizer.zero_grad()

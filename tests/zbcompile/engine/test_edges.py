@@ -1,7 +1,6 @@
 """Values that cross from stage to stage, one small model per kind of edge, cut where the kind shows;
 and random models cut at random. Loss and gradients are eager's, bit by bit."""
 
-import copy
 from collections.abc import Sequence
 
 import pytest
@@ -9,9 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import zbcompile
-from tests.support.oracle import Batch, eager_step
-from tests.support.training import assert_same_tensors, gradients_of
+from tests.support.training import AsEager
 
 WIDTH, ROWS, MICROBATCHES = 8, 8, 4
 
@@ -128,32 +125,11 @@ EDGES: dict[type[Cut], tuple[str, int, Sequence[str]]] = {  # schedule, ranks, c
 }
 
 
-def assert_as_eager(
-    model: nn.Module, schedule: str, ranks: int, cuts: Sequence[str], width: int
-) -> None:
-    """One step of `model` with the named cuts has the loss, the gradients and the buffers
-    of eager."""
-    torch.manual_seed(0)
-    eager = copy.deepcopy(model)
-    x, target = torch.randn(ROWS, width), torch.randn(ROWS, width)
-    pipe = zbcompile.pipeline(
-        model,
-        schedule=schedule,
-        ranks=ranks,
-        microbatches=MICROBATCHES,
-        loss=_loss,
-        exact=True,
-        balance=tuple(cuts),
-    )
-    loss = pipe.step(x, target=target)
-    assert torch.equal(loss, eager_step(eager, _loss, Batch((x,), {}, target), MICROBATCHES, 0))
-    assert_same_tensors(gradients_of(model), gradients_of(eager), "gradient of")
-    assert_same_tensors(dict(model.named_buffers()), dict(eager.named_buffers()), "buffer")
-
-
 @pytest.mark.mostly_slow(every=4, suite=2)
 @pytest.mark.parametrize("make", EDGES)
 def test_edge(make: type[Cut]) -> None:
     torch.manual_seed(0)
     schedule, ranks, cuts = EDGES[make]
-    assert_as_eager(make(), schedule, ranks, cuts, WIDTH)
+    model, x, target = make(), torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)
+    options = {"schedule": schedule, "ranks": ranks, "balance": tuple(cuts)}
+    AsEager(model, MICROBATCHES, _loss, **options).step(x, target=target)

@@ -6,37 +6,21 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
-import zbcompile
-from tests.support.oracle import MLP, Batch, eager_step
+from tests.support.oracle import MLP
 from tests.support.refused import ROWS
+from tests.support.training import AsEager
 
 
-def compare(pipe: zbcompile.Pipeline, model: nn.Module, eager: nn.Module) -> None:
-    """One more step of both: equal losses and gradients."""
-    for item in (model, eager):
-        item.zero_grad()
-    step = pipe.step_index
-    loss = pipe.step(ROWS, target=ROWS)
-    assert torch.equal(loss, eager_step(eager, F.mse_loss, Batch((ROWS,), {}, ROWS), 4, step))
-    for (name, ours), (_, theirs) in zip(
-        model.named_parameters(), eager.named_parameters(), strict=True
-    ):
-        assert torch.equal(ours.grad, theirs.grad), name  # type: ignore[arg-type]
-
-
-def pipeline_of(model: nn.Module) -> zbcompile.Pipeline:
-    return zbcompile.pipeline(
-        model, schedule="zb-h1", ranks=2, microbatches=4, loss=F.mse_loss, exact=True
-    )  # type: ignore[no-any-return]
-
-
-def made(kind: type[MLP] = MLP) -> Any:
+def made(kind: type[MLP]) -> MLP:
     torch.manual_seed(0)
     return kind(4)
+
+
+def compared_with_eager(kind: type[MLP] = MLP) -> AsEager:
+    return AsEager(made(kind), 4, eager=made(kind), schedule="zb-h1", ranks=2)
 
 
 def doubled(module: nn.Module, grad_input: Any, grad_output: Any) -> Any:
@@ -59,14 +43,13 @@ HOOKS: dict[str, Callable[[Any], Any]] = {
 def test_a_hook_that_is_there_or_comes_later(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Also one that is added to a compiled model, or removed: the step compiles again, and finds
     the old program."""
-    model, eager = made(), made()
-    pipe = pipeline_of(model)
-    compare(pipe, model, eager)
-    handles = [HOOKS[kind](item) for item in (model, eager)]
-    compare(pipe, model, eager)
+    compared = compared_with_eager()
+    compared.step(ROWS, target=ROWS)
+    handles = [HOOKS[kind](item) for item in (compared.model, compared.eager)]
+    compared.step(ROWS, target=ROWS)
     for handle in handles:
         handle.remove()
-    compare(pipe, model, eager)
+    compared.step(ROWS, target=ROWS)
     assert capsys.readouterr().out.count("compiling again for other hooks of") == 1
 
 
@@ -113,7 +96,6 @@ class Normed(MLP):
 
 @pytest.mark.parametrize("kind", [Hooked, OnNodes, Penalised, Normed])
 def test_as_in_eager_mode(kind: type[MLP]) -> None:
-    model, eager = made(kind), made(kind)
-    pipe = pipeline_of(model)
-    compare(pipe, model, eager)
-    compare(pipe, model, eager)
+    compared = compared_with_eager(kind)
+    for _ in range(2):
+        compared.step(ROWS, target=ROWS)

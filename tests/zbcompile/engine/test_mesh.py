@@ -215,13 +215,12 @@ def bad_mesh(names: tuple[str, ...], shape: tuple[int, ...]) -> None:
     zbcompile.pipeline(nn.Linear(2, 2), mesh=mesh, schedule="1f1b")
 
 
-def different_weights() -> None:
+def different_weights(call: str) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
     model, (x, y) = model_of("tp plain", mesh), batch()
     nn.init.constant_(model.layers[0].norm.weight, float(mesh["tp"].get_local_rank()))
-    zbcompile.pipeline(model, mesh=mesh, schedule="1f1b", **options_of("tp plain", model)).step(
-        x, target=y
-    )
+    pipe = zbcompile.pipeline(model, mesh=mesh, schedule="1f1b", **options_of("tp plain", model))
+    pipe.step(x, target=y) if call == "step" else pipe.eval(x)
 
 
 def undeclared_part() -> None:
@@ -259,32 +258,17 @@ def summed_already() -> None:
 
 @pytest.mark.slow
 def test_bad_input_is_one_error_on_every_rank(pool: Pool) -> None:
+    shared = r'layers.0.norm.weight.*is shared by ranks 0 and 1 \(apart along "tp"\)'
+    too_few = r"has 2 ranks \(pp=2 x tp=1\), but there are 4 processes"
+    summed = r'the gradient of weights.\d is equal on all 2 ranks along "cp".*{"cp": "replicate"}'
+    names = 'has a dimension "fsdp" of size 2.*flatten several'
     cases: list[tuple[Any, tuple[Any, ...], int, str]] = [
-        (
-            bad_mesh,
-            (("pp", "fsdp"), (2, 2)),
-            4,
-            'has a dimension "fsdp" of size 2.*flatten several',
-        ),
-        (
-            bad_mesh,
-            (("pp", "tp"), (2, 1)),
-            4,
-            r"has 2 ranks \(pp=2 x tp=1\), but there are 4 processes",
-        ),
-        (
-            different_weights,
-            (),
-            4,
-            r'layers.0.norm.weight.*is shared by ranks 0 and 1 \(apart along "tp"\)',
-        ),
+        (bad_mesh, (("pp", "fsdp"), (2, 2)), 4, names),
+        (bad_mesh, (("pp", "tp"), (2, 1)), 4, too_few),
+        (different_weights, ("step",), 4, shared),
+        (different_weights, ("eval",), 4, shared),
         (partial_mesh, (), 4, r"only the part \('pp',\) of a mesh that also has \"dp\""),
-        (
-            summed_already,
-            (),
-            2,
-            r'the gradient of weights.\d is equal on all 2 ranks along "cp".*{"cp": "replicate"}',
-        ),
+        (summed_already, (), 2, summed),
         (undeclared_part, (), 2, r'the gradient of .*norm.weight differs between.*"tp": "partial"'),
     ]
     for function, args, ranks, message in cases:

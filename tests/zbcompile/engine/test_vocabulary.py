@@ -4,6 +4,7 @@ import pytest
 
 import zbcompile
 from tests.support.pool import Pool
+from tests.support.training import interpreted
 from tests.support.vocabulary_training import (
     MODELS,
     VocabularyCase,
@@ -24,6 +25,7 @@ IN_PROCESS = (
     VocabularyCase("gpt-options", "dualpipe-v", 2, 2),
     VocabularyCase("gpt", "interleaved-zb", 1, 2),
     VocabularyCase("gpt-tied", "zb-h1", 1, 2),
+    VocabularyCase("gpt-tied", "zb-v", 2, 2, backend=interpreted),
 )
 PROCESSES = (
     VocabularyCase("gpt", "1f1b", 1, 2),

@@ -6,15 +6,10 @@ schedule, the others linear ones or those of a V; `examples/benchmarks/vocab_swe
 them in processes.
 """
 
-from typing import Any
-
 import pytest
 
 from tests.support.vocabulary_models import ModelCase, assert_same, quick_step, unsplit
-from zbcompile.compiler.compile_model import ExportedModel
-from zbcompile.program.program import Program
 
-Done = tuple[dict[str, ExportedModel], dict[Any, Program], dict[str, Any]]
 LINEAR, V_SHAPED = ("1f1b", "zb-h1"), ("zb-v", "dualpipe-v")
 RUNS = (  # model, schedules, ranks, barriers; schedules with equal stages share what is compiled
     ("llama", LINEAR, 4, 1),
@@ -30,17 +25,8 @@ CASES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def done() -> Done:
-    """The exported, compiled and unsplit models."""
-    return {}, {}, {}
-
-
 @pytest.mark.mostly_slow(every=8)
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_in_one_process(case: ModelCase, done: Done) -> None:
-    exported, compiled, expected = done
-    if case.model not in expected:
-        expected[case.model] = unsplit(case)
-    assert_same(quick_step(case, exported, compiled), expected[case.model])
+def test_in_one_process(case: ModelCase) -> None:
+    assert_same(quick_step(case), unsplit(case.model))

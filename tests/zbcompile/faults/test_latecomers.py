@@ -1,44 +1,178 @@
-"""Every wait lasts `timeout=`, whoever made the process group: a rank that comes late is waited
-for, or named. Each kind of wait once; `tests/support/latecomers.py` has all combinations."""
+"""Every wait lasts `timeout=`, whoever made the process group: a rank that comes late to a call by
+less is waited for, by more it is named by all. Each kind of wait once."""
 
+import itertools
+import os
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
 
-from tests.support.latecomers import GROUPS, KINDS, Case, run
+import zbcompile
+from tests.support.faulty import WIDTH, WORDS, Faulty, make, rows
 from tests.support.pool import Pool
 from tests.support.ports import free_port
+from zbcompile.distributed.mesh import LONGER
 
 pytestmark = pytest.mark.waits
-OURS, SCRIPTS, HASTY = GROUPS
-DAILY = (
-    Case("start", 1.2, OURS, "torchrun", 0),
+OURS, SCRIPTS, HASTY = "ours", "the script's", "the script's, which waits 1 s"
+TIMEOUTS = {
+    0.8: 6.0,
+    1.2: 8.0,
+}  # by the part: the watch looks twice a second, and gives up half a second late
+
+
+@dataclass(frozen=True)
+class Case:
+    """Rank `late` comes to a call of a `kind` later than the others, by a `part` of the timeout."""
+
+    kind: str
+    part: float
+    group: str = "ours"
+    launcher: str = "none"
+    late: int = 1
+
+    def __str__(self) -> str:
+        return (
+            f"{self.kind}, rank {self.late} late by {self.part} of timeout=; group: {self.group};"
+            f" {self.launcher}"
+        )
+
+    @property
+    def timeout(self) -> float:
+        if self.kind == "start" and self.part > 1:
+            return 8 * LONGER  # torch makes the group, and waits that much longer
+        return TIMEOUTS[self.part]
+
+    def judge(self, said: list[str]) -> str:
+        """Returns what is not good about what the ranks said."""
+        if self.part < 1:
+            return "; ".join(item for item in said if item)
+        second, local = said[1 - self.late], said[self.late]
+        named = rf"rank {self.late} failed at|found no process group"
+        if not re.search(named, second):
+            return f"rank {1 - self.late} said {second!r}"
+        return "" if re.search(named, local) else f"rank {self.late} said {local!r}"
+
+
+def come_late(case: Case, rank: int, port: int, folder: str) -> str:
+    """Returns what one of two ranks raised; empty if all went well. There is no process group yet, and none
+    is left."""
+    place = {
+        "RANK": rank,
+        "WORLD_SIZE": 2,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "LOCAL_RANK": rank,
+    }
+    place["TORCHELASTIC_USE_AGENT_STORE"] = case.launcher == "torchrun"
+    try:
+        with patch.dict(os.environ, {name: str(value) for name, value in place.items()}):
+            _call_late(case, rank, Path(folder))
+    except zbcompile.PipelineError as error:
+        time.sleep(0.5 * case.timeout)  # rank 0 may keep the store
+        return str(error)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return ""
+
+
+def _call_late(case: Case, rank: int, folder: Path) -> None:
+    if case.group != "ours":
+        patience = timedelta(seconds=1) if "waits" in case.group else None
+        dist.init_process_group("gloo", timeout=patience)
+    delay = case.part * case.timeout if rank == case.late else 0.0
+    if case.kind == "start":
+        time.sleep(delay)
+    pipe, step = _pipeline(case)
+    try:
+        step()
+        if case.kind != "start":
+            call = _call(case.kind, pipe, folder, step)
+            call()  # what comes with the first one is over
+            time.sleep(delay)
+            call()
+    finally:
+        pipe.close()
+
+
+def _pipeline(case: Case) -> tuple[zbcompile.Pipeline, Callable[[], object]]:
+    """A pipeline, and its step."""
+    if case.kind != "collective":
+        pipe = make(timeout=case.timeout)
+        return pipe, lambda: pipe.step(rows(), target=rows())
+    model = Faulty(nn.Linear(WIDTH, WORDS, bias=False))
+    pipe = make("zb-h1", case.timeout, model, loss=F.cross_entropy, vocab=1)
+    return pipe, lambda: pipe.step(rows(), target=torch.arange(8))
+
+
+def _call(
+    kind: str, pipe: zbcompile.Pipeline, folder: Path, step: Callable[[], object]
+) -> Callable[[], object]:
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.01)
+    if kind == "load":
+        zbcompile.save_checkpoint(folder, pipe, optimizer)
+    samples = itertools.count(8, 4)
+
+    def compile_() -> None:
+        x = rows(next(samples))
+        pipe.compile(x, target=x)
+
+    calls: dict[str, Callable[[], object]] = {
+        "compile": compile_,
+        "receive": step,
+        "collective": step,
+        "save": lambda: zbcompile.save_checkpoint(folder, pipe, optimizer, keep=1),
+        "load": lambda: zbcompile.load_checkpoint(folder, pipe, optimizer),
+        "eval": lambda: pipe.eval(rows()),
+        "clip": lambda: pipe.clip_grad_norm_(1.0),
+        "state_dict": lambda: pipe.state_dict(full=True),
+    }
+    return calls[kind]
+
+
+def as_rank(case: Case, port: int, folder: str) -> str:
+    """`come_late` in a worker of the pool, whose group it gives up."""
+    rank = dist.get_rank()
+    dist.barrier()  # the other one has joined, too
+    dist.destroy_process_group()
+    return come_late(case, rank, port, folder)
+
+
+CASES = (
     Case("receive", 0.8, OURS, "none", 1),
+    Case("start", 1.2, OURS, "torchrun", 0),  # takes two minutes
     Case("collective", 0.8, HASTY, "torchrun", 0),
-)
-REST = (
+    Case("receive", 1.2, HASTY, "none", 0),
     Case("start", 0.8, OURS, "none", 0),
     Case("compile", 0.8, SCRIPTS, "none", 0),
-    Case("receive", 1.2, HASTY, "none", 0),
-    Case("save", 1.2, SCRIPTS, "torchrun", 1),
     Case("load", 0.8, HASTY, "none", 1),
     Case("eval", 1.2, OURS, "none", 1),
+    Case("save", 1.2, SCRIPTS, "torchrun", 1),
     Case("clip", 1.2, HASTY, "torchrun", 0),
     Case("state_dict", 0.8, SCRIPTS, "torchrun", 1),
 )
-SLOW = [pytest.param(case, marks=pytest.mark.slow) for case in REST]
-
-
-def name(case: Case) -> str:
-    return f"{case.kind} {case.part} {case.group} {case.launcher} {case.late}"
 
 
 @pytest.mark.mostly_slow(every=4)
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [*DAILY, *SLOW], ids=name)
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_rank_that_is_late(case: Case, pool: Pool, tmp_path: Path) -> None:
-    assert run(case, pool, str(tmp_path), free_port()) == ""
-
-
-def test_no_kind_of_wait_is_left_out() -> None:
-    assert {case.kind for case in (*DAILY, *REST)} == set(KINDS)
+    """Under torchrun this process keeps the store."""
+    port, store = free_port(), None
+    if case.launcher == "torchrun":
+        store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    outcomes = pool.outcomes(as_rank, case, port, str(tmp_path))
+    pool.group = None
+    del store
+    assert case.judge([outcome.trace or outcome.value for outcome in outcomes]) == ""

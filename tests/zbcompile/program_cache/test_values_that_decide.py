@@ -3,18 +3,20 @@ refused."""
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import zbcompile
-from tests.support.deciding import KINDS, WIDTH, Attending, Reusing, batch_of, follow
 from tests.support.pool import Pool
-from tests.support.training import assert_same_tensors, gradients_of
+from tests.support.training import AsEager, assert_same_tensors, gradients_of
 from zbcompile.errors import PipelineError
 from zbcompile.passes.errors import CaptureError, PartitionError
 
+WIDTH, ROWS, LENGTH = 8, 2, 5
+KINDS = ("full", "padded", "both", "full", "both", "padded")
 OPTIONS = {
     "schedule": "1f1b",
     "ranks": 2,
@@ -23,6 +25,73 @@ OPTIONS = {
     "exact": True,
 }
 MASK = ("args[1]",)
+
+
+class Attending(nn.Module):
+    """Means over a sequence: by the fast way if nothing is padded, as transformers' attention does.
+    `extra` trains only where something is padded, and `often` is used in both ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.extra = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.often, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.dropout = nn.Dropout(0.2)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        mask = mask.to(torch.bool)
+        hidden = self.dropout(self.first(x).tanh())
+        if mask.all():
+            return self.last(self.often(hidden).mean(1))
+        weight = mask / mask.sum(1, keepdim=True)
+        hidden = self.often(hidden + self.dropout(self.extra(hidden)))
+        return self.last((hidden * weight[..., None]).sum(1))
+
+
+def batch_of(kind: str, microbatches: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Inputs, a mask and targets: nothing padded, something in every microbatch, or in every second
+    one."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = ROWS * microbatches
+    x = torch.randn(rows, LENGTH, WIDTH, generator=generator)
+    mask = torch.ones(rows, LENGTH, dtype=torch.int64)
+    padded = {"full": [], "padded": range(microbatches), "both": range(1, microbatches, 2)}[kind]
+    for i in padded:
+        mask[i * ROWS + 1, -1 - i % 2 :] = 0
+    return x, mask, torch.randn(rows, WIDTH, generator=generator)
+
+
+def follow(
+    kinds: tuple[str, ...],
+    schedule: str,
+    microbatches: int,
+    model: nn.Module | None = None,
+    **options: Any,
+) -> Any:
+    """Train on a stream of batches, each compared with eager; the pipeline."""
+    torch.manual_seed(0)
+    compared = AsEager(model or Attending(), microbatches, schedule=schedule, **options)
+    for seed, kind in enumerate(kinds):
+        x, mask, target = batch_of(kind, microbatches, seed)
+        compared.step(x, mask, target=target)
+    gradients = [p.grad for p in compared.eager.parameters() if p.grad is not None]
+    torch.testing.assert_close(
+        compared.pipe.clip_grad_norm_(1e9), nn.utils.get_total_norm(gradients)
+    )  # what other answers have trained counts as well
+    return compared.pipe
+
+
+class Reusing(nn.Module):
+    """Uses its first layer once more, at the end, if something is padded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        hidden = x.mean(1)
+        for layer in self.layers:
+            hidden = layer(hidden).tanh()
+        return hidden if mask.all() else self.layers[0](hidden)
 
 
 @pytest.mark.slow
@@ -48,7 +117,7 @@ def test_programs_that_read_a_parameter_on_other_stages_are_refused(kinds: tuple
 def test_a_decision_is_refused_with_its_line_and_the_remedy() -> None:
     with pytest.raises(
         CaptureError,
-        match=r"value that depends on its inputs \(.*deciding\.py:\d+\).*static_inputs",
+        match=r"value that depends on its inputs \(.*that_decide\.py:\d+\).*static_inputs",
     ):
         follow(("full",), "zb-h1", 2, ranks=2)
     with pytest.raises(
