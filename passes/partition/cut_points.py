@@ -81,13 +81,13 @@ def _unplaced_nodes(
     parameters and not on the batch: by random numbers, or by a buffer that the step writes."""
     results = {node for _, node in step.results()}
     updated = {step.buffers[name] for name in step.buffer_updates if name in step.buffers}
-    if step.vocabulary_values is not None and step.vocabulary_values.lookup is not None:
-        updated.add(step.vocabulary_values.lookup)  # which the first stage receives
     kinds: dict[Node, frozenset[str]] = {
         **dict.fromkeys(step.parameters.values(), frozenset({PARAMETER})),
         **dict.fromkeys(step.batch_inputs.values(), frozenset({BATCH})),
         **dict.fromkeys(updated, frozenset({STATE})),
     }
+    if step.vocabulary_values is not None and step.vocabulary_values.lookup is not None:
+        kinds[step.vocabulary_values.lookup] = frozenset({STATE, BATCH})  # the first stage gets it
     free: dict[Node, None] = {}
     homes: dict[Node, None] = {}
     by_parameters: list[Node] = []
