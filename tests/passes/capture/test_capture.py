@@ -331,14 +331,18 @@ class Asking(Layers):
 
 
 class Tied(Layers):
-    """A whole layer used twice, and a weight that is another layer's transpose."""
+    """A whole layer used twice, a weight that is another layer's transpose, and parameters in a list
+    and a dict."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layers[3] = self.layers[0]
+        self.listed = nn.ParameterList([torch.randn(WIDTH)])
+        self.named = nn.ParameterDict({"shift": torch.randn(WIDTH)})
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) @ self.layers[2].weight
+        x = super().forward(x * self.listed[0]) @ self.layers[2].weight
+        return x + self.named["shift"]
 
 
 class Distributed(Layers):
