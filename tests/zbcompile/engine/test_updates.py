@@ -6,7 +6,7 @@ from itertools import combinations
 
 import pytest
 
-from zbcompile.program.updates import UPDATES, with_updates
+from zbcompile.program.updates import with_updates
 from zbcompile.schedules import (
     Action,
     Costs,
@@ -19,8 +19,9 @@ from zbcompile.schedules import (
     simulate,
     to_svg,
 )
-from zbcompile.schedules.ir.actions import OPT, REDUCE, flatten
+from zbcompile.schedules.ir.actions import GATHER, OPT, REDUCE, VALIDATE, flatten
 
+UPDATES = (VALIDATE, GATHER, REDUCE, OPT)
 SUBSETS = [kinds for size in range(1, 5) for kinds in combinations(UPDATES, size)]
 
 

@@ -21,7 +21,7 @@ import zbcompile
 from tests.support.faulty import WIDTH, WORDS, Faulty, make, rows
 from tests.support.pool import Pool
 from tests.support.ports import free_port
-from zbcompile.distributed.mesh import LONGER
+from zbcompile.distributed.transport import LONGER
 
 pytestmark = pytest.mark.waits
 OURS, SCRIPTS, HASTY = "ours", "the script's", "the script's, which waits 1 s"
