@@ -2,7 +2,7 @@
 when it runs."""
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -91,80 +91,47 @@ class _Environment(argparse.Action):
         parser.exit()
 
 
-Row = tuple[str, Any, str, Any, str]  # the flag, its type and metavar, its default, its help
-PREDICTION: tuple[Row, ...] = (
-    (
-        "--costs",
-        str,
-        "flops|measured|FILE",
-        "flops",
-        "times to predict with; a FILE holds costs, or the record of a step",
-    ),
-)
-VIEWS: tuple[Row, ...] = (
-    (
-        "--graph",
-        str,
-        "STAGE.PASS",
-        None,
-        "one graph as torch.fx prints it, such as 1.B (passes F, B, W, BW)",
-    ),
-    ("--graphs", Path, "DIR", None, "write all graphs, each as torch.fx prints it"),
-    ("--passes", bool, "", False, "the passes of the compiler in order: operations, seconds"),
-    (
-        "--compare",
-        str,
-        "NAME,NAME",
-        None,
-        "predict the step under several schedules, of the same microbatches",
-    ),
-    ("--critical-path", bool, "", False, "the chain of actions that sets the step's length"),
-    (
-        "--timeline",
-        Path,
-        "FILE",
-        None,
-        "draw the step, or those compared: .txt, .svg, .html, .json (Chrome)",
-    ),
-    (
-        "--measured",
-        Path,
-        "FILE",
-        None,
-        "a recorded step (pipe.last_step.save), to compare with its prediction",
-    ),
-    ("--json", bool, "", False, "the tables as JSON"),
-)
-RUN: tuple[Row, ...] = (
-    ("--lr", float, "RATE", 1e-3, "the learning rate of AdamW"),
-    ("--seed", int, "N", None, "of dropout, --init and the data (default: the program's)"),
-    ("--weights", Path, "PATH", None, ".safetensors, or a directory of them with an index"),
-    (
-        "--init",
-        str,
-        "FILE.py:NAME",
-        None,
-        "a function init(name, tensor) that fills a tensor in place; --weights are loaded after it",
-    ),
-    ("--checkpoint", Path, "DIR", None, "folder of checkpoints, shared by all ranks"),
-    ("--every", int, "N", 100, "steps between checkpoints"),
-    ("--keep", int, "N", 3, "checkpoints to keep"),
-    ("--resume", bool, "", False, "continue from the newest checkpoint, if any"),
-    ("--export", Path, "PATH", None, "write the final weights: .safetensors or a directory"),
-    ("--log-every", int, "N", 10, "steps between log lines"),
-    ("--timeout", float, "SECONDS", 300.0, "how long a rank waits for another one"),
-)
+# What `--help` says of a flag: the form of its value with a default, two spaces, and what it is.
+PREDICTION = {
+    "--costs": "flops|measured|FILE=flops  times to predict with; a FILE holds costs, or the record"
+    " of a step"
+}
+VIEWS = {
+    "--graph": "STAGE.PASS  one graph as torch.fx prints it, such as 1.B (passes F, B, W, BW)",
+    "--graphs": "DIR  write all graphs, each as torch.fx prints it",
+    "--passes": "  the passes of the compiler in order: operations, seconds",
+    "--compare": "NAME,NAME  predict the step under several schedules, of the same microbatches",
+    "--critical-path": "  the chain of actions that sets the step's length",
+    "--timeline": "FILE  draw the step, or those compared: .txt, .svg, .html, .json (Chrome)",
+    "--measured": "FILE  a recorded step (pipe.last_step.save), to compare with its prediction",
+    "--json": "  the tables as JSON",
+}
+RUN = {
+    "--lr": "RATE=1e-3  the learning rate of AdamW",
+    "--seed": "N  of dropout, --init and the data (default: the program's)",
+    "--weights": "PATH  .safetensors, or a directory of them with an index",
+    "--init": "FILE.py:NAME  a function init(name, tensor) that fills a tensor in place; --weights"
+    " are loaded after it",
+    "--checkpoint": "DIR  folder of checkpoints, shared by all ranks",
+    "--every": "N=100  steps between checkpoints",
+    "--keep": "N=3  checkpoints to keep",
+    "--resume": "  continue from the newest checkpoint, if any",
+    "--export": "PATH  write the final weights: .safetensors or a directory",
+    "--log-every": "N=10  steps between log lines",
+    "--timeout": "SECONDS=300  how long a rank waits for another one",
+}
+TYPES = {"N": int, "RATE": float, "SECONDS": float, "FILE": Path, "DIR": Path, "PATH": Path}
 
 
-def _add(group: Any, rows: tuple[Row, ...]) -> None:
-    for flag, kind, metavar, default, text in rows:
-        if kind is bool:
+def _add(group: Any, flags: Mapping[str, str]) -> None:
+    for flag, row in flags.items():
+        form, _, text = row.partition("  ")
+        metavar, _, default = form.partition("=")
+        if not form:
             group.add_argument(flag, action="store_true", help=text)
-        else:
-            suffix = "" if default is None else f" (default: {default})"
-            group.add_argument(
-                flag, type=kind, metavar=metavar, default=default, help=f"{text}{suffix}"
-            )
+            continue
+        kind, text = TYPES.get(metavar, str), f"{text} (default: {default})" if default else text
+        group.add_argument(flag, type=kind, metavar=metavar, default=default or None, help=text)
 
 
 def add_inspect_arguments(parser: argparse.ArgumentParser) -> None:

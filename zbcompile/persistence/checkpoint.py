@@ -300,7 +300,8 @@ def _write(
     """Writes a checkpoint, with `background` in a thread and from copies of the tensors."""
     position = ranks.watch.position
     working = position.working if background is None else nullcontext
-    writer = CheckpointWriter(partial, ranks.number, contribution, fields, working)
+    file = partial / f"part-{ranks.number:05d}.safetensors"
+    writer = CheckpointWriter(file, contribution, fields, working)
     options: Values = {"storage_writer": writer, "no_dist": ranks.everyone is None}
     if background is not None:
         with position.waiting("the making of a group"):

@@ -33,7 +33,7 @@ Values = dict[str, Any]
 
 
 class CheckpointWriter(FileSystemWriter):
-    """Writes this process's tensors into one file of the staging directory `path`.
+    """Writes this process's tensors into `file`, which is in the staging directory.
 
     The first process gets the `contribution` of every process to the index, writes the index with
     the further `fields`, and gives the directory its name. `working` is entered around all work
@@ -42,15 +42,14 @@ class CheckpointWriter(FileSystemWriter):
 
     def __init__(
         self,
-        path: Path,
-        number: int,
+        file: Path,
         contribution: Mapping[str, Any],
         fields: Mapping[str, Any],
         working: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        super().__init__(path)
-        self.file = path / f"part-{number:05d}.safetensors"
-        self.contribution, self.fields, self.working = contribution, fields, working
+        super().__init__(file.parent)
+        self.file, self.contribution, self.fields = file, contribution, fields
+        self.working = working
 
     def stage(self, state_dict: Values) -> Values:
         """Returns a copy on the CPU, for a save that goes on while training changes the tensors."""
