@@ -98,9 +98,8 @@ class _Writer:
                 self.numbers[node] = len(self.numbers)
         results = self.module.graph.output_node().args[0]
         outputs = [self.numbers[node] for node in results]  # type: ignore[index, union-attr]
-        inputs = _inputs_to_data(self.module.graph)
-        attributes = {"graphs": self.graphs, "tensors": self.tensors}
-        return {**inputs, "nodes": nodes, "outputs": outputs, **attributes}
+        data = _inputs_to_data(self.module.graph) | {"nodes": nodes, "outputs": outputs}
+        return data | {"graphs": self.graphs, "tensors": self.tensors}
 
     def _node(self, node: Node) -> Data:
         data: Data = {"call": name_of_operator(node.target)}

@@ -242,6 +242,8 @@ def policies_of(recompute: Policy | Sequence[Policy], stages: int) -> list[Polic
         return [recompute] * stages
     if len(recompute) != stages:
         raise CompileError(
-            f"recompute= lists {len(recompute)} policies; expected {stages}, one per stage."
+            f"recompute={list(recompute)} has {len(recompute)} entries, but the schedule has "
+            f"{stages} stages. Give one entry for all stages, or one for each in the order of the "
+            "model."
         )
     return list(recompute)
