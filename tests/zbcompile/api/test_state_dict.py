@@ -34,6 +34,7 @@ def load_and_save(path: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.T
     return dict(pipe.state_dict()), dict(pipe.state_dict(full=True))
 
 
+@pytest.mark.slow
 def test_eager_to_pipeline_and_back(tmp_path: Path, pool: Pool) -> None:
     """`torch.save(model.state_dict())` loads into the pipeline, and the pipeline's full dict loads
     into eager."""

@@ -91,6 +91,7 @@ def test_inductor_without_a_compiler() -> None:
         zbcompile.pipeline(problem_of("mlp").model(), ranks=2, backend="inductor")
 
 
+@pytest.mark.slow
 def test_a_program_does_not_hold_a_function(tmp_path: Path) -> None:
     """It must be passed again, or another backend."""
     pipe = pipeline_of(CASE, backend=interpreted)

@@ -134,6 +134,7 @@ def test_microbatches_omitted(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.count("microbatches= not given; using 8") == 1
 
 
+@pytest.mark.slow
 def test_schedule_object_and_csv_file(tmp_path: Any) -> None:
     """A `Schedule` and a CSV file run like the name that they came from."""
     schedule = zbcompile.schedules.build("zb-h1", ranks=2, microbatches=4)

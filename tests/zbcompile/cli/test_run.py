@@ -128,6 +128,7 @@ def test_what_cannot_run_is_said_in_one_line(
     assert message in line
 
 
+@pytest.mark.slow
 def test_checkpoints_are_not_mixed(
     small_program: Program, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

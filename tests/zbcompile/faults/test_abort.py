@@ -3,6 +3,7 @@
 import threading
 import time
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -35,6 +36,7 @@ def _wait_for(rank: int, raised: threading.Event) -> None:
         raised.set()
 
 
+@pytest.mark.slow
 def test_a_wait_ends_though_another_peer_has_gone(pool: Pool) -> None:
     results = pool.run(wait_and_cut, ranks=3)
     pool.group = None  # its connections are closed
