@@ -24,9 +24,9 @@ if TYPE_CHECKING:
         Checkpoint as Checkpoint,
         load_checkpoint as load_checkpoint,
         save_checkpoint as save_checkpoint,
-        verify_checkpoint as verify_checkpoint,
     )
     from zbcompile.persistence.checkpoint_directory import latest_checkpoint as latest_checkpoint
+    from zbcompile.persistence.checkpoint_files import verify_checkpoint as verify_checkpoint
     from zbcompile.persistence.loaded_pipeline import load as load
     from zbcompile.persistence.safetensors_weights import (
         load_weights as load_weights,
@@ -36,12 +36,8 @@ if TYPE_CHECKING:
 
 _HOME = {
     "persistence.checkpoint_directory": ("latest_checkpoint",),
-    "persistence.checkpoint": (
-        "Checkpoint",
-        "load_checkpoint",
-        "save_checkpoint",
-        "verify_checkpoint",
-    ),
+    "persistence.checkpoint": ("Checkpoint", "load_checkpoint", "save_checkpoint"),
+    "persistence.checkpoint_files": ("verify_checkpoint",),
     "batches.example": ("Example",),
     "inspection.explain_model": ("Explanation", "explain"),
     "api.pipeline_function": ("pipeline",),

@@ -4,10 +4,8 @@ any schedule.
 docs/checkpoints.md describes the contents of the directory.
 """
 
-import functools
 import hashlib
 import shutil
-import warnings
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -26,17 +24,15 @@ from zbcompile.errors import PipelineError
 from zbcompile.model.seeds import random_state, restore_random_state
 from zbcompile.model.tensor_shard import shard_of
 from zbcompile.persistence.checkpoint_directory import INDEX, begin, candidates, final_name
-from zbcompile.persistence.checkpoint_files import CheckpointReader, CheckpointWriter
+from zbcompile.persistence.checkpoint_files import CheckpointReader, CheckpointWriter, first_cause
 from zbcompile.persistence.checkpoint_values import Tensors, from_data, to_data
 from zbcompile.persistence.local_state import LocalState, local_state, require_names
 from zbcompile.persistence.optimizer_entries import class_name, load_optimizer, optimizer_entries
 from zbcompile.persistence.safetensors_files import bytes_of
-from zbcompile.safe_files import damage_in, sha256_of
+from zbcompile.safe_files import damage_in
 from zbcompile.version import __version__
 
 Values = dict[str, Any]
-# that one process reads or writes alone is not for the user, also in a thread
-warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 
 @dataclass(frozen=True)
@@ -154,30 +150,6 @@ def save_checkpoint(
         fields = {**versions, "step": step, "ranks": ranks.count, "optimizer": kind, "keep": keep}
         _write(ranks, partial, tensors, contribution, fields, None if wait else background)
     return final_name(partial)
-
-
-def verify_checkpoint(path: str | Path) -> None:
-    """Compares every file of a checkpoint, or of each checkpoint in a folder, with its SHA-256 in
-    the index.
-
-    Raises PipelineError for a damaged checkpoint, and if there is none.
-
-    >>> zbcompile.verify_checkpoint("checkpoints")                                  # doctest: +SKIP
-    """
-    checkpoints = candidates(path)
-    if not checkpoints:
-        there = Path(path).is_dir()
-        raise PipelineError(
-            f"{path} holds no checkpoint." if there else f"there is no folder {path}."
-        )
-    for checkpoint in checkpoints:
-        for name, written in CheckpointReader(checkpoint).fields["files"].items():
-            file = checkpoint / name
-            if sha256_of(file) != written["sha256"]:
-                raise PipelineError(
-                    f"{file} was changed after it was written: its SHA-256 differs. Load another"
-                    " checkpoint."
-                )
 
 
 def load_checkpoint(
@@ -320,7 +292,7 @@ def _unfinished(partial: Path, error: BaseException, is_first: bool) -> Pipeline
     """Returns the error for a save that failed. The first process removes what was written."""
     if is_first:
         shutil.rmtree(partial, ignore_errors=True)
-    rank, cause = _first_cause(error)
+    rank, cause = first_cause(error)
     text = f"{cause}".partition("\n")[0]
     text = text if isinstance(cause, PipelineError) else f"{type(cause).__name__}: {text}"
     return PipelineError(
@@ -356,7 +328,6 @@ def _checked(path: Path, state: LocalState, optimizer: Optimizer | None) -> Chec
 
 def _fill(reader: CheckpointReader, state: LocalState, optimizer: Optimizer | None) -> Checkpoint:
     """Fills the model and the optimizer. Returns the checkpoint with its other values."""
-    read = functools.partial(_read, reader)
     with damage_in(reader.folder / INDEX, "Load another checkpoint"):
         saved: Values = {**reader.metadata.state_dict_metadata}
         tensors = {
@@ -364,28 +335,12 @@ def _fill(reader: CheckpointReader, state: LocalState, optimizer: Optimizer | No
             for name, stored in saved.items()
             if name.split(".")[0] in ("extra", "random")
         }
-        read(tensors)
+        reader.fill(tensors)
         values = reader.fields["values"]
         random, extra = (from_data(values[name], tensors) for name in ("random", "extra"))
         in_model = reader.section("model")
         with torch.no_grad():
-            read({f"model.{key}": value for key, value in state.tensors.items() if key in in_model})
+            reader.fill({f"model.{k}": v for k, v in state.tensors.items() if k in in_model})
         if optimizer is not None:
-            load_optimizer(optimizer, state, reader.section("optimizer"), values, read)
+            load_optimizer(optimizer, state, reader.section("optimizer"), values, reader.fill)
     return Checkpoint(reader.fields["step"], extra, reader.folder, random)
-
-
-def _read(reader: CheckpointReader, tensors: Values) -> None:
-    """Fills tensors out of a checkpoint in place, by their names in it."""
-    try:
-        dcp.load(tensors, storage_reader=reader, no_dist=True)
-    except dcp.CheckpointException as error:
-        raise _first_cause(error)[1] from None
-
-
-def _first_cause(error: BaseException) -> tuple[int | None, BaseException]:
-    """Returns the first rank that failed, if torch.distributed.checkpoint says which, and its
-    error."""
-    failures = getattr(error, "failures", None) or {None: (error, None)}
-    rank, (cause, _) = next(iter(sorted(failures.items())))
-    return rank, cause

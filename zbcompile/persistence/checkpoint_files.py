@@ -8,12 +8,14 @@ torch's `HuggingFaceStorageWriter` writes them.
 
 import hashlib
 import json
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
@@ -23,9 +25,9 @@ from torch.futures import Future
 from zbcompile.errors import PipelineError
 from zbcompile.json_text import to_text
 from zbcompile.model.tensor_shard import TensorShard, chunk_of, local_of
-from zbcompile.persistence.checkpoint_directory import INDEX, publish
+from zbcompile.persistence.checkpoint_directory import INDEX, candidates, publish
 from zbcompile.persistence.safetensors_files import header_digest, write_safetensors
-from zbcompile.safe_files import cannot_write, damage_in, write_whole
+from zbcompile.safe_files import cannot_write, damage_in, sha256_of, write_whole
 
 FORMAT, VERSION = "zbcompile checkpoint", 5
 AGAIN = "Load another checkpoint"
@@ -47,6 +49,7 @@ class CheckpointWriter(FileSystemWriter):
         fields: Mapping[str, Any],
         working: Callable[[], AbstractContextManager[None]],
     ) -> None:
+        _ignore_warning()
         super().__init__(file.parent)
         self.file, self.contribution, self.fields = file, contribution, fields
         self.working = working
@@ -112,6 +115,14 @@ class CheckpointReader(HuggingFaceStorageReader):
     def read_metadata(self) -> Metadata:
         return self.metadata
 
+    def fill(self, tensors: Values) -> None:
+        """Fills tensors in place, by their names in the checkpoint."""
+        _ignore_warning()
+        try:
+            dcp.load(tensors, storage_reader=self, no_dist=True)
+        except dcp.CheckpointException as error:
+            raise first_cause(error)[1] from None
+
     def section(self, name: str) -> Values:
         """Returns the entries of "model" or "optimizer" by name: the metadata of a tensor, or None
         for any other value."""
@@ -122,6 +133,11 @@ class CheckpointReader(HuggingFaceStorageReader):
             for key, value in entries.items()
             if key.startswith(prefix)
         }
+
+
+def _ignore_warning() -> None:
+    """Ignores that one process reads or writes alone, also in a thread that outlives the call."""
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 
 def _copy(tensor: Any) -> torch.Tensor:
@@ -159,3 +175,35 @@ def _checked_fields(folder: Path) -> Values:
     if not isinstance(fields["step"], int) or fields["step"] < 0:
         raise ValueError(f"step is {fields['step']!r:.80}")
     return fields
+
+
+def first_cause(error: BaseException) -> tuple[int | None, BaseException]:
+    """Returns the first rank that failed, if torch.distributed.checkpoint says which, and its
+    error."""
+    failures = getattr(error, "failures", None) or {None: (error, None)}
+    rank, (cause, _) = next(iter(sorted(failures.items())))
+    return rank, cause
+
+
+def verify_checkpoint(path: str | Path) -> None:
+    """Compares every file of a checkpoint, or of each checkpoint in a folder, with its SHA-256 in
+    the index.
+
+    Raises PipelineError for a damaged checkpoint, and if there is none.
+
+    >>> zbcompile.verify_checkpoint("checkpoints")                                  # doctest: +SKIP
+    """
+    checkpoints = candidates(path)
+    if not checkpoints:
+        there = Path(path).is_dir()
+        raise PipelineError(
+            f"{path} holds no checkpoint." if there else f"there is no folder {path}."
+        )
+    for checkpoint in checkpoints:
+        for name, written in CheckpointReader(checkpoint).fields["files"].items():
+            file = checkpoint / name
+            if sha256_of(file) != written["sha256"]:
+                raise PipelineError(
+                    f"{file} was changed after it was written: its SHA-256 differs. Load another"
+                    " checkpoint."
+                )
