@@ -54,10 +54,9 @@ class Compilation:
 
 
 class Compiler(Protocol):
-    """Compiles distinct graphs, by a key each. `first` is the number of the rank, by which several
+    """Compiles distinct graphs, by their texts. `first` is the number of the rank, by which several
     share the work."""
 
-    def key(self, graph: BareGraph) -> str: ...
     def compile(
         self, graphs: Mapping[str, BareGraph], first: int
     ) -> Mapping[str, tuple[Run, How]]: ...
@@ -66,7 +65,7 @@ class Compiler(Protocol):
 @dataclass
 class Backend:
     """Compiles and runs the pieces of one pipeline. Without a `compiler` the graphs run as FX code;
-    with one, `made` holds what it compiled, by key, for all shapes of the pipeline."""
+    with one, `made` holds what it compiled, by text, for all shapes of the pipeline."""
 
     name: str
     compiler: Compiler | None = None
@@ -82,18 +81,16 @@ class Backend:
             )
         compiled = {place: piece for place, piece in pieces.items() if not piece.empty}
         graphs = {place: bare(piece.module) for place, piece in compiled.items()}
-        keys = {place: self.compiler.key(graph) for place, graph in graphs.items()}
-        missing = {
-            keys[place]: graph for place, graph in graphs.items() if keys[place] not in self.made
-        }
+        missing = {graph.text: graph for graph in graphs.values() if graph.text not in self.made}
         results = self.compiler.compile(missing, first)
         self.made |= {key: run for key, (run, _) in results.items()}
         runs = {
-            place: _with_constants(self.made[keys[place]], graph.constants)
+            place: _with_constants(self.made[graph.text], graph.constants)
             for place, graph in graphs.items()
         }
         hows = [how for _, how in results.values()]
-        counts = len(graphs), len(set(keys.values())), hows.count("compiled"), hows.count("loaded")
+        distinct = len({graph.text for graph in graphs.values()})
+        counts = len(graphs), distinct, hows.count("compiled"), hows.count("loaded")
         return runs | {p: _fx(pieces[p]) for p in pieces if p not in runs}, Compilation(
             self.name, *counts
         )
@@ -130,9 +127,6 @@ class ByFunction:
 
     function: GraphCompiler
     name: str
-
-    def key(self, graph: BareGraph) -> str:
-        return graph.text
 
     def compile(self, graphs: Mapping[str, BareGraph], first: int) -> Mapping[str, tuple[Run, How]]:
         return {key: (self._call(graph), "compiled") for key, graph in graphs.items()}

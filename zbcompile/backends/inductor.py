@@ -15,9 +15,6 @@ from zbcompile.torch_private import has_cpp_compiler, inductor_compile
 class Inductor:
     """Compiles graphs through inductor's cache."""
 
-    def key(self, graph: BareGraph) -> str:
-        return graph.text
-
     def compile(self, graphs: Mapping[str, BareGraph], first: int) -> Mapping[str, tuple[Run, How]]:
         """Ranks begin at different graphs, so each finds most of the others in the cache."""
         keys = list(graphs)
