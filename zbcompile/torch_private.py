@@ -85,6 +85,11 @@ def wrapper_like(cls: Any, like: torch.Tensor) -> Any:
     )  # type: ignore
 
 
+def apply_to(module: torch.nn.Module, convert: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Converts the tensors of a module as `module.to` does: its class may do more."""
+    module._apply(convert)
+
+
 def replace_tensors(
     module: torch.nn.Module, parameter: Callable[[Any], Any], buffer: Callable[[Any], Any]
 ) -> None:

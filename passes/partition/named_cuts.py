@@ -52,11 +52,15 @@ def _edge(line: ForwardLine, name: str) -> int:
 
 
 def _allowed(line: ForwardLine, edge: int, name: str) -> int:
-    """Returns the nearest place before `edge` with only views in between."""
-    place = edge - 1
+    """Returns the nearest place before or after `edge` with only views in between."""
+    place = ahead = edge - 1
     allowed, last = line.allowed, len(line.nodes) - 1
     while place > 0 and not allowed[place] and _is_view(line.nodes[place]):
         place -= 1
+    while 0 <= ahead < last and not allowed[ahead] and _is_view(line.nodes[ahead + 1]):
+        ahead += 1
+    if 0 <= place <= last and not allowed[place] and allowed[ahead]:
+        place = ahead
     if 0 <= place <= last and allowed[place]:
         return place + 1
     places = [i for i, ok in enumerate(allowed) if ok]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from zbcompile.passes.torch_private import FakeTensorMode, replaced
-from zbcompile.torch_private import replace_tensors
+from zbcompile.torch_private import apply_to, replace_tensors
 
 
 @contextmanager
@@ -35,7 +35,7 @@ def fake_models() -> Iterator[None]:
             return converted[key][2]
 
         for child in module.children() if recurse else ():
-            child._apply(fn)
+            apply_to(child, fn)
         replace_tensors(module, new_parameter, fn)
         return module
 
