@@ -107,6 +107,7 @@ def by_hand(name: str, form: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "form"),
     [
@@ -179,6 +180,7 @@ def test_collectives_that_are_imported_by_name(pool: Pool) -> None:
         assert "autograd.Function" in refusal
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "schedule"),
     [

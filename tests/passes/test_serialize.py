@@ -57,6 +57,7 @@ def assert_round_trip(graph: PassGraph) -> None:
     assert json.dumps(graph_to_data(read)) == written
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make",
     [

@@ -59,6 +59,7 @@ def compile_for(
     return compile_graph(step, ranks_of=[0, 1], exact=True, choose_cuts=choose)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_a_second_shape_after_placing(name: str) -> None:
     problem = ZOO[name]

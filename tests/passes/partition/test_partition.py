@@ -128,6 +128,7 @@ def test_balanced_within_the_tolerance(
     assert row.heaviest(problem.plan()) <= best * TOLERANCE * (1 + 1e-6)
 
 
+@pytest.mark.slow
 def test_equal_layers_are_cut_at_equal_places() -> None:
     layers = (nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.LayerNorm(64)) for _ in range(16))
     model, x = nn.Sequential(*layers), torch.ones(256, 64)
@@ -151,6 +152,7 @@ def test_cuts_depend_on_the_hardware() -> None:
     assert first[0] < second[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["gpt", "llama"])
 def test_what_every_stage_can_make_for_itself_is_not_on_the_line(
     model: str, exported: dict[str, StepGraph]
@@ -175,6 +177,7 @@ def test_no_place_is_at_a_view_or_a_tuple(model: str, exported: dict[str, StepGr
         assert line.crossing_bytes[cut]
 
 
+@pytest.mark.slow
 def test_logits_cross_no_cut_that_can_be_avoided() -> None:
     """The loss of many words takes long, but sending their logits would take longer."""
     tokens = torch.randint(256, (2, 33))

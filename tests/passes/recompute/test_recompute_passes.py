@@ -71,6 +71,7 @@ def operations_of(compiled: CompiledStep) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 def test_policies_keep_fewer_and_fewer_bytes() -> None:
     batches = batches_of(text)
     policies: Sequence[Any] = ("off", 0.7, "selective", "full")
@@ -86,6 +87,7 @@ def test_policies_keep_fewer_and_fewer_bytes() -> None:
             assert label.kind == "F" or not any(map(is_random, graph.calls))
 
 
+@pytest.mark.slow
 def test_each_stage_has_its_own_policy_and_bytes_are_a_limit() -> None:
     batches = batches_of(text)
     off = saved_bytes(check(gpt(), batches, next_byte_loss, "off"))

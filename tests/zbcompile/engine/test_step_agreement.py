@@ -112,6 +112,7 @@ def called(kind: str) -> tuple[Counter[str], int]:
     return outside, within.total()
 
 
+@pytest.mark.slow
 @pytest.mark.mostly_slow(every=4)
 @pytest.mark.parametrize(
     ("kind", "messages"),
@@ -148,6 +149,7 @@ def differs_once(overlap: bool) -> tuple[list[str], bool, list[float]]:
     return said, saved, losses
 
 
+@pytest.mark.slow
 def test_a_step_that_differs_between_replicas_changes_nothing(pool: Pool) -> None:
     """The step has run when the difference is found: nothing was summed over replicas, no parameter updated, and
     the next step runs."""

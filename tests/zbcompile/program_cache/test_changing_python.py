@@ -363,6 +363,7 @@ def changed_on_one_rank(replicas: int) -> None:
     pipe.step(batch(0), target=batch(0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_change_on_one_rank_ends_all(replicas: int, pool: Pool) -> None:
     for outcome in pool.outcomes(changed_on_one_rank, replicas):

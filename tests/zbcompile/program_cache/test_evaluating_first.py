@@ -109,6 +109,7 @@ def test_training_after_an_evaluation_has_eagers_bits(own_loss: bool, pool: Pool
         assert [key for key in state if not torch.equal(last[key], state[key])] == []
 
 
+@pytest.mark.slow
 def test_a_step_that_needs_another_placement_says_what_to_call() -> None:
     pipe = pipe_of(Prepared(), loss=F.mse_loss)
     pipe.eval(X)
@@ -148,6 +149,7 @@ def rows_life() -> list[float]:
     return [evaluated, float((loss - expected).abs()), distance()]
 
 
+@pytest.mark.slow
 def test_an_evaluation_places_a_sharded_output_layer() -> None:
     assert max(rows_life()) <= 1e-6
 
@@ -166,6 +168,7 @@ def test_an_output_without_logits_places_no_rows() -> None:
         pipe.eval(X)
 
 
+@pytest.mark.slow
 def test_rows_of_an_embedding_that_does_not_train_need_a_step() -> None:
     problem = PROBLEMS["small-dropout"]
     batch, model = problem.batches(1, 2 * ROWS)[0], problem.model()

@@ -52,6 +52,7 @@ def test_outputs_and_metrics(schedule: str) -> None:
     assert all(torch.equal(p.grad, gradients[name].grad) for name, p in pipe.named_parameters())  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_metrics_are_weighed_as_the_loss() -> None:
     """Added up where the loss is; the mean of the microbatches' values otherwise."""
     results = []
