@@ -44,14 +44,16 @@ def trained(name: str, schedule: str, factor: float) -> tuple[int, Tensor, dict[
     ("name", "schedule"),
     [pytest.param("Qwen3Moe", "zb-h1", marks=pytest.mark.beyond_sample), ("DeepseekV3", "1f1b")],
 )
-def test_transformers_experts_on_two_ranks(name: str, schedule: str, pool: Pool) -> None:
+def test_transformers_experts_on_two_ranks_beside_two_of_a_pipeline(
+    name: str, schedule: str, pool: Pool
+) -> None:
     """Loss and gradients of one process, within 1e-6 of the largest entry of each."""
     model, loss = transformers_model(name), torch.zeros(())
     for part in torch.cat([batch_of(rank) for rank in range(RANKS)]).chunk(RANKS * MICROBATCHES):
         scaled = model(input_ids=part, labels=part).loss / (RANKS * MICROBATCHES)
         scaled.backward()
         loss += scaled.detach()
-    for rank, ours, gradients in pool.run(trained, name, schedule, 2.0, ranks=RANKS):
+    for rank, ours, gradients in pool.run(trained, name, schedule, 2.0, ranks=2 * RANKS):
         torch.testing.assert_close(ours, loss, rtol=1e-6, atol=0)
         for item, gradient in gradients.items():
             full = model.get_parameter(item).grad
