@@ -58,7 +58,7 @@ class LatentAttention(nn.Module):
 
 
 class Experts(nn.Module):
-    """One shared expert beside routed ones. Tokens choose by score plus `bias`, which falls for
+    """One shared expert next to routed ones. Tokens choose by score plus `bias`, which falls for
     busy experts."""
 
     def __init__(self) -> None:
