@@ -11,7 +11,7 @@ import functools
 import itertools
 import reprlib
 import types
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import is_dataclass
 from enum import Enum
@@ -284,7 +284,10 @@ def token_of(value: Any, depth: int = 0) -> Any:
 
 def items_of(value: Any) -> Iterable[Any]:
     """Returns the items of a container; of a dict its keys and values by turns."""
-    return itertools.chain.from_iterable(dict.items(value)) if isinstance(value, dict) else value
+    if not isinstance(value, dict):
+        return value
+    kind = OrderedDict if isinstance(value, OrderedDict) else dict  # which has another order
+    return itertools.chain.from_iterable(kind.items(value))
 
 
 def _text(value: Any) -> str:

@@ -71,6 +71,10 @@ class ExportOptions:
     process_groups: Mapping[str, str] = field(default_factory=dict)
 
 
+# torch.compiler.is_compiling() and is_exporting() of the attempts
+FLAGS = ((False, False), (True, False), (True, True))
+
+
 def export_training_step(
     model: nn.Module,
     args: tuple[Any, ...] = (),
@@ -84,7 +88,7 @@ def export_training_step(
     The first attempt lets the model believe that it runs eagerly. Models such as those of
     transformers otherwise build explicit attention masks and lose the flash kernel. If that fails
     because the model reads the value of an input, the second attempt uses the path that the model
-    has for compilers, and warns.
+    has for compilers, the third the one for exports, and both warn.
 
     >>> step = export_training_step(nn.Linear(4, 2), (torch.randn(3, 4),),
     ...                             loss_fn=lambda output, target: output.sum())
@@ -102,7 +106,7 @@ def export_step(
     batch: tuple[Any, ...],
     options: ExportOptions,
 ) -> StepGraph:
-    """Exports a module of class `kind` by two attempts, and returns its graph."""
+    """Exports a module of class `kind` by up to three attempts, and returns its graph."""
     check_model(model)
     if isinstance(function, nn.Module):
         check_model(function)
@@ -118,28 +122,28 @@ def export_step(
         "static_inputs": static_inputs,
         "returns": options.returns,
     }
-    step = kind(model, function, eager_path=True, **arguments)
     device = options.device or _device_of(model, tensors)
     example = (torch.ones((), device=device), tensors) if kind is TrainingStep else (tensors,)
-    try:
-        program = _export(step, example, device)
-    except CaptureError:
-        raise
-    except Exception as eager_error:  # torch.cond, for one, needs the flags of a compiler
-        running = step.running
-        step = kind(model, function, eager_path=False, **arguments)
+    failures, running = list[Exception](), ""
+    for flags in FLAGS:
+        step = kind(model, function, flags=flags, **arguments)
         try:
             program = _export(step, example, device)
-        except CaptureError:
-            raise
-        except Exception as error:
-            is_question = isinstance(error, DATA_DEPENDENT_ERRORS)
-            cause = error if is_question else eager_error
-            raise refusal_of(cause, running, step.questions) from eager_error
+            break
+        except Exception as error:  # torch.cond, for one, needs the flags of an export
+            if isinstance(error, CaptureError) and flags != FLAGS[1]:
+                raise
+            failures.append(error)
+            running = running or step.running
+    else:
+        is_question = isinstance(failures[-1], DATA_DEPENDENT_ERRORS)
+        cause = failures[-1] if is_question else failures[0]
+        raise refusal_of(cause, running, step.questions) from failures[0]
+    if failures:
         warnings.warn(
             "the model was captured on the path that it has for compilers, because it reads values "
             "of its inputs in Python: results may differ from eager mode in the last bits. Without "
-            f"that path: {eager_error}",
+            f"that path: {failures[0]}",
             stacklevel=3,
         )
     for sentence in step.python_effects.warnings:
@@ -207,7 +211,7 @@ def describe(program: ExportedProgram, step: TrainingStep) -> StepGraph:
         outputs=[*outputs],
         fits=fits,
         output_structure=step.output_structure,
-        eager_path=step.eager_path,
+        eager_path=not step.flags[0],
         tied_names={public_name(a): public_name(b) for a, b in step.tied.items()},
         changed_state=step.python_effects.changed,
         inexact_calls=tuple(step.inexact_calls),

@@ -38,7 +38,7 @@ from zbcompile.passes.errors import CaptureError
 from zbcompile.passes.graph.source_location import LINE
 from zbcompile.passes.torch_names import type_text
 from zbcompile.passes.torch_private import (
-    compiling,
+    compiler_flags,
     data_assignments,
     pytree,
     reparametrize_module,
@@ -60,7 +60,7 @@ class TrainingStep(nn.Module):
         loss_fn: Maps `(output, target)` to the loss, or to `(loss, metrics)`. If None, the output
             is the loss, has an attribute or a key `loss`, or is a tuple that begins with it.
         batch: The structure of the batch.
-        eager_path: True if torch.compiler.is_compiling() is False inside of the model.
+        flags: torch.compiler.is_compiling() and is_exporting() inside of the model.
         static_inputs: Real tensors by the path of the batch input whose values the model may read.
         returns: What the step returns besides its loss: "outputs" (with the metrics of the loss,
             if there are any), "metrics" alone, or nothing if "".
@@ -76,7 +76,7 @@ class TrainingStep(nn.Module):
         loss_fn: LossFunction | None = None,
         *,
         batch: BatchStructure,
-        eager_path: bool = True,
+        flags: tuple[bool, bool] = (False, False),
         static_inputs: Mapping[str, Tensor] | None = None,
         returns: str = "",
     ) -> None:
@@ -87,7 +87,7 @@ class TrainingStep(nn.Module):
         else:
             self.loss_function = loss_fn
         self.batch = batch
-        self.eager_path = eager_path
+        self.flags = flags
         self.static_inputs = dict(static_inputs or {})
         self.returns = returns
         self.tied = _tied_names(self)
@@ -160,7 +160,7 @@ class TrainingStep(nn.Module):
         known = self._progress.known = KnownValues()
         for path, tensor in zip(self.batch.paths, tensors, strict=True):
             known.declare(tensor, path, self.static_inputs.get(path))
-        flags = compiling(False) if self.eager_path else contextlib.nullcontext()
+        flags = compiler_flags(*self.flags)
         inexact = InexactCalls(known.routed, known.numbers_of, self.parameters())
         effects = self.python_effects.watched(known)
         tolist = replaced_tolist(known.value_for_python, known.routed.numbers)

@@ -301,7 +301,7 @@ dist.destroy_process_group()
 @pytest.mark.slow
 def test_equal_graphs_on_ranks_with_different_hash_seeds(tmp_path: Path) -> None:
     """The graphs of a model without vocabulary parallelism, whose embedding has a part per rank."""
-    root = Path(__file__).parents[3]
+    root = Path(__file__).parents[2]
     path = os.pathsep.join((str(root), str(root / "examples")))
     processes = [
         subprocess.Popen(

@@ -317,13 +317,6 @@ class Pipeline(ModelState):
         with self._watch.region("recompile"):
             self._compiled.recompile()
 
-    def to(self, *args: Any, **kwargs: Any) -> Self:
-        """Raises PipelineError: a pipeline's tensors stay where they are, and of their dtype."""
-        raise PipelineError(
-            "the tensors of a pipeline stay where they are, and of their dtype: call model.to(...)"
-            " before zbcompile.pipeline."
-        )
-
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Steps inside accumulate into `.grad` without summing over ranks of the mesh; the first
