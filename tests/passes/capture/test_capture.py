@@ -440,6 +440,7 @@ def test_a_model_that_only_a_trace_can_follow_is_warned_of() -> None:
 
         def forward(self, x: Tensor) -> Tensor:
             looks = self.looks and not torch.compiler.is_compiling()
+            x = x.sin() if torch.compiler.is_exporting() else x  # the path that is taken last
             return super().forward(-x if looks and self.layers[0](x).sum() < 9 else x)
 
     model = Looking()
