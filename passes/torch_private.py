@@ -82,14 +82,14 @@ _CHECKPOINT_GENERATOR = "_checkpoint_without_reentrant_generator" + (
 
 
 @contextlib.contextmanager
-def compiler_flags(is_compiling: bool, is_exporting: bool) -> Iterator[None]:
-    """Context in which torch.compiler.is_compiling() and is_exporting() have these values.
+def compiling(flag: bool) -> Iterator[None]:
+    """Context in which torch.compiler.is_compiling() and is_exporting() have this value.
 
     torch.export sets both flags around the trace; no public function sets them.
     """
     compiler = torch.compiler
     flags = compiler._is_compiling_flag, compiler._is_exporting_flag
-    compiler._is_compiling_flag, compiler._is_exporting_flag = is_compiling, is_exporting
+    compiler._is_compiling_flag = compiler._is_exporting_flag = flag
     try:
         yield
     finally:

@@ -25,7 +25,7 @@ from zbcompile.passes.torch_private import (
     FakeTensor,
     FakeTensorMode,
     OpOverload,
-    compiler_flags,
+    compiling,
     replaced,
 )
 
@@ -74,7 +74,7 @@ def _compiled_operators() -> Iterator[None]:
             while _is_our_function_mode_on():  # Dynamo would trace them
                 stack.enter_context(_pop_mode_temporarily())
             stack.enter_context(torch.compiler.set_stance("default"))
-            stack.enter_context(compiler_flags(True, True))
+            stack.enter_context(compiling(True))
             yield stack.enter_context(original())
 
     with contextlib.ExitStack() as stack:

@@ -71,8 +71,9 @@ class ExportOptions:
     process_groups: Mapping[str, str] = field(default_factory=dict)
 
 
-# torch.compiler.is_compiling() and is_exporting() of the attempts
-FLAGS = ((False, False), (True, False), (True, True))
+# The paths of a model, in the order of the attempts: a model that reads values of its inputs often
+# does not if it is traced, and computes as eager mode does otherwise.
+PATHS = ("eager", "traced", "export")
 
 
 def export_training_step(
@@ -88,7 +89,7 @@ def export_training_step(
     The first attempt lets the model believe that it runs eagerly. Models such as those of
     transformers otherwise build explicit attention masks and lose the flash kernel. If that fails
     because the model reads the value of an input, the second attempt uses the path that the model
-    has for compilers, the third the one for exports, and both warn.
+    has for traces, the third the one for compilers, and both warn.
 
     >>> step = export_training_step(nn.Linear(4, 2), (torch.randn(3, 4),),
     ...                             loss_fn=lambda output, target: output.sum())
@@ -125,13 +126,13 @@ def export_step(
     device = options.device or _device_of(model, tensors)
     example = (torch.ones((), device=device), tensors) if kind is TrainingStep else (tensors,)
     failures, running = list[Exception](), ""
-    for flags in FLAGS:
-        step = kind(model, function, flags=flags, **arguments)
+    for path in PATHS:
+        step = kind(model, function, path=path, **arguments)
         try:
             program = _export(step, example, device)
             break
         except Exception as error:  # torch.cond, for one, needs the flags of an export
-            if isinstance(error, CaptureError) and flags != FLAGS[1]:
+            if isinstance(error, CaptureError) and path != "traced":
                 raise
             failures.append(error)
             running = running or step.running
@@ -211,7 +212,7 @@ def describe(program: ExportedProgram, step: TrainingStep) -> StepGraph:
         outputs=[*outputs],
         fits=fits,
         output_structure=step.output_structure,
-        eager_path=not step.flags[0],
+        eager_path=step.path == "eager",
         tied_names={public_name(a): public_name(b) for a, b in step.tied.items()},
         changed_state=step.python_effects.changed,
         inexact_calls=tuple(step.inexact_calls),

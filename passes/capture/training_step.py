@@ -38,10 +38,11 @@ from zbcompile.passes.errors import CaptureError
 from zbcompile.passes.graph.source_location import LINE
 from zbcompile.passes.torch_names import type_text
 from zbcompile.passes.torch_private import (
-    compiler_flags,
+    compiling,
     data_assignments,
     pytree,
     reparametrize_module,
+    replaced,
     replaced_tolist,
     set_node_annotation,
     version_of,
@@ -60,7 +61,8 @@ class TrainingStep(nn.Module):
         loss_fn: Maps `(output, target)` to the loss, or to `(loss, metrics)`. If None, the output
             is the loss, has an attribute or a key `loss`, or is a tuple that begins with it.
         batch: The structure of the batch.
-        flags: torch.compiler.is_compiling() and is_exporting() inside of the model.
+        path: The path of the model: "eager"; "traced", on which torch.jit.is_tracing() is True as
+            well; or "export", with the flags of torch.compiler.
         static_inputs: Real tensors by the path of the batch input whose values the model may read.
         returns: What the step returns besides its loss: "outputs" (with the metrics of the loss,
             if there are any), "metrics" alone, or nothing if "".
@@ -76,7 +78,7 @@ class TrainingStep(nn.Module):
         loss_fn: LossFunction | None = None,
         *,
         batch: BatchStructure,
-        flags: tuple[bool, bool] = (False, False),
+        path: str = "eager",
         static_inputs: Mapping[str, Tensor] | None = None,
         returns: str = "",
     ) -> None:
@@ -87,7 +89,7 @@ class TrainingStep(nn.Module):
         else:
             self.loss_function = loss_fn
         self.batch = batch
-        self.flags = flags
+        self.path = path
         self.static_inputs = dict(static_inputs or {})
         self.returns = returns
         self.tied = _tied_names(self)
@@ -160,13 +162,16 @@ class TrainingStep(nn.Module):
         known = self._progress.known = KnownValues()
         for path, tensor in zip(self.batch.paths, tensors, strict=True):
             known.declare(tensor, path, self.static_inputs.get(path))
-        flags = compiler_flags(*self.flags)
+        flags = (
+            compiling(self.path == "export"),
+            replaced(torch.jit, "is_tracing", lambda: self.path == "traced"),
+        )
         inexact = InexactCalls(known.routed, known.numbers_of, self.parameters())
         effects = self.python_effects.watched(known)
         tolist = replaced_tolist(known.value_for_python, known.routed.numbers)
         modes = (checkpoint_hints(), AutocastRegions().numbered(), inexact, tolist, known)
         with contextlib.ExitStack() as stack:
-            for context in (effects, flags, data_assignments(refuse_assigned_data), *modes):
+            for context in (effects, *flags, data_assignments(refuse_assigned_data), *modes):
                 stack.enter_context(context)
             yield
         set_node_annotation(LINE, "")  # the backward is of no line

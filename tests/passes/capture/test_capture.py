@@ -431,7 +431,8 @@ def test_a_weight_that_autocast_casts_on_two_stages() -> None:
         assert (ours.grad - theirs.grad).abs().max() <= bound, name
 
 
-def test_a_model_that_only_a_trace_can_follow_is_warned_of() -> None:
+@pytest.mark.parametrize("traced", [True, False])
+def test_a_model_that_only_a_trace_can_follow_is_warned_of(traced: bool) -> None:
     """The model looks at activations otherwise. Its bits are those of the path that it has for
     compilers."""
 
@@ -439,8 +440,10 @@ def test_a_model_that_only_a_trace_can_follow_is_warned_of() -> None:
         looks = True
 
         def forward(self, x: Tensor) -> Tensor:
-            looks = self.looks and not torch.compiler.is_compiling()
-            x = x.sin() if torch.compiler.is_exporting() else x  # the path that is taken last
+            is_guarded = torch.jit.is_tracing() if traced else torch.compiler.is_compiling()
+            looks = self.looks and not is_guarded
+            if traced and torch.compiler.is_compiling():  # the path that is taken last
+                x = x.sin()
             return super().forward(-x if looks and self.layers[0](x).sum() < 9 else x)
 
     model = Looking()
