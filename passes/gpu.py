@@ -55,12 +55,6 @@ def identity(device: torch.device) -> str:
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
-def architecture(device: torch.device) -> str:
-    """Returns the architecture that code is compiled for."""
-    properties = torch.cuda.get_device_properties(device)
-    return f"{torch.version.cuda} {properties.name} {properties.major}.{properties.minor}"
-
-
 def current_stream(device: torch.device) -> Any:
     """A stream also of the CPU, where streams order nothing: code for two of them runs on both."""
     return torch.get_device_module(device).current_stream(device)

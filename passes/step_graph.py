@@ -91,7 +91,6 @@ class StepGraph:
             stage: the stage's own sum. Such gradients are not in `gradients`.
         deferred_sums: The mesh dimension over which a gradient is summed once, after the step.
         output_structure: Of (output, metrics), whose tensors are `outputs`.
-        eager_path: False if the model was captured on the path that it has for compilers.
         tied_names: Maps every further name of a tied tensor to its first name.
         changed_state: Paths of the module state that forward changes, such as `model.calls`.
         inexact_calls: Sentences about what has other bits than eager mode.
@@ -119,7 +118,6 @@ class StepGraph:
     stage_gradients: dict[str, dict[int, Node]] = field(default_factory=dict)
     deferred_sums: dict[str, str] = field(default_factory=dict)
     output_structure: OutputStructure | None = None
-    eager_path: bool = True
     tied_names: Mapping[str, str] = field(default_factory=dict)
     changed_state: frozenset[str] = frozenset()
     inexact_calls: tuple[str, ...] = ()

@@ -73,7 +73,7 @@ class ExportOptions:
 
 # The paths of a model, in the order of the attempts: a model that reads values of its inputs often
 # does not if it is traced, and computes as eager mode does otherwise.
-PATHS = ("eager", "traced", "export")
+PATHS = {"eager": "eager mode", "traced": "traces", "export": "compilers"}
 
 
 def export_training_step(
@@ -142,9 +142,9 @@ def export_step(
         raise refusal_of(cause, running, step.questions) from failures[0]
     if failures:
         warnings.warn(
-            "the model was captured on the path that it has for compilers, because it reads values "
-            "of its inputs in Python: results may differ from eager mode in the last bits. Without "
-            f"that path: {failures[0]}",
+            f"the model was captured on the path that it has for {PATHS[step.path]}, because it "
+            "reads values of its inputs in Python: results may differ from eager mode in the last "
+            f"bits. Without that path: {failures[0]}",
             stacklevel=3,
         )
     for sentence in step.python_effects.warnings:
@@ -212,7 +212,6 @@ def describe(program: ExportedProgram, step: TrainingStep) -> StepGraph:
         outputs=[*outputs],
         fits=fits,
         output_structure=step.output_structure,
-        eager_path=step.path == "eager",
         tied_names={public_name(a): public_name(b) for a, b in step.tied.items()},
         changed_state=step.python_effects.changed,
         inexact_calls=tuple(step.inexact_calls),

@@ -26,10 +26,10 @@ def _compile(graph: BareGraph) -> tuple[Run, How]:
     try:
         run, cached = inductor_compile(graph.module, graph.inputs)
     except Exception as error:
+        reason = str(error).partition("\n")[0]  # a C++ compiler's error has pages
         raise CompileError(
-            f"inductor cannot compile {graph.title} ({type(error).__name__}: {error}). Use"
-            ' backend="fx"; if a file in inductor\'s cache is damaged, set TORCHINDUCTOR_CACHE_DIR'
-            " to an empty folder."
+            f"inductor cannot compile {graph.title} ({type(error).__name__}: {reason}). Use"
+            ' backend="fx".'
         ) from error
     return run, "loaded" if cached else "compiled"
 
