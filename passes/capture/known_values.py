@@ -90,7 +90,8 @@ class KnownValues(TorchDispatchMode):
         return value  # type: ignore[no-any-return]
 
     def value_for_python(self, tensor: Tensor) -> Tensor | None:
-        """Returns the same for Python, which cannot go on without it."""
+        """Returns the value of a tensor that Python reads, None if it is not known. Then the inputs
+        that it depends on are noted, for the error."""
         value = self.value_of(tensor)
         if value is None:
             self.questions.value = self._inputs_of([tensor])

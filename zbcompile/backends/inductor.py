@@ -16,7 +16,8 @@ class Inductor:
     """Compiles graphs through inductor's cache."""
 
     def compile(self, graphs: Mapping[str, BareGraph], first: int) -> Mapping[str, tuple[Run, How]]:
-        """Ranks begin at different graphs, so each finds most of the others in the cache."""
+        """Compiles the graphs in turn. Ranks begin at different ones, so most of a rank's graphs are
+        in the cache when it reaches them."""
         keys = list(graphs)
         begin = first % max(len(keys), 1)
         return {key: _compile(graphs[key]) for key in (*keys[begin:], *keys[:begin])}
