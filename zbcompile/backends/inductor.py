@@ -16,7 +16,7 @@ class Inductor:
     """Compiles graphs through inductor's cache."""
 
     def compile(self, graphs: Mapping[str, BareGraph], first: int) -> Mapping[str, tuple[Run, How]]:
-        """Compiles the graphs in turn. Ranks begin at different ones, so most of a rank's graphs are
+        """Compiles the graphs in turn. Ranks begin at different ones, so most graphs of a rank are
         in the cache when it reaches them."""
         keys = list(graphs)
         begin = first % max(len(keys), 1)
