@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch.nn.utils import clip_grad
 from torch.utils import _pytree as pytree  # torch.export's own pytree; torch.utils.pytree is newer
 
-from zbcompile.passes.torch_private import is_in_place, make_fx
+from zbcompile.passes.graph.fx import output_values
+from zbcompile.passes.torch_private import is_in_place, make_fx, replaced
 from zbcompile.passes.torch_private_hooks import hooks_of, tensor_hooks
 
 pytree = pytree
@@ -217,15 +218,16 @@ def no_graphs_printed() -> Iterator[None]:
 
 
 # Inductor's options besides the user's torch._inductor.config: eager's random numbers (inductor's
-# generator draws others) and no CUDA graphs (zbcompile captures its passes).
-INDUCTOR = {"fallback_random": True, "triton.cudagraphs": False}
+# generator draws others) in eager's order, and no CUDA graphs (zbcompile captures its passes).
+INDUCTOR = {"fallback_random": True, "reorder_for_locality": False, "triton.cudagraphs": False}
 
 
 def inductor_compile(
     module: torch.fx.GraphModule, inputs: Sequence[torch.Tensor]
 ) -> tuple[Callable[[list[Any]], Sequence[torch.Tensor]], bool]:
     """Returns a graph of ATen operations compiled for fake inputs, a function of one list that it
-    empties, and whether inductor's cache had it.
+    empties, and whether inductor's cache had it. Results get the strides of the fake values that
+    the graph's output nodes have.
 
     torch.compile and torch._inductor.compile would make additions into an input functional and copy
     the sums back, and their callables keep inputs alive until they return. So the graph is
@@ -237,38 +239,96 @@ def inductor_compile(
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.decomposition import select_decomp_table
+    from torch._library.utils import mutates_and_returns_first_arg
 
     mode = detect_fake_mode(inputs)
-    with config.patch(INDUCTOR), torch.no_grad(), tracing(TracingContext(mode)):
-        _keep_in_place_operations()
+    expected = [value.meta["val"].stride() for value in output_values(module.graph)]
+
+    def run(*values: torch.Tensor) -> list[torch.Tensor]:
+        results = zip(module(*values), expected, strict=True)
+        return [_with_strides(result, strides) for result, strides in results]
+
+    with (
+        config.patch(INDUCTOR),
+        torch.no_grad(),
+        tracing(TracingContext(mode)),
+        _reads_after_writes(),
+    ):
         rules = {op: rule for op, rule in select_decomp_table().items() if not is_in_place(op)}
-        lowered = make_fx(module, decomposition_table=rules)(*inputs)
+        cat = torch.ops.aten.cat.default
+        rules[cat] = _with_strides_of_eager(rules[cat])
+        lowered = make_fx(run, decomposition_table=rules)(*inputs)
         for node in lowered.graph.nodes:
-            # Inductor takes the result of an operation that it calls for another tensor, and drops
-            # what is added into it.
-            if node.op == "call_function" and is_in_place(node.target):
-                node.replace_all_uses_with(node.all_input_nodes[0])
+            if is_in_place(node.target) and mutates_and_returns_first_arg(node.target):
+                _keep_in_place(node.target)
+                # Inductor takes the result of an operation that it calls for another tensor, and
+                # drops what is added into it.
+                node.replace_all_uses_with(node.args[0])
         output = lowered.graph.output_node()
-        values = output.args[0]
-        output.meta["user_visible_output_idxs"] = list(range(len(values)))  # type: ignore[arg-type]
-        output.meta["original_output_strides"] = [value.meta["val"].stride() for value in values]  # type: ignore[union-attr]
+        output.meta["user_visible_output_idxs"] = list(range(len(expected)))
         hits = counters["inductor"]["fxgraph_cache_hit"]
         compiled = compile_fx_inner(lowered, list(inputs), is_inference=True)
     return compiled, counters["inductor"]["fxgraph_cache_hit"] > hits  # type: ignore[return-value]
 
 
-def _keep_in_place_operations() -> None:
-    """Makes inductor call these operations unchanged.
+def _with_strides(value: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
+    """Returns `value`, copied if its strides are others: inductor's rules may have changed them."""
+    if value.stride() == strides:
+        return value
+    order = sorted(range(value.ndim), key=strides.__getitem__, reverse=True)
+    places = [order.index(dimension) for dimension in range(value.ndim)]
+    return value.permute(order).contiguous().permute(places)
 
-    Inductor needs a rule or a registered fallback for every operation. The fallback that it
-    registers itself is refused if the environment variable CI is set.
+
+def _with_strides_of_eager(cat: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns inductor's rule for `aten.cat`, with a result as dense as eager mode's: of a single
+    tensor that is not empty it keeps the strides, with which a later view may be impossible."""
+    from torch._prims_common import suggest_memory_format
+
+    def rule(*args: Any) -> Any:
+        result = cat(*args)
+        if result is NotImplemented:
+            return result
+        return result.contiguous(memory_format=suggest_memory_format(result))
+
+    return rule
+
+
+def _reads_after_writes() -> contextlib.AbstractContextManager[None]:
+    """Context in which a C++ kernel that inductor fuses reads a tensor after the operation that
+    wrote it in place. As it fits the loops of a kernel, inductor (2.11 to 2.13) forgets that the
+    tensor has been written since, and the kernel may run first."""
+    from torch._inductor.scheduler import SchedulerNode
+
+    fit = SchedulerNode.recompute_size_and_body
+
+    def remember(node: SchedulerNode, *args: Any, **kwargs: Any) -> None:
+        fit(node, *args, **kwargs)
+        node.set_read_writes(node.read_writes.rename(node.mutation_renames))
+
+    return replaced(SchedulerNode, "recompute_size_and_body", remember)
+
+
+def _keep_in_place(operation: Any) -> None:
+    """Makes inductor call an operation unchanged that it has no rule for.
+
+    The fallback that inductor registers itself is refused if the environment variable CI is set,
+    and does not tell the kernels around the operation that its first argument is written.
     """
     from torch._inductor.lowering import lowerings, make_fallback
+    from torch._inductor.virtualized import V
 
-    aten = torch.ops.aten
-    for operation in (aten.addmm_.default, aten.baddbmm_.default, aten.index_add_.default):
-        if operation not in lowerings:
-            make_fallback(operation, warn=False, override_decomp=True)
+    if operation in lowerings:
+        return
+    make_fallback(operation, warn=False, override_decomp=True)
+    fallback = lowerings[operation]
+
+    def lowering(written: Any, *args: Any, **kwargs: Any) -> Any:
+        written.realize()
+        V.graph.mark_buffer_mutated(written.get_name())
+        return fallback(written, *args, **kwargs)
+
+    lowerings[operation] = lowering
 
 
 def takes_a_list(function: Callable[..., Any]) -> bool:

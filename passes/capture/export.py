@@ -198,6 +198,9 @@ def describe(program: ExportedProgram, step: TrainingStep) -> StepGraph:
     inputs = [nodes[str(name)] for name in signature.user_inputs]
     batch_nodes = inputs[len(inputs) - len(step.batch.paths) :]
     loss, gradients, outputs, fits = _results(program, step, nodes)
+    tangent = inputs[0] if len(inputs) > len(batch_nodes) else None
+    if tangent is not None and loss is not None:  # the engine passes it in the dtype of the loss
+        tangent.meta["val"] = tangent.meta["val"].to(loss.meta["val"].dtype)
     described = StepGraph(
         module=program.graph_module,
         parameters=named(signature.inputs_to_parameters),
@@ -205,7 +208,7 @@ def describe(program: ExportedProgram, step: TrainingStep) -> StepGraph:
         constants=constants,
         constant_values=constant_values,
         batch_inputs=dict(zip(step.batch.paths, batch_nodes, strict=True)),
-        tangent=inputs[0] if len(inputs) > len(batch_nodes) else None,
+        tangent=tangent,
         loss=loss,
         gradients=gradients,
         buffer_updates=updates,

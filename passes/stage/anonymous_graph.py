@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from zbcompile.passes.graph.fx import graph_text, like
+from zbcompile.passes.graph.fx import graph_text, like, output_values
 from zbcompile.passes.torch_private import FakeTensorMode, ShapeEnv
 
 
@@ -22,7 +22,8 @@ class BareGraph:
 
     Attributes:
         title: The pass and its stage, such as F2.
-        module: Takes `inputs` and returns a list of tensors.
+        module: Takes `inputs` and returns a list of tensors. The fake values of its output nodes
+            have the strides that other passes expect.
         inputs: Fake tensors of one mode. The last ones stand for `constants`.
         constants: The tensors that the graph refers to.
         text: Equal for graphs that do the same work.
@@ -51,11 +52,12 @@ def bare(module: GraphModule) -> BareGraph:
         for number, (node, value) in enumerate({**values, **constants}.items()):
             copies[node] = graph.placeholder(f"arg_{number}")
             copies[node].meta = {"val": like(value)}
-    inputs = tuple(copy.meta["val"] for copy in copies.values())
-    for node in module.graph.nodes:
-        if node not in copies:
-            copies[node] = graph.node_copy(node, copies.__getitem__)
-            copies[node].meta = {}
+        inputs = tuple(copy.meta["val"] for copy in copies.values())
+        results = set(output_values(module.graph))
+        for node in module.graph.nodes:
+            if node not in copies:
+                copies[node] = graph.node_copy(node, copies.__getitem__)
+                copies[node].meta = {"val": like(node.meta["val"])} if node in results else {}
     copied = GraphModule(branches, graph, class_name="Bare")
     text = graph_text(copied)
     return BareGraph(type(module).__name__, copied, inputs, tuple(constants.values()), text)

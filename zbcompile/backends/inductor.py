@@ -1,7 +1,8 @@
 """backend="inductor": graphs compiled by torch's inductor. Its cache on disk, in the folder of the
 environment variable TORCHINDUCTOR_CACHE_DIR, is shared by ranks and runs."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -32,7 +33,24 @@ def _compile(graph: BareGraph) -> tuple[Run, How]:
             f"inductor cannot compile {graph.title} ({type(error).__name__}: {reason}). Use"
             ' backend="fx".'
         ) from error
-    return run, "loaded" if cached else "compiled"
+    return _checked(run, graph), "loaded" if cached else "compiled"
+
+
+def _checked(run: Run, graph: BareGraph) -> Run:
+    """Returns `run` with a check of dtypes: compiled code checks shapes and strides itself, and
+    would read the bytes of one dtype as another."""
+    dtypes = [value.dtype for value in graph.inputs]
+
+    def call(values: list[Any]) -> Sequence[torch.Tensor]:
+        for number, (value, dtype) in enumerate(zip(values, dtypes, strict=True)):
+            if value.dtype is not dtype:
+                raise PipelineError(
+                    f"input {number} of {graph.title} is {value.dtype}, and was compiled as"
+                    f' {dtype}. Use backend="fx".'
+                )
+        return run(values)
+
+    return call
 
 
 def make_inductor(device: torch.device) -> Inductor:

@@ -2,13 +2,14 @@
 from the cache."""
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.fx import GraphModule
 
 import zbcompile
 from tests.support.pool import Pool
@@ -24,6 +25,12 @@ from tests.support.training import (
     train,
 )
 from zbcompile.backends.backend import Compilation
+from zbcompile.backends.inductor import make_inductor
+from zbcompile.backends.types import Run
+from zbcompile.errors import PipelineError
+from zbcompile.passes.graph.fx import output_values
+from zbcompile.passes.stage.anonymous_graph import bare
+from zbcompile.passes.torch_private import make_fx
 
 pytestmark = [
     pytest.mark.beside_ranks,
@@ -33,6 +40,7 @@ pytestmark = [
     ),
     pytest.mark.timeout(900),  # compilers take seconds per graph, and on a busy machine many
 ]
+aten = torch.ops.aten
 # of the largest entry of each gradient, fp32: other orders of summation, vectorised functions
 BOUND = 2e-6
 # One step each: an optimizer such as Adam makes much of small differences, and the next step starts
@@ -169,3 +177,85 @@ def test_all_uses_of_a_weight_add_up(cache: Path) -> None:
     torch.testing.assert_close(
         model.weight.grad, expected, rtol=0, atol=BOUND * expected.abs().max()
     )
+
+
+def compiled(function: Callable[..., Any], *inputs: torch.Tensor) -> tuple[Run, GraphModule]:
+    """A function of ATen operations compiled, and its graph."""
+    graph = make_fx(function, tracing_mode="fake")(*inputs)
+    return make_inductor(torch.device("cpu")).compile({"": bare(graph)}, 0)[""][0], graph
+
+
+def random_mask(like: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    return aten.bernoulli.p(aten.empty_like.default(like), 0.5)
+
+
+def sums_of_rows(like: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    index = torch.arange(3) // 2
+    return aten.index_add_.default(aten.zeros_like.default(like), 0, index, rows)
+
+
+@pytest.mark.parametrize("written", [random_mask, sums_of_rows])
+def test_a_kernel_reads_what_is_written_in_place(written: Callable[..., Any], cache: Path) -> None:
+    """inductor alone fuses the division with the normalization, before the tensor is written."""
+
+    def function(table: torch.Tensor, ids: torch.Tensor, rows: torch.Tensor) -> list[torch.Tensor]:
+        x = aten.add.Tensor(aten.embedding.default(table, ids), 1)
+        norm, mean, scale = aten.native_layer_norm.default(x, [8], table[0], table[1], 1e-5)
+        divided = aten.div.Scalar(written(norm, rows), 0.9)
+        product = aten.view.default(aten.mul.Tensor(norm, divided), [12, 8])
+        return [x, mean, scale, divided, product, aten.mm.default(product, table[:8])]
+
+    inputs = torch.randn(10, 8), torch.arange(12).view(2, 6) % 10, torch.randn(3, 6, 8)
+    run, graph = compiled(function, *inputs)
+    torch.manual_seed(0)
+    expected = graph(*inputs)
+    torch.manual_seed(0)
+    torch.testing.assert_close(list(run(list(inputs))), expected)
+
+
+def test_a_view_of_a_single_tensor_that_is_not_empty(cache: Path) -> None:
+    """As the first keys of a cache of transformers; the result has eager's strides."""
+
+    def function(keys: torch.Tensor) -> list[torch.Tensor]:
+        dense = aten.cat.default([torch.empty(0), aten.transpose.int(keys, 1, 2)], -2)
+        return [aten.view.default(dense, [2, -1, 8]), dense]
+
+    keys = torch.randn(2, 3, 4, 8)
+    run, graph = compiled(function, keys)
+    for ours, theirs in zip(run([keys]), graph(keys), strict=True):
+        assert torch.equal(ours, theirs)
+        assert ours.stride() == theirs.stride()
+
+
+def test_results_have_the_strides_that_other_passes_expect(cache: Path) -> None:
+    """A rule of inductor may give others than the operation did when the step was exported."""
+
+    def function(prediction: torch.Tensor, target: torch.Tensor) -> list[torch.Tensor]:
+        return [aten.mse_loss_backward.default(torch.ones(()), prediction, target, 1)]
+
+    images = torch.randn(2, 3, 4, 4)
+    inputs = images.to(memory_format=torch.channels_last), images + 1
+    graph = make_fx(function, tracing_mode="fake")(*inputs)
+    (result,) = output_values(graph.graph)
+    result.meta["val"] = images
+    run, _ = make_inductor(torch.device("cpu")).compile({"": bare(graph)}, 0)[""]
+    ours = run(list(inputs))[0]
+    torch.testing.assert_close(ours, graph(*inputs)[0])
+    assert ours.stride() == images.stride() != inputs[0].stride()
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [("bfloat16", 2**-6), ("float64", 1e-14)])
+def test_gradients_in_other_dtypes(dtype: str, bound: float, cache: Path) -> None:
+    """The gradient of the loss has its dtype; `bound` is a few units in the last place."""
+    case = Case(f"loop-3-{dtype}", "1f1b", 2, 2, exact=False, steps=1)
+    assert_close(train(pipeline_of(case, backend="inductor"), case), reference(case), bound)
+
+
+def test_a_value_of_another_dtype_is_refused(cache: Path) -> None:
+    """Compiled code would take the bytes of one dtype for those of the other."""
+    run, _ = compiled(lambda x: [x + 1], torch.zeros(2))
+    assert torch.equal(run([torch.zeros(2)])[0], torch.ones(2))
+    with pytest.raises(
+        PipelineError, match=r"input 0 .* is torch.bfloat16, and was compiled as torch.float32"
+    ):
+        run([torch.zeros(2, dtype=torch.bfloat16)])
