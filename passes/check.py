@@ -107,12 +107,12 @@ def _check_messages(step: StepGraph, passes: Mapping[Label, PassGraph]) -> None:
     results = {
         (label, slot): node
         for label, graph in passes.items()
-        for slot, node in zip(graph.outputs, graph.results, strict=True)
+        for slot, node in graph.returns
         if slot.role in MESSAGES and slot not in of_shards
     }
     received: set[tuple[Label, Slot]] = set()
     for label, graph in passes.items():
-        for slot, node in zip(graph.inputs, graph.placeholders, strict=True):
+        for slot, node in graph.arguments:
             if slot.role in MESSAGES and slot not in of_shards:
                 makers = [(maker, slot) for maker in _makers(label, slot.role, passes)]
                 makers = [maker for maker in makers if maker in results]

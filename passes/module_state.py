@@ -165,14 +165,14 @@ def state_values(model: nn.Module, loss: Any) -> Iterator[Value]:
         if isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict):
             yield f"the order of submodules in {path}", tuple, children
         for name in children:
-            yield f"{path}.{name}", _reader(children, name), name
+            yield f"{path}.{name}", children.get, name
         for name in attribute_names(module):
-            yield f"{path}.{name}", _reader(attributes, name), name
+            yield f"{path}.{name}", attributes.get, name
             if _is_config(name, attributes[name]) and id(attributes[name]) not in configs:
                 configs.add(id(attributes[name]))
                 yield from _of_object(f"{path}.{name}", attributes[name])
     for path, module in modules_of(None, loss):
-        yield f"{path}.training", _reader(vars(module), "training"), "training"
+        yield f"{path}.training", vars(module).get, "training"
         for name in buffer_table(module):
             yield f"{path}.{name}", functools.partial(_registered, buffer_table(module)), name
     for path, called in (("loss", loss), *_hooks(model, loss)):
@@ -205,7 +205,7 @@ def _of_callable(path: str, called: Any) -> Iterator[Value]:
     if isinstance(called, functools.partial):
         yield f"{path}.args", functools.partial(getattr, called), "args"
         for key in called.keywords:
-            yield f"{path}.{key}", _reader(called.keywords, key), key
+            yield f"{path}.{key}", called.keywords.get, key
         yield from _of_callable(path, called.func)
     elif isinstance(called, types.MethodType):
         yield from _of_callable(path, called.__self__)
@@ -220,7 +220,7 @@ def _of_callable(path: str, called: Any) -> Iterator[Value]:
 
 def _of_object(path: str, value: Any) -> Iterator[Value]:
     for key in getattr(value, "__dict__", ()):
-        yield f"{path}.{key}", _reader(vars(value), key), key
+        yield f"{path}.{key}", vars(value).get, key
 
 
 def _of_function(function_name: str, function: types.FunctionType) -> Iterator[Value]:
@@ -228,7 +228,7 @@ def _of_function(function_name: str, function: types.FunctionType) -> Iterator[V
     namespace its values."""
     for name in sorted(globals_in(function.__code__) & function.__globals__.keys()):
         path, value = f"{function.__globals__.get('__name__')}.{name}", function.__globals__[name]
-        yield path, _reader(function.__globals__, name), name
+        yield path, function.__globals__.get, name
         if _is_config(name, value):
             yield from _of_object(path, value)
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
@@ -246,15 +246,6 @@ def read_cell(cell: types.CellType, _: str) -> Any:
         return cell.cell_contents
     except ValueError:
         return ABSENT
-
-
-def _reader(table: Mapping[str, Any], key: str) -> Reader:
-    return functools.partial(read_entry, table) if table.get(key) is None else table.get
-
-
-def read_entry(table: Mapping[str, Any], key: str) -> Any:
-    """Returns an entry of a table; ABSENT if it has none."""
-    return table.get(key, ABSENT)
 
 
 def _registered(table: Mapping[str, Any], key: str) -> RegisteredBuffer:

@@ -23,6 +23,7 @@ from zbcompile.passes.errors import CompileError
 from zbcompile.passes.graph.fx import tensors_of
 from zbcompile.passes.graph.process_groups import is_collective
 from zbcompile.passes.graph.source_location import LINE
+from zbcompile.passes.graph.storage import byte_range
 from zbcompile.passes.operators import name_of_operator, operator_named
 from zbcompile.passes.recompute.recompute import RECOMPUTED
 from zbcompile.passes.torch_names import NAMED, dtype_named, name_in_torch, named
@@ -299,7 +300,7 @@ def _inputs_to_data(graph: Graph) -> Data:
     values = [value for node in graph.find_nodes(op="placeholder") for value in tensors_of(node)]
     ranges: dict[int, tuple[int, int]] = {}
     for value in values:
-        key, (begin, end) = storage_key(value), _bytes_of(value)
+        key, (begin, end) = storage_key(value), byte_range(value)
         low, high = ranges.get(key, (begin, end))
         ranges[key] = min(low, begin), max(high, end)
     numbers = {key: number for number, key in enumerate(ranges)}
@@ -308,17 +309,9 @@ def _inputs_to_data(graph: Graph) -> Data:
         dtype = str(value.dtype).removeprefix("torch.")
         shape, stride = list(map(int, value.shape)), list(map(int, value.stride()))
         key = storage_key(value)
-        offset = (_bytes_of(value)[0] - ranges[key][0]) // value.itemsize
+        offset = (byte_range(value)[0] - ranges[key][0]) // value.itemsize
         inputs.append([value.device.type, dtype, shape, stride, numbers[key], offset])
     return {"storages": [high - low for low, high in ranges.values()], "inputs": inputs}
-
-
-def _bytes_of(value: Tensor) -> tuple[int, int]:
-    """Returns the first byte of a tensor in its storage, and the one after the last."""
-    pairs = zip(value.shape, value.stride(), strict=True)
-    last = sum((size - 1) * stride for size, stride in pairs) if value.numel() else -1
-    begin = int(value.storage_offset())
-    return begin * value.itemsize, (begin + int(last) + 1) * value.itemsize
 
 
 def _tensor_to_data(tensor: Tensor) -> list[Any]:

@@ -1,9 +1,10 @@
 """The step graph: an exported training step whose inputs and outputs are found by role and name."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
 from torch.fx import Graph, GraphModule, Node
 
 from zbcompile.passes.capture.structures import OutputStructure
@@ -23,7 +24,8 @@ from zbcompile.passes.graph.roles import (
     WEIGHT_GRADIENT,
     Slot,
 )
-from zbcompile.passes.torch_private import LazyGraphModule
+from zbcompile.passes.graph.source_location import LINE, line_of
+from zbcompile.passes.torch_private import ANNOTATIONS, LazyGraphModule, pytree
 
 
 class Label(NamedTuple):
@@ -57,10 +59,6 @@ class VocabularyValues:
     hidden_gradient: Node | None = None
     lookup: Node | None = None
     lookup_gradient: Node | None = None
-
-    def copy(self, copies: Mapping[Node, Node]) -> "VocabularyValues":
-        """Returns the same values in a copy of the graph."""
-        return VocabularyValues(*(node and copies[node] for node in vars(self).values()))
 
     def results(self) -> Iterator[Node]:
         """Yields what stages send to shards."""
@@ -99,8 +97,8 @@ class StepGraph:
         gradient_placements: Placements of the gradients of such parameters, which may differ from
             the parameter's: `Partial` gradients are summed over the mesh after the step.
         process_groups: The name in this process of every process group, by its name in the graph.
-        vocabulary_values: What stages and vocabulary shards exchange if the output layer is cut
-            off this step.
+        vocabulary_values: What stages and vocabulary shards exchange; nothing unless the output
+            layer is cut off this step.
     """
 
     module: GraphModule
@@ -125,7 +123,7 @@ class StepGraph:
     shardings: Mapping[str, Any] = field(default_factory=dict)
     gradient_placements: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     process_groups: Mapping[str, str] = field(default_factory=dict)
-    vocabulary_values: VocabularyValues | None = None
+    vocabulary_values: VocabularyValues = field(default_factory=VocabularyValues)
 
     @property
     def graph(self) -> Graph:
@@ -153,9 +151,7 @@ class StepGraph:
         output layer send back.
         """
         calls = self.calls()
-        starts: set[Node | None] = {self.tangent} if self.tangent is not None else set()
-        if self.vocabulary_values is not None:
-            starts.add(self.vocabulary_values.hidden_gradient)
+        starts = {self.tangent, self.vocabulary_values.hidden_gradient}
         begin = next(
             (i for i, node in enumerate(calls) if not starts.isdisjoint(node.all_input_nodes)),
             len(calls),
@@ -164,7 +160,7 @@ class StepGraph:
 
     def inputs(self) -> dict[Node, Slot]:
         """Returns the slots of the placeholders."""
-        shards = self.vocabulary_values or VocabularyValues()
+        shards = self.vocabulary_values
         inputs = [
             *((Slot(PARAMETER, name), node) for name, node in self.parameters.items()),
             *((Slot(BUFFER, name), node) for name, node in self.buffers.items()),
@@ -179,7 +175,7 @@ class StepGraph:
     def results(self) -> list[tuple[Slot, Node]]:
         """Returns the slots of what the step returns. A gradient that is summed over stages after
         the step has a sum for each."""
-        shards = self.vocabulary_values or VocabularyValues()
+        shards = self.vocabulary_values
         results = [
             (Slot(LOSS, "loss"), self.loss),
             *((Slot(OUTPUT, str(index)), node) for index, node in enumerate(self.outputs)),
@@ -200,29 +196,18 @@ class StepGraph:
         """Returns a copy with another graph, so that one export serves several placements."""
         copies: dict[Node, Node] = {}
         graph = copy_graph(self.graph, copies)
+        values = {**vars(self), "vocabulary_values": vars(self.vocabulary_values)}
+        values = pytree.tree_map_only(Node, copies.__getitem__, values)
+        values["module"] = LazyGraphModule(self.module, graph, class_name="Step")
+        values["vocabulary_values"] = VocabularyValues(**values["vocabulary_values"])
+        return StepGraph(**values)
 
-        def copied(nodes: Mapping[str, Node]) -> dict[str, Node]:
-            return {name: copies[node] for name, node in nodes.items()}
-
-        return replace(
-            self,
-            module=LazyGraphModule(self.module, graph, class_name="Step"),
-            parameters=copied(self.parameters),
-            buffers=copied(self.buffers),
-            constants=copied(self.constants),
-            batch_inputs=copied(self.batch_inputs),
-            tangent=self.tangent and copies[self.tangent],
-            loss=self.loss and copies[self.loss],
-            gradients={name: node and copies[node] for name, node in self.gradients.items()},
-            buffer_updates=copied(self.buffer_updates),
-            outputs=[node and copies[node] for node in self.outputs],
-            fits=[copies[node] for node in self.fits],
-            stage_gradients={
-                name: {stage: copies[node] for stage, node in sums.items()}
-                for name, sums in self.stage_gradients.items()
-            },
-            vocabulary_values=self.vocabulary_values and self.vocabulary_values.copy(copies),
-        )
+    def insert_sum(self, first: Any, second: Any, before: Node) -> Node:
+        """Inserts the sum of two gradients before a node, and returns it."""
+        with self.graph.inserting_before(before):
+            node = self.graph.call_function(torch.ops.aten.add.Tensor, (first, second))
+        node.meta = {"val": second.meta["val"], ANNOTATIONS: {LINE: line_of(second)}}
+        return node
 
     def remove_dead_nodes(self) -> None:
         """Removes operations without readers, except random ones, which move the generator, and

@@ -72,9 +72,10 @@ ASSERTIONS = frozenset(
     {aten._assert_tensor_metadata.default, aten._assert_scalar.default, aten._assert_async.msg}
 )
 
-# Checkpointed regions of torch.utils.checkpoint. 2.14 renamed the generator; the old name is still
-# there, and replacing it does nothing.
-_CHECKPOINT_GENERATOR = "_checkpoint_without_reentrant_generator" + (
+# The generator around regions of torch.utils.checkpoint. The public function cannot be replaced:
+# models import it by name. 2.14 renamed the generator; the old name is still there, and replacing
+# it does nothing.
+CHECKPOINT_GENERATOR = "_checkpoint_without_reentrant_generator" + (
     "_impl"
     if hasattr(torch.utils.checkpoint, "_checkpoint_without_reentrant_generator_impl")
     else ""
@@ -187,24 +188,6 @@ def storage_key(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def call_argument(target: Any, args: Any, kwargs: Any, name: str, default: Any = None) -> Any:
-    """Returns the argument `name` of an operator call; `default` if the operator has none."""
-    if not isinstance(target, OpOverload):
-        return default
-    for index, declared in enumerate(target._schema.arguments):
-        if declared.name == name:
-            positional = args[index] if index < len(args) else declared.default_value
-            return kwargs.get(name, positional)
-    return default
-
-
-def draws_numbers(target: Any, args: Any, kwargs: Any) -> bool:
-    """Returns True if a call draws random numbers. Attention with `dropout_p=0` draws none."""
-    if not isinstance(target, OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
-        return False
-    return bool(call_argument(target, args, kwargs, "dropout_p", 1.0) != 0.0)
-
-
 def written_arguments(func: OpOverload, args: Any, kwargs: Any) -> list[Any]:
     """Returns the arguments that an in-place operator writes."""
     if not func._schema.is_mutable:
@@ -214,21 +197,6 @@ def written_arguments(func: OpOverload, args: Any, kwargs: Any) -> list[Any]:
         for index, declared in enumerate(func._schema.arguments)
         if declared.alias_info is not None and declared.alias_info.is_write
     ]
-
-
-@contextlib.contextmanager
-def replaced_checkpoint_regions(generator: Any, function: Any) -> Iterator[None]:
-    """Context in which torch.utils.checkpoint runs `generator` around each region.
-
-    `function` replaces CheckpointFunction, the reentrant kind. The public function itself cannot
-    be replaced, because models import it by name.
-    """
-    checkpoint = torch.utils.checkpoint
-    with (
-        replaced(checkpoint, _CHECKPOINT_GENERATOR, generator),
-        replaced(checkpoint, "CheckpointFunction", function),
-    ):
-        yield
 
 
 def set_node_annotation(key: str, value: Any) -> None:
@@ -276,11 +244,6 @@ def attention_priority() -> tuple[int, ...]:
 def is_in_place(operator: object) -> bool:
     """Returns True if an operator writes an argument."""
     return isinstance(operator, OpOverload) and bool(operator._schema.is_mutable)
-
-
-def set_stack_trace(node: Node, text: str) -> None:
-    """Replaces the source lines that `print_readable` shows above a node."""
-    node.meta["stack_trace"] = text
 
 
 class _DirectCodeGen(_BoxedCodeGen):

@@ -6,17 +6,15 @@ a block that is applied five times is .4 % of its gradient.
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.fx import Node
-from torch.overrides import TorchFunctionMode
 
 from zbcompile.passes.capture.backward_marks import forward_number, is_gradient_sum
 from zbcompile.passes.step_graph import StepGraph
 from zbcompile.passes.torch_private import (
-    ANNOTATIONS,
     TO_COPY,
     annotations_of,
     is_any_autocast_enabled,
@@ -25,20 +23,18 @@ from zbcompile.passes.torch_private import (
     set_node_annotation,
 )
 
-aten = torch.ops.aten
 AUTOCAST = "autocast"  # key of an annotation: number of the autocast region
 _CASTS = frozenset({"to", "type", "type_as", "bfloat16", "half", "float", "double"})
 
 
-class AutocastRegions(TorchFunctionMode):
-    """A function mode that annotates the nodes of functions inside of an autocast region.
+class AutocastRegions:
+    """Annotates the nodes of functions inside of an autocast region with the region's number.
 
     Casts that the model itself calls are not annotated: eager mode does not cache them. Nor are
     those without gradients, as in the forward of a Function: its own backward has their gradients.
     """
 
     def __init__(self) -> None:
-        super().__init__()
         self._region = 0
 
     @contextlib.contextmanager
@@ -50,23 +46,17 @@ class AutocastRegions(TorchFunctionMode):
             self._region += 1
             clear()
 
-        with replaced(torch, "clear_autocast_cache", clear_and_count), self:
+        with replaced(torch, "clear_autocast_cache", clear_and_count):
             yield
         remove_node_annotation(AUTOCAST)
 
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        is_cached = is_any_autocast_enabled() and getattr(func, "__name__", "") not in _CASTS
+    def annotate(self, function: Any) -> None:
+        """Annotates the nodes that a call of `function` adds."""
+        is_cached = is_any_autocast_enabled() and getattr(function, "__name__", "") not in _CASTS
         if is_cached and torch.is_grad_enabled():
             set_node_annotation(AUTOCAST, self._region)
         else:
             remove_node_annotation(AUTOCAST)
-        return func(*args, **(kwargs or {}))
 
 
 def merge_autocast_casts(step: StepGraph) -> None:
@@ -84,6 +74,7 @@ def merge_autocast_casts(step: StepGraph) -> None:
                 gradient = _merge(step, gradient, casts)
         step.gradients[name] = gradient
     step.refresh_output()
+    step.remove_dead_nodes()
 
 
 def _merge(step: StepGraph, gradient: Node | None, casts: list[Node]) -> Node | None:
@@ -95,46 +86,26 @@ def _merge(step: StepGraph, gradient: Node | None, casts: list[Node]) -> Node | 
         step.graph.erase_node(cast)
     if gradient is None:
         return None
-    sums: list[Node] = []
-    parts = _parts(gradient, gradient, sums)
-    members = [part for part in parts if _is_cast_back(part, numbers)]
+    parts = _parts(gradient, gradient)
+    members = [part for part in parts if part.target is TO_COPY and forward_number(part) in numbers]
     if len(members) < 2:
         return gradient
     # Autograd runs the backward of the one cast after those of all uses.
     total = members[0].args[0]
     for member in members[1:]:
-        total = _add(step, member, total, member.args[0])
+        total = step.insert_sum(total, member.args[0], before=member)
     last = members[-1]
     last.args = (total, *last.args[1:])
-    rest = [part for part in parts if part not in members[:-1]]
-    result = rest[0]
-    place = sums[0] if sums else gradient
-    for part in rest[1:]:
-        result = _add(step, place, result, part)
+    result, *rest = [part for part in parts if part not in members[:-1]]
+    for part in rest:
+        result = step.insert_sum(result, part, before=gradient)
     gradient.replace_all_uses_with(result)
-    for node in (*sums, *members[:-1]):
-        if not node.users:
-            step.graph.erase_node(node)
     return result
 
 
-def _parts(node: Node, root: Node, sums: list[Node]) -> list[Node]:
-    """Returns the nodes that autograd added to a gradient, in order; appends the sums to `sums`."""
+def _parts(node: Node, root: Node) -> list[Node]:
+    """Returns the nodes that autograd added to a gradient, in order."""
     if not is_gradient_sum(node) or (node is not root and len(node.users) > 1):
         return [node]
-    sums.append(node)
     first, second = node.args
-    assert isinstance(first, Node)
-    assert isinstance(second, Node)
-    return [*_parts(first, root, sums), *_parts(second, root, sums)]
-
-
-def _is_cast_back(node: Node, numbers: set[int | None]) -> bool:
-    return node.target is TO_COPY and forward_number(node) in numbers
-
-
-def _add(step: StepGraph, before: Node, first: Any, second: Any) -> Node:
-    with step.graph.inserting_before(before):
-        node = step.graph.call_function(aten.add.Tensor, (first, second))
-    node.meta = {"val": second.meta["val"], ANNOTATIONS: {}}
-    return node
+    return [*_parts(first, root), *_parts(second, root)]  # type: ignore[arg-type]

@@ -5,13 +5,14 @@ the nodes traced in between. The sums that autograd adds between grad_fns stay u
 they belong to several forward operations.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from zbcompile.passes.graph.fx import reached
 from zbcompile.passes.torch_private import (
     annotations_of,
     remove_node_annotation,
@@ -39,16 +40,12 @@ def is_gradient_sum(node: torch.fx.Node) -> bool:
     return node.target is torch.ops.aten.add.Tensor and forward_number(node) is None
 
 
-def grad_fns_below(loss: Tensor) -> Iterator[Any]:
-    """Yields every grad_fn from which `loss` is computed, once."""
-    pending, visited = [loss.grad_fn], set()
-    while pending:
-        grad_fn = pending.pop()
-        if grad_fn is None or grad_fn in visited:
-            continue
-        visited.add(grad_fn)
-        pending.extend(next_fn for next_fn, _ in grad_fn.next_functions)
-        yield grad_fn
+def grad_fns_below(loss: Tensor) -> Iterable[Any]:
+    """Returns every grad_fn from which `loss` is computed, once."""
+    return reached(
+        [] if loss.grad_fn is None else [loss.grad_fn],
+        lambda grad_fn: [fn for fn, _ in grad_fn.next_functions if fn is not None],
+    )
 
 
 def _begin(number: int, grads: Any) -> None:

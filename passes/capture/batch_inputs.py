@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zbcompile.passes.capture.structures import TensorPosition
 from zbcompile.passes.capture.unsupported import UNKNOWN_INPUT
 from zbcompile.passes.errors import CaptureError
 from zbcompile.passes.torch_private import pytree
@@ -26,13 +27,11 @@ class BatchStructure:
 
     Attributes:
         paths: Of the tensors: `args[0]`, `kwargs['mask']`, `target`.
-        constants: The leaves, None in place of tensors.
-        is_tensor: Whether each leaf is a tensor.
+        leaves: The constants, and a position in place of every tensor.
     """
 
     paths: tuple[str, ...]
-    constants: tuple[Any, ...]
-    is_tensor: tuple[bool, ...]
+    leaves: tuple[Any, ...]
     spec: Any
 
     @classmethod
@@ -42,21 +41,22 @@ class BatchStructure:
         Raises:
             CaptureError: The batch contains a value that is neither a tensor nor a constant.
         """
-        leaves = leaves_with_paths(batch)
-        for path, leaf in leaves:
-            if not isinstance(leaf, (Tensor, *_CONSTANTS)):
+        paths, leaves = list[str](), list[Any]()
+        for path, leaf in leaves_with_paths(batch):
+            if isinstance(leaf, Tensor):
+                leaves.append(TensorPosition(len(paths)))
+                paths.append(path)
+            elif isinstance(leaf, _CONSTANTS):
+                leaves.append(leaf)
+            else:
                 raise CaptureError(UNKNOWN_INPUT.format(path=path, kind=type(leaf).__name__))
-        is_tensor = tuple(isinstance(leaf, Tensor) for _, leaf in leaves)
-        paths = tuple(path for path, leaf in leaves if isinstance(leaf, Tensor))
-        constants = tuple(None if isinstance(leaf, Tensor) else leaf for _, leaf in leaves)
-        return cls(paths, constants, is_tensor, pytree.tree_structure(batch))
+        return cls(tuple(paths), tuple(leaves), pytree.tree_structure(batch))
 
     def rebuild(self, tensors: Sequence[Tensor]) -> tuple[Any, Any, Any]:
         """Returns `(args, kwargs, target)` with these tensors."""
-        remaining = iter(tensors)
         leaves = [
-            next(remaining) if is_tensor else constant
-            for is_tensor, constant in zip(self.is_tensor, self.constants, strict=True)
+            tensors[leaf.index] if isinstance(leaf, TensorPosition) else leaf
+            for leaf in self.leaves
         ]
         args, kwargs, target = pytree.tree_unflatten(leaves, self.spec)
         return args, kwargs, target

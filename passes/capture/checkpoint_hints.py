@@ -11,11 +11,17 @@ from typing import Any
 
 import torch.fx
 import torch.fx.traceback as fx_traceback
+import torch.utils.checkpoint
 from torch import Tensor
 
 from zbcompile.passes.capture.unsupported import SHARED_WITH_A_REENTRANT_REGION
 from zbcompile.passes.step_graph import StepGraph
-from zbcompile.passes.torch_private import ANNOTATIONS, annotations_of, replaced_checkpoint_regions
+from zbcompile.passes.torch_private import (
+    ANNOTATIONS,
+    CHECKPOINT_GENERATOR,
+    annotations_of,
+    replaced,
+)
 
 CHECKPOINT = "checkpoint"  # key of an annotation: number of the outermost region
 REENTRANT = "reentrant"  # key of an annotation: number of the outermost reentrant region
@@ -41,7 +47,11 @@ def checkpoint_hints() -> Iterator[None]:
             with _numbered(CHECKPOINT, numbers), _numbered(REENTRANT, regions), grad_mode:
                 return function(*args)
 
-    with replaced_checkpoint_regions(region, ReentrantRegion):
+    checkpoint = torch.utils.checkpoint
+    with (
+        replaced(checkpoint, CHECKPOINT_GENERATOR, region),
+        replaced(checkpoint, "CheckpointFunction", ReentrantRegion),
+    ):
         yield
 
 

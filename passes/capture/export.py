@@ -97,17 +97,44 @@ def export_training_step(
     ['weight', 'bias']
     """
     batch = (args, dict(kwargs or {}), target)
-    return export_step(TrainingStep, model, loss_fn, batch, options or ExportOptions())
+    return _export_step(model, loss_fn, batch, options or ExportOptions(), trains=True)
 
 
-def export_step(
-    kind: type[TrainingStep],
+def export_forward(
+    model: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    target: Any = None,
+    function: LossFunction | None = None,
+    options: ExportOptions | None = None,
+) -> StepGraph:
+    """Returns the forward of `model` in eval mode for one microbatch as a graph.
+
+    `step.output_structure` rebuilds the output, or what `function` returned of
+    `(output, target)`, such as the log-probabilities of labels.
+
+    >>> step = export_forward(nn.Linear(4, 2), (torch.randn(3, 4),))
+    >>> len(step.outputs), step.gradients
+    (1, {})
+    """
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        batch = (args, dict(kwargs or {}), target)
+        return _export_step(model, function, batch, options or ExportOptions(), trains=False)
+    finally:
+        for module in training:
+            module.training = True
+
+
+def _export_step(
     model: nn.Module,
     function: LossFunction | None,
     batch: tuple[Any, ...],
     options: ExportOptions,
+    trains: bool,
 ) -> StepGraph:
-    """Exports a module of class `kind` by up to three attempts, and returns its graph."""
+    """Exports a step by up to three attempts, and returns its graph."""
     check_model(model)
     if isinstance(function, nn.Module):
         check_model(function)
@@ -120,14 +147,15 @@ def export_step(
     }
     arguments: dict[str, Any] = {
         "batch": structure,
+        "trains": trains,
         "static_inputs": static_inputs,
         "returns": options.returns,
     }
     device = options.device or _device_of(model, tensors)
-    example = (torch.ones((), device=device), tensors) if kind is TrainingStep else (tensors,)
+    example = (tensors, torch.ones((), device=device)) if trains else (tensors,)
     failures, running = list[Exception](), ""
     for path in PATHS:
-        step = kind(model, function, path=path, **arguments)
+        step = TrainingStep(model, function, path=path, **arguments)
         try:
             program = _export(step, example, device)
             break
@@ -196,9 +224,8 @@ def describe(program: ExportedProgram, step: TrainingStep) -> StepGraph:
             raise CaptureError(LOSS_WRITES_ITS_BUFFER.format(name=_name_in_loss(name)))
         constants[name], constant_values[name] = buffers.pop(name), step.get_buffer(name)
     inputs = [nodes[str(name)] for name in signature.user_inputs]
-    batch_nodes = inputs[len(inputs) - len(step.batch.paths) :]
     loss, gradients, outputs, fits = _results(program, step, nodes)
-    tangent = inputs[0] if len(inputs) > len(batch_nodes) else None
+    tangent = inputs.pop() if step.trains else None
     if tangent is not None and loss is not None:  # the engine passes it in the dtype of the loss
         tangent.meta["val"] = tangent.meta["val"].to(loss.meta["val"].dtype)
     described = StepGraph(
@@ -207,7 +234,7 @@ def describe(program: ExportedProgram, step: TrainingStep) -> StepGraph:
         buffers=buffers,
         constants=constants,
         constant_values=constant_values,
-        batch_inputs=dict(zip(step.batch.paths, batch_nodes, strict=True)),
+        batch_inputs=dict(zip(step.batch.paths, inputs, strict=True)),
         tangent=tangent,
         loss=loss,
         gradients=gradients,
@@ -236,8 +263,7 @@ def _refuse_writes(program: ExportedProgram, step: TrainingStep, nodes: Mapping[
         if output.kind.name == "PARAMETER_MUTATION":
             raise CaptureError(WRITES_A_PARAMETER.format(line=line or output.target))
         if output.kind.name == "USER_INPUT_MUTATION":
-            position = list(signature.user_inputs).index(output.target)
-            path = step.batch.paths[position - len(signature.user_inputs)]
+            path = step.batch.paths[list(signature.user_inputs).index(output.target)]
             raise CaptureError(WRITES_AN_INPUT.format(path=path, line=line))
 
 
@@ -255,8 +281,6 @@ def _results(
         _copied_value(nodes[value]) if isinstance(value, str) else None
         for value in program.graph_signature.user_outputs
     ]
-    if type(step) is not TrainingStep:
-        return None, {}, [node for node in user_outputs if node is not None], []
     loss, *rest = user_outputs
     count, fits = len(step.trained), len(rest) - len(step.fits)
     gradients = {

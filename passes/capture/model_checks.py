@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from torch import Tensor, nn
+from torch import nn
 
 from zbcompile.passes.capture.parameter_hooks import accumulation_hooks
 from zbcompile.passes.capture.unsupported import (
@@ -16,7 +16,8 @@ from zbcompile.passes.capture.unsupported import (
     SHARES_MEMORY,
 )
 from zbcompile.passes.errors import CaptureError
-from zbcompile.passes.graph.source_location import is_users
+from zbcompile.passes.graph.source_location import is_users_name
+from zbcompile.passes.graph.storage import byte_range
 from zbcompile.passes.torch_private import storage_key
 from zbcompile.passes.torch_private_hooks import function_modes, global_hooks
 
@@ -87,8 +88,9 @@ def _lost_hooks(model: nn.Module) -> Iterator[str]:
     step. Hooks on modules and plain hooks on parameters are a part of the step."""
     if global_hooks():
         yield HAS_GLOBAL_HOOKS.format(hooks=", ".join(global_hooks()))
-    for mode in filter(is_users, function_modes()):
-        yield FUNCTION_MODE_IS_ON.format(mode=mode.__name__)
+    for mode in function_modes():
+        if is_users_name(mode.__module__):
+            yield FUNCTION_MODE_IS_ON.format(mode=mode.__name__)
     for name, kind in accumulation_hooks(model):
         yield HOOK_NEVER_RUNS.format(kind=kind, name=name)
 
@@ -106,18 +108,9 @@ def _shared_memory(model: nn.Module) -> Iterator[str]:
         for name, tensor in tensors:
             if nn.parameter.is_lazy(tensor) or not tensor.numel() or tensor.is_meta:
                 continue
-            start, end = _byte_range(tensor)
+            start, end = byte_range(tensor)  # those of a flat buffer's parts are disjoint
             neighbors = ranges.setdefault(storage_key(tensor), [])
             for first, last, neighbor in neighbors:
                 if first < end and start < last:
                     yield SHARES_MEMORY.format(kind=kind, first=neighbor, second=name)
             neighbors.append((start, end, name))
-
-
-def _byte_range(tensor: Tensor) -> tuple[int, int]:
-    """Returns the bytes of its storage that a tensor spans. Those of a flat buffer's parts are
-    disjoint."""
-    extents = zip(map(int, tensor.shape), tensor.stride(), strict=True)
-    last = sum((size - 1) * stride for size, stride in extents)
-    start = int(tensor.storage_offset()) * tensor.itemsize
-    return start, start + (last + 1) * tensor.itemsize

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.fx import Node
 from torch.overrides import TorchFunctionMode
 
+from zbcompile.passes.capture.autocast_casts import AutocastRegions
 from zbcompile.passes.capture.expert_capacity import require_fit
 from zbcompile.passes.capture.unsupported import (
     FAILS,
@@ -68,18 +69,19 @@ class InexactCalls(TorchFunctionMode):
     """A function mode that notes a sentence for every call whose bits differ from eager mode.
 
     It refuses what a graph cannot say about the traced `parameters`, collects the values of
-    `require_fit`, reads the numbers of a list that torch.tensor takes, and exchanges rows whose
-    counts a router decides.
+    `require_fit`, reads the numbers of a list that torch.tensor takes, exchanges rows whose counts
+    a router decides, and annotates what runs in autocast `regions`.
     """
 
     def __init__(
         self,
         routed: RoutedExchanges,
         numbers_of: Callable[[Any], tuple[Any, torch.dtype]],
-        parameters: Iterable[torch.Tensor] = (),
+        parameters: Iterable[torch.Tensor],
+        regions: AutocastRegions,
     ) -> None:
         super().__init__()
-        self.routed = routed
+        self.routed, self.regions = routed, regions
         self._numbers_of = numbers_of
         self.calls: list[str] = []
         self._parameters = {id(parameter) for parameter in parameters}
@@ -92,6 +94,7 @@ class InexactCalls(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        self.regions.annotate(func)
         result = self.routed.result(func, args, kwargs or {})
         if result is not NotImplemented:
             return result

@@ -10,13 +10,11 @@ import torch
 from torch import nn
 
 from zbcompile.passes.module_state import (
-    ABSENT,
     MAX_DEPTH,
     Reader,
     items_of,
     modules_of,
     read_cell,
-    read_entry,
     state_values,
     token_of,
 )
@@ -87,8 +85,6 @@ class StateSnapshot:
             )
             if isinstance(holder, types.CellType):
                 holder.cell_contents = value
-            elif value is ABSENT:
-                del holder[key]
             else:
                 holder[key] = value
         return changed
@@ -110,6 +106,6 @@ def _containers(value: Any, depth: int = 0) -> Iterator[Any]:
 def _holder(read: Reader) -> Any:
     """Returns the table or cell that a function reads; None if it computes what it returns."""
     if isinstance(read, functools.partial):
-        return read.args[0] if read.func in (read_entry, read_cell) else None
+        return read.args[0] if read.func is read_cell else None
     table = getattr(read, "__self__", None)
     return table if isinstance(table, dict) else None

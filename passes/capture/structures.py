@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from zbcompile.passes.capture.unsupported import RETURNS_A_NUMBER
 from zbcompile.passes.errors import CaptureError
 
+_NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
 
 def output_names(output: Any) -> list[str]:
     """Returns the keys or attributes of a model's output that are not None; [] for a tensor."""
-    if isinstance(output, Tensor):
-        return []
     values = output if isinstance(output, Mapping) else vars_of(output)
     return [str(name) for name, value in values.items() if value is not None]
 
@@ -44,13 +44,19 @@ class OutputStructure:
 
     def rebuild(self, values: Sequence[Any]) -> Any:
         """Returns a copy of the output with other tensors."""
-        return _restore(self.template, values, {})
+        return _map_leaves(
+            self.template,
+            lambda leaf: values[leaf.index] if isinstance(leaf, TensorPosition) else leaf,
+            {},
+        )
 
     @property
     def constants(self) -> tuple[Any, ...]:
         """The leaves that are no tensors, such as numbers and None."""
         return tuple(
-            leaf for _, leaf, is_leaf in self._entries if is_leaf and not is_position(leaf)
+            leaf
+            for _, leaf, is_leaf in self._entries
+            if is_leaf and not isinstance(leaf, TensorPosition)
         )
 
     @cached_property
@@ -71,13 +77,16 @@ def flatten_output(value: Any) -> tuple[list[Tensor], OutputStructure]:
     ({'loss': 'loss tensor', 'steps': 3}, (3,))
     """
     tensors: list[Tensor] = []
-    template = _replace_tensors(value, tensors, {})
-    return tensors, OutputStructure(template)
 
+    def without_tensor(leaf: Any) -> Any:
+        if isinstance(leaf, _NUMBERS):
+            raise CaptureError(RETURNS_A_NUMBER)
+        if not isinstance(leaf, Tensor):
+            return leaf
+        tensors.append(leaf)
+        return TensorPosition(len(tensors) - 1)
 
-def is_position(value: Any) -> bool:
-    """Returns True for a leaf of a template that replaces a tensor."""
-    return isinstance(value, TensorPosition)
+    return tensors, OutputStructure(_map_leaves(value, without_tensor, {}))
 
 
 def _entries(
@@ -97,8 +106,6 @@ def _entries(
 
 def _children(value: Any) -> dict[Any, Any] | None:
     """Returns the children of a container by key; None for a leaf."""
-    if is_position(value):
-        return None
     if isinstance(value, tuple | list):
         return dict(enumerate(value))
     if isinstance(value, Mapping):
@@ -106,47 +113,33 @@ def _children(value: Any) -> dict[Any, Any] | None:
     return vars_of(value) or None
 
 
-def _replace_tensors(value: Any, tensors: list[Tensor], copies: dict[int, Any]) -> Any:
-    if isinstance(value, Tensor):
-        tensors.append(value)
-        return TensorPosition(len(tensors) - 1)
-    if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
-        raise CaptureError(RETURNS_A_NUMBER)
-    return _map_children(value, lambda child: _replace_tensors(child, tensors, copies), copies)
-
-
-def _restore(template: Any, values: Sequence[Any], copies: dict[int, Any]) -> Any:
-    if isinstance(template, TensorPosition):
-        return values[template.index]
-    return _map_children(template, lambda child: _restore(child, values, copies), copies)
-
-
-def _map_children(value: Any, function: Callable[[Any], Any], copies: dict[int, Any]) -> Any:
-    """Returns a copy of a container with `function` applied to its children."""
+def _map_leaves(value: Any, function: Callable[[Any], Any], copies: dict[int, Any]) -> Any:
+    """Returns a copy of a value with `function` applied to everything that is no container."""
     if id(value) in copies:
         return copies[id(value)]
     if isinstance(value, tuple):
-        children = [function(child) for child in value]
+        children = [_map_leaves(child, function, copies) for child in value]
         return type(value)(*children) if hasattr(value, "_fields") else type(value)(children)
     if isinstance(value, list):
-        return [function(child) for child in value]
+        return [_map_leaves(child, function, copies) for child in value]
     if isinstance(value, Mapping):
         duplicate = copy.copy(value)
         for key, child in list(value.items()):
-            duplicate[key] = function(child)  # type: ignore[index]
+            duplicate[key] = _map_leaves(child, function, copies)  # type: ignore[index]
         return duplicate
-    if vars_of(value):
+    if attributes := vars_of(value):
         duplicate = copies[id(value)] = copy.copy(value)
-        for key, child in vars_of(value).items():
-            object.__setattr__(duplicate, key, function(child))
+        for key, child in attributes.items():
+            object.__setattr__(duplicate, key, _map_leaves(child, function, copies))
         return duplicate
-    return value
+    return function(value)
 
 
 def vars_of(value: Any) -> dict[str, Any]:
-    """Returns the attributes of an object; {} for modules, functions and objects without any."""
+    """Returns the attributes of an object; {} for tensors, modules, functions and objects without
+    any."""
     if (
-        isinstance(value, nn.Module | type)
+        isinstance(value, (Tensor, TensorPosition, nn.Module, *_NUMBERS))
         or callable(value)
         or type(value).__module__ == "builtins"
     ):

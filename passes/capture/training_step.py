@@ -1,4 +1,5 @@
-"""The training step as one module: forward, loss and the gradient of every trained parameter."""
+"""The training step as one module: forward, loss and the gradient of every trained parameter; for
+an evaluation the forward alone."""
 
 import contextlib
 import operator
@@ -29,6 +30,7 @@ from zbcompile.passes.capture.structures import OutputStructure, flatten_output,
 from zbcompile.passes.capture.unsupported import (
     NO_METRICS,
     REPLACES_A_BUFFER,
+    RETURNS_NO_TENSOR,
     SPARSE_GRADIENT,
     WRITES_A_BUFFER_IN_BACKWARD,
     WRITES_A_PARAMETER,
@@ -59,8 +61,10 @@ class TrainingStep(nn.Module):
     Args:
         model: The user's module.
         loss_fn: Maps `(output, target)` to the loss, or to `(loss, metrics)`. If None, the output
-            is the loss, has an attribute or a key `loss`, or is a tuple that begins with it.
+            is the loss, has an attribute or a key `loss`, or is a tuple that begins with it. In an
+            evaluation it maps `(output, target)` to what is returned instead of the output.
         batch: The structure of the batch.
+        trains: Whether there are a loss and a backward.
         path: The path of the model: "eager"; "traced", on which torch.jit.is_tracing() is True as
             well; or "export", with the flags of torch.compiler.
         static_inputs: Real tensors by the path of the batch input whose values the model may read.
@@ -78,6 +82,7 @@ class TrainingStep(nn.Module):
         loss_fn: LossFunction | None = None,
         *,
         batch: BatchStructure,
+        trains: bool = True,
         path: str = "eager",
         static_inputs: Mapping[str, Tensor] | None = None,
         returns: str = "",
@@ -89,13 +94,16 @@ class TrainingStep(nn.Module):
         else:
             self.loss_function = loss_fn
         self.batch = batch
+        self.trains = trains
         self.path = path
         self.static_inputs = dict(static_inputs or {})
         self.returns = returns
         self.tied = _tied_names(self)
         self.shardings: dict[str, Sharding] = shardings_of(self)
         self.gradient_placements: dict[str, tuple[Any, ...]] = {}
-        self.trained = tuple(name for name, param in self.named_parameters() if param.requires_grad)
+        self.trained = tuple(
+            name for name, param in self.named_parameters() if trains and param.requires_grad
+        )
         self.python_effects = PythonEffects(model, loss_fn)
         self.output_structure: OutputStructure | None = None
         self.inexact_calls: list[str] = []
@@ -114,28 +122,36 @@ class TrainingStep(nn.Module):
         return super().named_modules(memo, prefix)
 
     def forward(
-        self, tangent: Tensor, tensors: list[Tensor]
-    ) -> tuple[Tensor, list[Tensor | None], list[Tensor], list[Tensor]]:
+        self, tensors: list[Tensor], tangent: Tensor | None = None
+    ) -> tuple[Tensor | None, list[Tensor | None], list[Tensor], list[Tensor]]:
         """Returns the loss, one gradient per trained parameter (None if it has none), outputs, and
         whether tokens fit into exchanges between experts.
 
-        `tangent` is the gradient of the loss; a pipeline of m microbatches passes 1/m. `tensors`
-        are those of the batch.
+        `tangent` is the gradient of the loss; a pipeline of m microbatches passes 1/m. An
+        evaluation has none, and returns outputs alone. `tensors` are those of the batch.
         """
         args, kwargs, target = self.batch.rebuild(tensors)
-        with torch.enable_grad(), self._tensors_of_eager_mode():
+        loss, value, grads = None, None, list[Tensor | None]()
+        with torch.set_grad_enabled(self.trains), self._tensors_of_eager_mode():
             buffers = {name: self._tensor(name) for name, _ in self.named_buffers()}
             parameters = {name: self._tensor(name) for name in self.trained}
             with self._model_context(tensors):
-                output = self._run_model(args, kwargs)
-                loss, metrics = self._loss_of(output, target)
+                returned = self._run_model(args, kwargs)
+                if self.trains:
+                    loss, metrics = self._loss_of(returned, target)
+                    returned = self._returned(returned, metrics)
+                elif self.loss_function is not None:
+                    returned = self.loss_function(returned, target)
             self._refuse_replaced(parameters)
-            value = without_sharding(loss).detach()
-            outputs, self.output_structure = flatten_output(self._returned(output, metrics))
+            outputs, self.output_structure = flatten_output(returned)
             outputs = [without_sharding(tensor).detach() for tensor in outputs]
-            self._progress.call = f"the backward of {type(self.model).__name__}"
-            grads = self._gradients(loss, tangent)
-            self._progress.call = f"torch.export of {type(self.model).__name__}"
+            if loss is not None and tangent is not None:
+                value = without_sharding(loss).detach()
+                self._progress.call = f"the backward of {type(self.model).__name__}"
+                grads = self._gradients(loss, tangent)
+                self._progress.call = f"torch.export of {type(self.model).__name__}"
+            elif not outputs:
+                raise CaptureError(RETURNS_NO_TENSOR.format(kind=type(returned).__name__))
             self._write_assigned_buffers(buffers)
         return value, grads, outputs, self.fits
 
@@ -166,10 +182,11 @@ class TrainingStep(nn.Module):
             compiling(self.path == "export"),
             replaced(torch.jit, "is_tracing", lambda: self.path == "traced"),
         )
-        inexact = InexactCalls(known.routed, known.numbers_of, self.parameters())
+        regions = AutocastRegions()
+        inexact = InexactCalls(known.routed, known.numbers_of, self.parameters(), regions)
         effects = self.python_effects.watched(known)
         tolist = replaced_tolist(known.value_for_python, known.routed.numbers)
-        modes = (checkpoint_hints(), AutocastRegions().numbered(), inexact, tolist, known)
+        modes = (checkpoint_hints(), regions.numbered(), inexact, tolist, known)
         with contextlib.ExitStack() as stack:
             for context in (effects, *flags, data_assignments(refuse_assigned_data), *modes):
                 stack.enter_context(context)

@@ -2,9 +2,9 @@
 
 import hashlib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,11 +15,22 @@ from zbcompile.passes.torch_private import (
     UNSAFE_VIEW,
     LazyGraphModule,
     OpOverload,
-    call_argument,
-    draws_numbers,
     pytree,
     schema_of,
 )
+
+T = TypeVar("T")
+
+
+def reached(starts: Iterable[T], following: Callable[[T], Iterable[T]]) -> dict[T, None]:
+    """Returns `starts` and everything that `following` leads to from them, each once."""
+    pending, visited = list(starts), dict[T, None]()
+    while pending:
+        current = pending.pop()
+        if current not in visited:
+            visited[current] = None
+            pending.extend(following(current))
+    return visited
 
 
 def output_values(graph: Graph) -> list[Any]:
@@ -44,7 +55,11 @@ def operator_name(node: Node) -> str:
 
 def argument_of(node: Node, name: str, default: Any = None) -> Any:
     """Returns an argument of an operator call; `default` if the operator has none of that name."""
-    return call_argument(node.target, node.args, node.kwargs, name, default)
+    for index, declared in enumerate(schema_of(node.target).arguments):
+        if declared.name == name:
+            positional = node.args[index] if index < len(node.args) else declared.default_value
+            return node.kwargs.get(name, positional)
+    return default
 
 
 def is_view(node: Node) -> bool:
@@ -57,9 +72,11 @@ def is_view(node: Node) -> bool:
 
 
 def is_random(node: Node) -> bool:
-    """Returns True if a node draws random numbers: it is never duplicated or reordered."""
+    """Returns True if a node draws random numbers: it is never duplicated or reordered. Attention
+    with `dropout_p=0` draws none."""
     if isinstance(node.target, OpOverload):
-        return draws_numbers(node.target, node.args, node.kwargs)
+        is_tagged = torch.Tag.nondeterministic_seeded in node.target.tags
+        return is_tagged and argument_of(node, "dropout_p") != 0.0
     return any(map(is_random, branch_nodes(node)))
 
 

@@ -5,8 +5,7 @@ import os
 import sys
 from dataclasses import dataclass
 from functools import cached_property
-from types import FrameType, ModuleType
-from typing import Any
+from types import FrameType
 
 from torch.fx import Node
 
@@ -14,7 +13,7 @@ from zbcompile.passes.torch_private import annotations_of, module_stack
 
 LINE = "line"  # key of an annotation: file and line of the user's code
 _LIBRARIES = ("torch", "zbcompile", "contextlib")
-_STEP = ("training_step", "forward_only")  # modules of ours that call the model and the loss
+_STEP = "zbcompile.passes.capture.training_step"  # calls the model and the loss
 _NOT_USERS = frozenset((*sys.stdlib_module_names, "torch", "numpy", "sympy", "zbcompile")) - {
     "__main__"
 }
@@ -32,7 +31,7 @@ def users_line(frame: FrameType | None) -> str:
             return _line_of(frame)
         if name.startswith("torch.nn.") and not torch_line:
             torch_line = _line_of(frame)
-        if name.startswith("zbcompile.") and name.rpartition(".")[2] in _STEP:
+        if name == _STEP:
             break
         frame = frame.f_back
     return torch_line
@@ -95,13 +94,6 @@ def origin_of(node: Node) -> Origin | None:
 def is_users_name(module: object) -> bool:
     """Returns True if the name of a module is none of Python's, torch's, numpy's or ours."""
     return isinstance(module, str) and module.partition(".")[0] not in _NOT_USERS
-
-
-def is_users(value: Any) -> bool:
-    """Returns True if a class, function or module is none of Python's, torch's or ours."""
-    if isinstance(value, ModuleType):
-        return is_users_name(vars(value).get("__name__"))
-    return is_users_name(getattr(value, "__module__", None))
 
 
 def shown_path(file: str) -> str:

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence, Set
 from typing import Any
 
+from torch import Tensor
 from torch.fx import Node
 
 from zbcompile.passes.graph.fx import tensors_of
@@ -27,6 +28,14 @@ def storage_bytes(values: Iterable[Any], without: Set[int] = frozenset()) -> int
 def storages_behind(nodes: Iterable[Node]) -> set[int]:
     """Returns the keys of the storages behind the values of some nodes."""
     return {storage_key(tensor) for node in nodes for tensor in tensors_of(node)}
+
+
+def byte_range(tensor: Tensor) -> tuple[int, int]:
+    """Returns the first byte of a tensor in its storage, and the one after the last."""
+    pairs = zip(map(int, tensor.shape), tensor.stride(), strict=True)
+    last = sum((size - 1) * stride for size, stride in pairs) if tensor.numel() else -1
+    begin = int(tensor.storage_offset())
+    return begin * tensor.itemsize, (begin + int(last) + 1) * tensor.itemsize
 
 
 def alive_bytes(

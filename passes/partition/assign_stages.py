@@ -8,7 +8,7 @@ from torch.fx import Node
 
 from zbcompile.passes.capture.backward_marks import forward_number
 from zbcompile.passes.errors import PartitionError
-from zbcompile.passes.graph.fx import operator_name
+from zbcompile.passes.graph.fx import operator_name, reached
 from zbcompile.passes.partition.cut_points import ForwardLine
 from zbcompile.passes.step_graph import StepGraph
 from zbcompile.passes.torch_private import ANNOTATIONS, annotations_of
@@ -124,30 +124,19 @@ def _cuts_between(
 
 def parameter_owners(step: StepGraph, line: ForwardLine, stages: Stages) -> dict[str, list[int]]:
     """Returns the stages that read each parameter in the forward, lowest first."""
-    readers: dict[str, list[int]] = {}
+    owners = {}
     for name, holder in step.parameters.items():
-        readers_stages: set[int] = set()
-        pending = list(holder.users)
-        while pending:
-            node = pending.pop()
-            if node in line.free:
-                pending.extend(node.users)
-            elif node in stages:
-                readers_stages.add(stages[node])
-        readers[name] = sorted(readers_stages)
-    return readers
+        readers = reached(holder.users, lambda node: node.users if node in line.free else ())
+        owners[name] = sorted({stages[node] for node in readers if node in stages})
+    return owners
 
 
-def _parameters_read(node: Node, through: Mapping[Node, None], parameters: set[Node]) -> list[Node]:
+def _parameters_read(node: Node, through: Mapping[Node, None], parameters: set[Node]) -> set[Node]:
     """Returns the parameters that a node reads, also through the nodes of `through`."""
-    parameters_read, pending = [], list(node.all_input_nodes)
-    while pending:
-        source = pending.pop()
-        if source in parameters:
-            parameters_read.append(source)
-        elif source in through:
-            pending.extend(source.all_input_nodes)
-    return parameters_read
+    sources = reached(
+        node.all_input_nodes, lambda source: source.all_input_nodes if source in through else ()
+    )
+    return parameters & sources.keys()
 
 
 def _assign_homes(line: ForwardLine, stages: Stages) -> None:

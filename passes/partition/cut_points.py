@@ -86,7 +86,7 @@ def _unplaced_nodes(
         **dict.fromkeys(step.batch_inputs.values(), frozenset({BATCH})),
         **dict.fromkeys(updated, frozenset({STATE})),
     }
-    if step.vocabulary_values is not None and step.vocabulary_values.lookup is not None:
+    if step.vocabulary_values.lookup is not None:
         kinds[step.vocabulary_values.lookup] = frozenset({STATE, BATCH})  # the first stage gets it
     free: dict[Node, None] = {}
     homes: dict[Node, None] = {}
@@ -145,7 +145,7 @@ def _indivisible(step: StepGraph, nodes: list[Node], position: Mapping[Node, int
     for index, node in enumerate(nodes):
         if operator_name(node) == "getitem" and node.args[0] in position:
             forbidden.update(range(position[node.args[0]], index))  # type: ignore[index]
-    hidden = step.vocabulary_values.hidden if step.vocabulary_values is not None else None
+    hidden = step.vocabulary_values.hidden
     if hidden is not None and hidden in position:
         forbidden.update(range(position[hidden], len(nodes)))
     large = [index for index, node in enumerate(nodes) if _elements(node) > 1]

@@ -5,7 +5,7 @@ are in B even if only W reads them, so the bytes between B and W do not change. 
 never drawn again, and buffers that the step writes are never read again.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch.fx import Node
@@ -15,7 +15,7 @@ from zbcompile.passes.compile_options import Policy
 from zbcompile.passes.cost.hardware import Hardware
 from zbcompile.passes.cost.node_cost import node_flops, node_seconds
 from zbcompile.passes.errors import CompileError
-from zbcompile.passes.graph.fx import is_random, is_view, operator_name
+from zbcompile.passes.graph.fx import is_random, is_view, operator_name, reached
 from zbcompile.passes.graph.storage import storage_bytes, storages_behind
 from zbcompile.passes.recompute.saved_values import (
     Candidates,
@@ -88,7 +88,7 @@ class StageForward:
         self._changing = {
             step.buffers[name] for name in step.buffer_updates if name in step.buffers
         }
-        if step.vocabulary_values is not None and step.vocabulary_values.lookup is not None:
+        if step.vocabulary_values.lookup is not None:
             self._changing.add(step.vocabulary_values.lookup)  # F alone receives it
         self._trained = _values_of_parameters(step)
 
@@ -175,13 +175,11 @@ def _duplicate(step: StepGraph, labels: Labels, forward: StageForward, saved: Sa
     position = {node: index for index, node in enumerate(step.graph.nodes)}
     copies: dict[Node, Node] = {}
 
+    def missing_of(nodes: Iterable[Node]) -> list[Node]:
+        return [node for node in nodes if node in chosen and node not in copies]
+
     def copy_before(place: Node, node: Node) -> Node:
-        missing, pending = set[Node](), [node]
-        while pending:
-            source = pending.pop()
-            if source in chosen and source not in copies and source not in missing:
-                missing.add(source)
-                pending.extend(source.all_input_nodes)
+        missing = reached(missing_of([node]), lambda source: missing_of(source.all_input_nodes))
         for source in sorted(missing, key=position.__getitem__):
             with step.graph.inserting_before(place):
                 copy = step.graph.node_copy(source, lambda value: copies.get(value, value))

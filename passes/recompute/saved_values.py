@@ -6,12 +6,14 @@ choice is a minimum cut (Chen et al. 2016 pose the problem, arXiv:1604.06174). A
 met by the best corner of the convex hull of these choices.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
 import networkx  # torch depends on it
 from networkx.algorithms.flow import preflow_push
+
+from zbcompile.passes.graph.fx import reached
 
 SOURCE, SINK = "source", "sink"
 _TIE = 10**9  # one part in a billion per value: equal layers are then recomputed one by one
@@ -116,16 +118,15 @@ def minimize(candidates: Candidates, byte_weight: int, cost_weight: int) -> Save
     )
 
 
-def _source_side(residual: Any) -> set[Any]:
+def _source_side(residual: Any) -> Set[Any]:
     """Returns the vertices that the source reaches in a residual network: its side of the smallest
     minimum cut."""
-    side, pending = {SOURCE}, [SOURCE]
-    while pending:
-        for head, edge in residual[pending.pop()].items():
-            if head not in side and edge["flow"] < edge["capacity"]:
-                side.add(head)
-                pending.append(head)
-    return side
+    return reached(
+        [SOURCE],
+        lambda tail: [
+            head for head, edge in residual[tail].items() if edge["flow"] < edge["capacity"]
+        ],
+    ).keys()
 
 
 def _with_costs(saved: SavedValues, candidates: Candidates) -> SavedValues:

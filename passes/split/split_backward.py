@@ -131,7 +131,7 @@ def _nodes_that_end_in_gradients(
     ends: dict[Node, bool] = {}
     by_layout: set[Node] = set()
     of_batch = _of_batch(step)
-    sent = set(step.vocabulary_values.results()) if step.vocabulary_values is not None else set()
+    sent = set(step.vocabulary_values.results())
     for node in reversed(backward):
         readers = [user for user in node.users if user.op != "output"]
         ends[node] = node not in sent and all(user in backward and ends[user] for user in readers)

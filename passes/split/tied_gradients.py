@@ -11,8 +11,9 @@ import torch
 from torch.fx import Node
 
 from zbcompile.passes.capture.backward_marks import is_gradient_sum
+from zbcompile.passes.graph.fx import reached
 from zbcompile.passes.step_graph import BACKWARD, END, WEIGHT, Label, Labels, StepGraph
-from zbcompile.passes.torch_private import ANNOTATIONS, TO_COPY, annotations_of
+from zbcompile.passes.torch_private import TO_COPY
 
 
 def label_tied_gradients(step: StepGraph, labels: Labels, exact: bool) -> dict[str, frozenset[int]]:
@@ -44,14 +45,8 @@ def label_tied_gradients(step: StepGraph, labels: Labels, exact: bool) -> dict[s
 
 def _parts_of_end(gradient: Node, end: Mapping[Node, None]) -> set[Node]:
     """Returns the values of other passes that a gradient of label E is computed from."""
-    parts, pending = set(), [gradient]
-    while pending:
-        node = pending.pop()
-        if node in end:
-            pending.extend(node.all_input_nodes)
-        else:
-            parts.add(node)
-    return parts
+    sources = reached([gradient], lambda node: node.all_input_nodes if node in end else ())
+    return sources.keys() - end.keys()
 
 
 def _sums_over_stages(step: StepGraph, labels: Labels) -> dict[Node, None]:
@@ -69,20 +64,17 @@ def _sums_over_stages(step: StepGraph, labels: Labels) -> dict[Node, None]:
 
 def _reaches_gradients_only(node: Node, labels: Labels) -> bool:
     """Returns True if gradients of parameters are all that is computed from a sum."""
-    pending, visited = [node], {node}
-    while pending:
-        current = pending.pop()
-        if len(current.users) == 0:
-            return False
-        for user in current.users:
-            if user.op == "output" or user in visited:
-                continue
-            simple = is_gradient_sum(user) or user.target in _TAIL
-            if not simple or user not in labels:
-                return False
-            visited.add(user)
-            pending.append(user)
-    return True
+
+    def is_simple(value: Node) -> bool:
+        return value in labels and (is_gradient_sum(value) or value.target in _TAIL)
+
+    values = reached(
+        [node], lambda value: [*value.users] if value is node or is_simple(value) else ()
+    )
+    return all(
+        value.op == "output" or (value.users and (value is node or is_simple(value)))
+        for value in values
+    )
 
 
 _TAIL = frozenset(
@@ -128,11 +120,7 @@ def _parts(node: Node, end: Mapping[Node, None], labels: Labels) -> list[Node]:
 def _add_parts(step: StepGraph, labels: Labels, parts: list[Node]) -> Node:
     total = parts[0]
     kind = WEIGHT if any(labels[part].kind == WEIGHT for part in parts) else BACKWARD
-    last = max(parts, key=lambda part: list(step.graph.nodes).index(part))
     for part in parts[1:]:
-        with step.graph.inserting_after(last):
-            node = step.graph.call_function(torch.ops.aten.add.Tensor, (total, part))
-        node.meta = {"val": part.meta["val"], ANNOTATIONS: dict(annotations_of(part))}
-        labels[node] = Label(labels[part].stage, kind)
-        total = last = node
+        total = step.insert_sum(total, part, before=step.graph.output_node())
+        labels[total] = Label(labels[part].stage, kind)
     return total

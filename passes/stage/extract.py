@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 
 from torch.fx import Graph, Node
 
+from zbcompile.passes.graph.fx import reached
 from zbcompile.passes.graph.roles import ACTIVATION, GRADIENT, PART, SAVED, Role, Slot
 from zbcompile.passes.split.split_backward import merge_convolutions
 from zbcompile.passes.stage.pass_graph import PassGraph
@@ -131,14 +132,15 @@ class Extraction:
 
     def _free_inputs(self, members: Iterable[Node]) -> set[Node]:
         """Returns the free nodes that the members read, directly or through free nodes."""
-        free: set[Node] = set()
-        pending = [source for node in members for source in node.all_input_nodes]
-        while pending:
-            node = pending.pop()
-            if node.op == "call_function" and node not in self.labels and node not in free:
-                free.add(node)
-                pending.extend(node.all_input_nodes)
-        return free
+
+        def is_free(node: Node) -> bool:
+            return node.op == "call_function" and node not in self.labels
+
+        sources = reached(
+            (source for node in members for source in node.all_input_nodes),
+            lambda node: node.all_input_nodes if is_free(node) else (),
+        )
+        return set(filter(is_free, sources))
 
 
 def _next_hop(current: Label, end: Label) -> Label:

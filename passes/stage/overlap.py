@@ -16,6 +16,7 @@ from typing import Any
 from torch.fx import Graph, GraphModule, Node
 
 from zbcompile.passes.cost.node_cost import node_bytes
+from zbcompile.passes.graph.fx import reached
 from zbcompile.passes.graph.process_groups import is_collective, is_wait
 from zbcompile.passes.graph.roles import GRADIENT
 from zbcompile.passes.stage.pass_graph import PassGraph
@@ -100,16 +101,9 @@ def weight_only_nodes(graph: PassGraph) -> list[Node]:
     calls = graph.calls
     if graph.kind != "BW" or not any(map(is_wait, calls)):
         return []
-    results = zip(graph.outputs, graph.results, strict=True)
-    gradients = [node for slot, node in results if slot.role == GRADIENT]
+    gradients = [node for slot, node in graph.returns if slot.role == GRADIENT]
     exchanges = [node for node in calls if is_collective(node) or is_wait(node)]
-    pending = [*gradients, *exchanges]
-    urgent: set[Node] = set()
-    while pending:
-        node = pending.pop()
-        if node not in urgent:
-            urgent.add(node)
-            pending.extend(node.all_input_nodes)
+    urgent = reached([*gradients, *exchanges], lambda node: node.all_input_nodes)
     return [node for node in calls if node not in urgent]
 
 

@@ -54,6 +54,16 @@ class PassGraph:
         return list(self.module.graph.output_node().args[0])  # type: ignore[arg-type]
 
     @property
+    def arguments(self) -> list[tuple[Slot, Node]]:
+        """Returns the slot and the placeholder of every input."""
+        return list(zip(self.inputs, self.placeholders, strict=True))
+
+    @property
+    def returns(self) -> list[tuple[Slot, Node]]:
+        """Returns the slot and the node of every output."""
+        return list(zip(self.outputs, self.results, strict=True))
+
+    @property
     def calls(self) -> list[Node]:
         return [node for node in self.module.graph.nodes if node.op == "call_function"]
 

@@ -42,15 +42,13 @@ class Crossing:
     """The bytes that wait between the passes of a stage, by storage; parameters and inputs not at
     all.
 
-    `kept` is everything alive between F and B, `residue` everything alive between B and W; the
-    other three divide them by the pass that makes them, or receives them, and the one that reads.
+    `kept` is everything alive between F and B, of which B reads `forward_to_backward`, and
+    `residue` everything alive between B and W.
     """
 
-    forward_to_backward: int
-    forward_to_weight: int
-    backward_to_weight: int
-    kept: int
-    residue: int
+    forward_to_backward: int = 0
+    kept: int = 0
+    residue: int = 0
 
 
 @dataclass(frozen=True)
@@ -88,7 +86,7 @@ class StageProgram:
     gradients_in: Mapping[str, TensorSpec] = field(default_factory=dict)
     gradients_out: Mapping[str, TensorSpec] = field(default_factory=dict)
     trained: tuple[str, ...] = ()
-    crossing: Crossing = field(default_factory=lambda: Crossing(0, 0, 0, 0, 0))
+    crossing: Crossing = Crossing()
     recomputed: Recomputation | None = None
     deferred: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     parts: tuple[str, ...] = ()
@@ -97,11 +95,6 @@ class StageProgram:
     def changed(self) -> tuple[str, ...]:
         """The buffers that forward changes."""
         return tuple(slot.name for slot in self.pieces["F"].outputs if slot.role == "buffer_update")
-
-    @property
-    def send_bytes(self) -> int:
-        """Bytes of activations that leave per microbatch."""
-        return sum(spec.bytes for spec in self.sends.values())
 
     def message_bytes(self, event: str) -> int:
         """Bytes of what F sends to the next stage, or B to the one before."""

@@ -12,15 +12,15 @@ from zbcompile.passes.errors import PartitionError
 from zbcompile.passes.graph import roles
 from zbcompile.passes.graph.fx import is_random
 from zbcompile.passes.graph.roles import Role, Slot, TensorSpec
-from zbcompile.passes.graph.storage import storage_bytes, storages_behind
+from zbcompile.passes.graph.storage import storage_bytes
 from zbcompile.passes.graph.strides import overlaps
 from zbcompile.passes.recompute.recompute import RECOMPUTED
 from zbcompile.passes.stage.accumulate import accumulate, gradients_of_their_own
 from zbcompile.passes.stage.overlap import sink_waits
 from zbcompile.passes.stage.pass_graph import PassGraph
-from zbcompile.passes.stage.peak_memory import is_resident
+from zbcompile.passes.stage.peak_memory import resident_storages
 from zbcompile.passes.stage.stage_program import Crossing, Recomputation, StageProgram, tensor_spec
-from zbcompile.passes.step_graph import END, Label, StepGraph, VocabularyValues
+from zbcompile.passes.step_graph import END, Label, StepGraph
 from zbcompile.passes.torch_private import FakeTensorMode, LazyGraphModule
 
 
@@ -112,7 +112,7 @@ def _stage_program(
     finished: Mapping[str, PassGraph],
 ) -> StageProgram:
     step = compiled.step
-    values = step.vocabulary_values or VocabularyValues()
+    values = step.vocabulary_values
     input_slots = [slot for graph in finished.values() for slot in graph.inputs]
     trained = [
         slot.name
@@ -170,8 +170,7 @@ def _messages(compiled: CompiledStep, sender: Label, role: Role) -> dict[str, Te
     """Returns what a pass sends, in order. Values keep their strides, also those with gaps."""
     graph = compiled.passes.get(sender)
     sent: dict[str, TensorSpec] = {}
-    pairs = zip(graph.outputs, graph.results, strict=True) if graph is not None else ()
-    for slot, node in pairs:
+    for slot, node in graph.returns if graph is not None else ():
         if slot.role != role:
             continue
         value = node.meta["val"]
@@ -187,32 +186,15 @@ def _messages(compiled: CompiledStep, sender: Label, role: Role) -> dict[str, Te
 def _crossing(graphs: Mapping[str, PassGraph]) -> Crossing:
     """Returns the bytes that wait between the passes of a stage, by storage."""
     if "B" not in graphs:
-        return Crossing(0, 0, 0, 0, 0)
-    updated = {s.name for s in graphs["F"].outputs if s.role == roles.BUFFER_UPDATE}
-    resident: set[int] = set()
-    for graph in graphs.values():
-        for slot, node in zip(graph.inputs, graph.placeholders, strict=True):
-            if is_resident(slot, updated):
-                resident |= storages_behind([node])
-    needed = {
-        kind: {
-            slot: node
-            for slot, node in zip(graph.inputs, graph.placeholders, strict=True)
-            if slot.role in (roles.SAVED, roles.GRADIENT, roles.ACTIVATION)
-        }
-        for kind, graph in graphs.items()
-    }
-    saved = set(graphs["F"].outputs)
-    for_backward = [node for slot, node in needed["B"].items() if slot.role != roles.GRADIENT]
-    from_forward = [node for slot, node in needed["W"].items() if slot in saved]
-    from_backward = [node for slot, node in needed["W"].items() if slot not in saved]
-
+        return Crossing()
+    resident, by_forward = resident_storages(graphs.values()), set(graphs["F"].outputs)
+    for_backward = [node for slot, node in graphs["B"].arguments if slot.role == roles.SAVED]
+    for_weight = {slot: n for slot, n in graphs["W"].arguments if slot.role == roles.SAVED}
+    from_forward = [node for slot, node in for_weight.items() if slot in by_forward]
     return Crossing(
         forward_to_backward=storage_bytes(for_backward, resident),
-        forward_to_weight=storage_bytes(from_forward, resident),
-        backward_to_weight=storage_bytes(from_backward, resident),
         kept=storage_bytes([*for_backward, *from_forward], resident),
-        residue=storage_bytes([*from_forward, *from_backward], resident),
+        residue=storage_bytes(for_weight.values(), resident),
     )
 
 

@@ -329,6 +329,5 @@ class _Shard:
                 del inputs[node]
         graph = LazyGraphModule(module, module.graph, class_name=f"{name}{self.rank}")
         piece = PassGraph(self.rank, name, graph, tuple(inputs.values()), tuple(outputs))
-        results = zip(outputs, piece.results, strict=True)
-        self.fakes |= {slot: node.meta["val"] for slot, node in results}  # of later passes
+        self.fakes |= {slot: node.meta["val"] for slot, node in piece.returns}  # of later passes
         return piece

@@ -87,6 +87,6 @@ def forward_bytes(program: Program) -> tuple[int, int]:
     """
     count = program.schedule.microbatches
     inside = max(transient_bytes(stage, "F") for stage in program.stages)
-    sent = sum(stage.send_bytes for stage in program.stages)
+    sent = sum(stage.message_bytes("F") for stage in program.stages)
     created = sum(spec.bytes for _, spec in program.returns.made.values())
     return inside, count * (sent + 2 * created)  # the parts of an output, and the output

@@ -22,8 +22,7 @@ from zbcompile.compiler.compile_model import (
 from zbcompile.compiler.torch_logs import without_torchs_logs
 from zbcompile.errors import CompileError, PipelineError
 from zbcompile.model.model_info import facts_of
-from zbcompile.passes.capture.export import ExportOptions
-from zbcompile.passes.capture.forward_only import export_forward
+from zbcompile.passes.capture.export import ExportOptions, export_forward
 from zbcompile.passes.compile_options import CompileOptions
 from zbcompile.passes.compile_step import compile_graph
 from zbcompile.passes.graph.fx import is_random

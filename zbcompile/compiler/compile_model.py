@@ -236,7 +236,7 @@ def _refuse_buffer_updates(programs: Sequence[StageProgram]) -> None:
 def describe_cuts(compiled: CompiledStep, choices: CompileOptions) -> Cuts:
     """Returns the cuts with the seconds of stages and ranks, for reports."""
     line, cuts = compiled.line, compiled.cuts
-    sharded = compiled.step.vocabulary_values is not None
+    sharded = compiled.step.vocabulary_values.hidden is not None
     totals = [0.0, *accumulate(compiled.loads)]
     row = LoadRow(totals, compiled.ranks_of)
     return Cuts(

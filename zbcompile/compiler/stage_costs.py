@@ -32,6 +32,6 @@ def bytes_of(stages: Sequence[StageProgram]) -> dict[str, Any]:
     return {
         "activation": tuple(stage.crossing.kept for stage in stages),
         "residue": tuple(stage.crossing.residue for stage in stages),
-        "message": tuple(stage.send_bytes for stage in stages),
+        "message": tuple(stage.message_bytes("F") for stage in stages),
         "memory_unit": "B",
     }

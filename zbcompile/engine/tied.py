@@ -44,7 +44,7 @@ class _Reducer:
         for microbatch in range(program.schedule.microbatches):
             owner = program.rank_of(stage, microbatch)
             values = []
-            for (_, name), node in zip(graph.inputs, graph.placeholders, strict=True):
+            for (_, name), node in graph.arguments:
                 source = program.rank_of(senders[name], microbatch)
                 part = None
                 if source in self.gradients:

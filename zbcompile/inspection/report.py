@@ -79,7 +79,7 @@ class Summary:
                     ),
                     Figure("keeps", crossing.kept, "B", "microbatch"),
                     Figure("residue", crossing.residue, "B", "microbatch"),
-                    Figure("sends", stage.send_bytes, "B", "microbatch"),
+                    Figure("sends", stage.message_bytes("F"), "B", "microbatch"),
                 ]
             )
         distinct = len({stage.original for stage in self.program.stages})

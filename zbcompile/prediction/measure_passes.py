@@ -80,7 +80,7 @@ def _run_of(piece: PassGraph, saved: dict[Slot, Any]) -> Callable[[], None]:
     """One run of a pass, on the parameters and buffers `saved` by its stage. Buffers that a graph
     adds into grow in value from run to run, which does not change the time."""
     run, values, device = boxed(piece.module), [], device_of(piece.module.graph.nodes)
-    for slot, node in zip(piece.inputs, piece.placeholders, strict=True):
+    for slot, node in piece.arguments:
         values.append(
             saved.setdefault(slot, values_like(node))
             if slot.role in RETAINED

@@ -35,7 +35,7 @@ from zbcompile.schedules import check, from_json
 from zbcompile.schedules.ir.files import to_json
 from zbcompile.untrusted_text import parse_json
 
-FORMAT, VERSION = "zbcompile program", 9
+FORMAT, VERSION = "zbcompile program", 10
 MANIFEST, SCHEDULE = "manifest.json", "schedule.json"
 AGAIN = "Compile and save the program again"
 _NAME = r"(manifest|schedule|rank-\d{4,})\.(json|safetensors)"

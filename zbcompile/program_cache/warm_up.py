@@ -46,9 +46,8 @@ def _run(stage: CompiledStage, name: str, saved: dict[Slot, Any]) -> None:
     the pass saves is added to `saved`.
     """
     piece = stage.program.pieces[name]
-    placeholders = piece.module.graph.find_nodes(op="placeholder")
     values = []
-    for slot, node in zip(piece.inputs, placeholders, strict=True):
+    for slot, node in piece.arguments:
         value = saved.get(slot, stage.resident.get(slot))
         if value is None or value.is_meta:  # rows of other ranks are gathered for a run
             value = _zeros(node.meta["val"], stage.device)

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.support.pass_graph_runner import run_forward
-from zbcompile.passes.capture.export import ExportOptions, export_training_step
-from zbcompile.passes.capture.forward_only import export_forward
+from zbcompile.passes.capture.export import ExportOptions, export_forward, export_training_step
 from zbcompile.passes.compile_step import compile_graph
 from zbcompile.passes.errors import CaptureError
 

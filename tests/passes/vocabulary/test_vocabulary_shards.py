@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from tests.support.pass_graph_runner import Batch, StepResult, eager_step
 from tests.support.vocabulary_runner import ShardedRunner, errors
-from zbcompile.passes.capture.export import ExportOptions, export_training_step
-from zbcompile.passes.capture.forward_only import export_forward
+from zbcompile.passes.capture.export import ExportOptions, export_forward, export_training_step
 from zbcompile.passes.compile_options import CompileOptions
 from zbcompile.passes.compile_step import compile_graph
 from zbcompile.passes.step_graph import StepGraph
