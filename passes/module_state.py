@@ -103,36 +103,30 @@ def attribute_names(module: nn.Module) -> Iterator[str]:
 def functions_of(model: nn.Module, loss: Any = None) -> list[types.FunctionType]:
     """Returns the user's functions: forwards of modules, functions that modules hold, hooks, and
     those of the loss, with what decorators wrap."""
-    functions: dict[int, types.FunctionType] = {}
+    starts = [loss, *(hook for _, hook in _hooks(model, loss))]
     for _, module in modules_of(model, loss):
-        for function in (getattr(type(module), "forward", None), *vars(module).values()):
-            if isinstance(function, types.FunctionType):
-                functions[id(function)] = function
-    for called in (loss, *(hook for _, hook in _hooks(model, loss))):
-        function = _function_of(called)
-        if function is not None:
-            functions[id(function)] = function
-    for function in list(functions.values()):
-        while (
-            isinstance(function := getattr(function, "__wrapped__", None), types.FunctionType)
-            and id(function) not in functions
-        ):
-            functions[id(function)] = function
+        held = (getattr(type(module), "forward", None), *vars(module).values())
+        starts += [value for value in held if isinstance(value, types.FunctionType)]
+    functions: dict[int, types.FunctionType] = {}
+    for called in starts:
+        while called is not None and id(called) not in functions:
+            if isinstance(called, types.FunctionType):
+                functions[id(called)] = called
+            called = _called_by(called)
     return [function for function in functions.values() if is_users_name(function.__module__)]
 
 
-def _function_of(called: Any) -> types.FunctionType | None:
-    """Returns the function behind a partial, a method or an object that is called."""
-    while called is not None and not isinstance(called, types.FunctionType):
-        inner = (
-            getattr(called, "func", None)
-            or getattr(called, "__func__", None)
-            or vars(type(called)).get("__call__")
-        )
-        kinds = types.FunctionType | types.MethodType | functools.partial
-        is_wrapped = isinstance(inner, kinds) and not isinstance(called, nn.Module)
-        called = inner if is_wrapped else None
-    return called
+def _called_by(called: Any) -> Any:
+    """Returns what a partial, method, decorated function or object calls; None for others."""
+    if isinstance(called, functools.partial):
+        return called.func
+    if isinstance(called, types.MethodType):
+        return called.__func__
+    if isinstance(called, nn.Module | type):
+        return None
+    inner = getattr(called, "__wrapped__", None) or vars(type(called)).get("__call__")
+    kinds = types.FunctionType | types.MethodType | functools.partial
+    return inner if isinstance(inner, kinds) else None
 
 
 def _hooks(model: nn.Module | None, loss: Any) -> Iterator[tuple[str, Any]]:

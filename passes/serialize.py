@@ -71,9 +71,8 @@ def graph_from_data(
     """
     mode = FakeTensorMode(allow_fallback_kernels=False, allow_non_fake_inputs=True)
     try:
-        tensors = [_tensor_from_data(tensor).to(device) for tensor in data["tensors"]]
         with mode, torch.no_grad(), kernel_strides():
-            return _Reader(device, operators, tensors).read(data, name)
+            return _Reader(device, operators).read(data, name)
     except CompileError:
         raise
     except _MALFORMED as error:
@@ -88,7 +87,6 @@ class _Writer:
     module: GraphModule
     numbers: dict[Node, int] = field(default_factory=dict)
     graphs: list[Data] = field(default_factory=list)
-    tensors: list[list[Any]] = field(default_factory=list)
 
     def write(self) -> Data:
         nodes = []
@@ -100,7 +98,7 @@ class _Writer:
         results = self.module.graph.output_node().args[0]
         outputs = [self.numbers[node] for node in results]  # type: ignore[index, union-attr]
         data = _inputs_to_data(self.module.graph) | {"nodes": nodes, "outputs": outputs}
-        return data | {"graphs": self.graphs, "tensors": self.tensors}
+        return data | {"graphs": self.graphs}
 
     def _node(self, node: Node) -> Data:
         data: Data = {"call": name_of_operator(node.target)}
@@ -119,7 +117,8 @@ class _Writer:
 
     def _argument(self, value: Any) -> Any:
         if isinstance(value, Node) and value.op == "get_attr":
-            return self._attribute(value)
+            self.graphs.append(graph_to_data(getattr(self.module, str(value.target))))
+            return {"graph": len(self.graphs) - 1}
         if isinstance(value, Node):
             return {"node": self.numbers[value]}
         if isinstance(value, str):
@@ -141,14 +140,6 @@ class _Writer:
             raise CompileError(f"an argument of type {type(value).__name__} cannot be saved.")
         return dict([tagged])
 
-    def _attribute(self, node: Node) -> Data:
-        value = getattr(self.module, str(node.target))
-        if isinstance(value, GraphModule):
-            self.graphs.append(graph_to_data(value))
-            return {"graph": len(self.graphs) - 1}
-        self.tensors.append(_tensor_to_data(value))
-        return {"tensor": len(self.tensors) - 1}
-
 
 @dataclass
 class _Reader:
@@ -156,7 +147,6 @@ class _Reader:
 
     device: torch.device
     operators: Collection[str]
-    tensors: list[Tensor]
     graph: Graph = field(default_factory=Graph)
     nodes: list[Node] = field(default_factory=list)
     attributes: dict[str, Any] = field(default_factory=dict)
@@ -166,7 +156,6 @@ class _Reader:
         self._read_inputs(data)
         for number, inner in enumerate(data["graphs"]):
             self.attributes[f"graph_{number}"] = self._branch(inner)
-        self.attributes |= {f"tensor_{number}": t for number, t in enumerate(self.tensors)}
         for node in data["nodes"]:
             self._read_node(node)
         results = tuple(self._node(number) for number in data["outputs"])
@@ -177,9 +166,7 @@ class _Reader:
         return LazyGraphModule(self.attributes, self.graph, class_name=name)
 
     def _branch(self, data: Data) -> GraphModule:
-        if data["tensors"]:
-            raise CompileError("a branch refers to tensors, which must be its operands.")
-        branch = _Reader(self.device, self.operators, []).read(data, "Branch")
+        branch = _Reader(self.device, self.operators).read(data, "Branch")
         if any(map(is_collective, branch.graph.nodes)):
             raise CompileError("a branch communicates, and not all ranks need to take it.")
         return branch
@@ -272,11 +259,9 @@ class _Reader:
         ((tag, value),) = data.items()
         if tag == "node":
             return self._node(value)
-        if tag in ("graph", "tensor"):
-            attribute = self.attributes[f"{tag}_{value}"]
-            node = self.graph.get_attr(f"{tag}_{value}")
-            is_tensor = isinstance(attribute, Tensor)
-            node.meta["val"] = torch.empty_like(attribute) if is_tensor else attribute
+        if tag == "graph":
+            node = self.graph.get_attr(f"graph_{value}")
+            node.meta["val"] = self.attributes[f"graph_{value}"]
             return node
         if tag == "complex":
             return complex(*value)
@@ -312,19 +297,6 @@ def _inputs_to_data(graph: Graph) -> Data:
         offset = (byte_range(value)[0] - ranges[key][0]) // value.itemsize
         inputs.append([value.device.type, dtype, shape, stride, numbers[key], offset])
     return {"storages": [high - low for low, high in ranges.values()], "inputs": inputs}
-
-
-def _tensor_to_data(tensor: Tensor) -> list[Any]:
-    """Returns a small tensor that a graph refers to: dtype, shape and bytes."""
-    content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    return [dtype, list(tensor.shape), bytes(content.tolist()).hex()]
-
-
-def _tensor_from_data(data: list[Any]) -> Tensor:
-    dtype, shape, content = data
-    flat = torch.tensor(list(bytes.fromhex(content)), dtype=torch.uint8)
-    return flat.view(dtype_named(dtype)).reshape(list(map(_size, shape)))
 
 
 def _size(value: Any) -> int:

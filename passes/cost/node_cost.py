@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import flop_registry, shape_wrapper
 
 from zbcompile.passes.cost.hardware import Hardware
 from zbcompile.passes.graph.fx import is_view, operator_name, tensors_of
@@ -20,7 +20,6 @@ from zbcompile.passes.torch_private import (
     GROUPED_MM,
     SCALED_GROUPED_MM,
     OpOverload,
-    pytree,
 )
 
 aten = torch.ops.aten
@@ -49,15 +48,11 @@ def node_seconds(node: Node, hardware: Hardware) -> float:
 
 def node_flops(node: Node) -> int:
     """Returns the floating-point operations of a call; a multiply-add counts as two."""
-    packet = getattr(node.target, "overloadpacket", node.target)
-    if (missing := _missing_formula(packet)) is not None:
-        args, kwargs = map_arg((node.args, node.kwargs), _value_of)
-        args, kwargs = pytree.tree_map_only(torch.Tensor, lambda value: value.shape, (args, kwargs))
-        return int(missing(*args, **kwargs))
-    if packet not in flop_registry:
+    formula = _formula(getattr(node.target, "overloadpacket", node.target))
+    if formula is None:
         return 0
-    args, kwargs = map_arg((node.args, node.kwargs), _value_of)
-    return int(flop_registry[packet](*args, **kwargs, out_val=node.meta["val"]))
+    args, kwargs = map_arg((node.args, node.kwargs), lambda source: source.meta.get("val"))
+    return int(formula(*args, **kwargs, out_val=node.meta["val"]))
 
 
 def node_bytes(node: Node) -> int:
@@ -82,15 +77,7 @@ def operators_without_formula(graph: Graph) -> set[str]:
         and node.target.namespace not in ("aten", "prims", *FUNCTIONAL_COLLECTIVES)
         and not is_collective(node)
     }
-    return {
-        str(packet)
-        for packet in packets
-        if packet not in flop_registry and _missing_formula(packet) is None
-    }
-
-
-def _value_of(source: Node) -> Any:
-    return source.meta.get("val")
+    return {str(packet) for packet in packets if _formula(packet) is None}
 
 
 def _dtype_of(node: Node) -> str:
@@ -143,5 +130,7 @@ _OF_TRANSFORMERS = {
 }
 
 
-def _missing_formula(packet: Any) -> Callable[..., int] | None:
-    return _MISSING.get(packet) or _OF_TRANSFORMERS.get(str(packet))
+def _formula(packet: Any) -> Callable[..., Any] | None:
+    """Returns a function from the arguments and the result of an operator to its FLOPs."""
+    missing = _MISSING.get(packet) or _OF_TRANSFORMERS.get(str(packet))
+    return shape_wrapper(missing) if missing is not None else flop_registry.get(packet)

@@ -1,6 +1,5 @@
 """Questions about the nodes of an FX graph that every pass asks, and copies of graphs."""
 
-import hashlib
 import re
 from collections.abc import Callable, Iterable, Iterator
 from operator import attrgetter
@@ -104,13 +103,13 @@ def with_graph(module: GraphModule, graph: Graph) -> GraphModule:
 
 def graph_text(module: GraphModule) -> str:
     """Returns a text that graphs share which do the same work: inputs, operators, arguments and
-    the attributes' content, without names."""
+    the graphs that they call, without names."""
     numbers: dict[Node, _Number] = {}
     lines = []
     for node in module.graph.nodes:
         numbers[node] = _Number(f"%{len(numbers)}")
         if node.op == "get_attr":
-            text = _attribute_text(attrgetter(str(node.target))(module))
+            text = f"({graph_text(attrgetter(str(node.target))(module))})"
         elif node.op == "placeholder":
             text = "placeholder"
         else:
@@ -127,14 +126,6 @@ class _Number(str):
 
     def __repr__(self) -> str:
         return str(self)
-
-
-def _attribute_text(value: Any) -> str:
-    """Returns the text of an attribute, which has different names in different stages."""
-    if isinstance(value, GraphModule):
-        return f"({graph_text(value)})"
-    content = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
-    return f"{value.dtype} {tuple(value.shape)} {hashlib.sha256(content).hexdigest()}"
 
 
 def on_any_device(text: str) -> str:

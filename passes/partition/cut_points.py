@@ -14,6 +14,7 @@ from zbcompile.passes.step_graph import StepGraph
 from zbcompile.passes.torch_private import TO_COPY
 
 CASTS = (TO_COPY, torch.ops.aten.detach.default)
+_LARGE = 1 << 24  # FLOPs of a product whose result is worth sending instead of computing again
 PARAMETER, BATCH, STATE = "parameter", "batch", "state"  # kinds of values that a node depends on
 
 
@@ -104,7 +105,7 @@ def _unplaced_nodes(
                 by_parameters.append(node)
             continue
         if PARAMETER not in kinds[node]:
-            if node_flops(node) == 0 or not _is_large(node):
+            if node_flops(node) <= _LARGE:
                 free[node] = None
         elif BATCH not in kinds[node]:
             if not placed and (is_view(node) or node.target in CASTS):
@@ -112,11 +113,6 @@ def _unplaced_nodes(
             else:
                 homes[node] = None
     return free, homes, by_parameters
-
-
-def _is_large(node: Node) -> bool:
-    """Returns True for products whose result is worth sending instead of computing again."""
-    return node_flops(node) > 1 << 24
 
 
 def _has_tuple(values: Mapping[Node, None]) -> bool:

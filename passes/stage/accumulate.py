@@ -17,13 +17,12 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from zbcompile.passes.graph.fx import copy_graph, like
+from zbcompile.passes.graph.fx import copy_graph, like, with_graph
 from zbcompile.passes.graph.roles import ACCUMULATOR, WEIGHT_GRADIENT, Slot
 from zbcompile.passes.stage.pass_graph import PassGraph
 from zbcompile.passes.torch_private import (
     UNSAFE_VIEW,
     FakeTensorMode,
-    LazyGraphModule,
     OpOverload,
     schema_of,
     storage_key,
@@ -60,7 +59,7 @@ def accumulate(graph: PassGraph, buffers: Mapping[str, Tensor]) -> PassGraph:
     copied.lint()
     return replace(
         graph,
-        module=LazyGraphModule(graph.module, copied, class_name=graph.title),
+        module=with_graph(graph.module, copied),
         inputs=tuple(inputs),
         outputs=tuple(slot for slot, _ in remaining),
     )
@@ -81,7 +80,7 @@ def gradients_of_their_own(graph: PassGraph) -> PassGraph:
                 results[index] = _call(copied, node, aten.clone.default, node)
         shared.add(key)
     copied.output_node().args = (tuple(results),)
-    module = LazyGraphModule(graph.module, copied, class_name=graph.title)
+    module = with_graph(graph.module, copied)
     return replace(graph, module=module)
 
 
@@ -181,9 +180,8 @@ def _call(graph: Graph, source: Node, operator: OpOverload, *arguments: Any) -> 
 
 
 def _new_placeholder(graph: Graph, number: int, value: Tensor) -> GradientPlace:
-    last = [*graph.find_nodes(op="placeholder")]
-    first = next(iter(graph.nodes))
-    with graph.inserting_after(last[-1]) if last else graph.inserting_before(first):
+    last = [*graph.find_nodes(op="placeholder")][-1:]
+    with graph.inserting_after(*last) if last else graph.inserting_before():  # the beginning
         buffer = graph.placeholder(f"input_{number}")
     buffer.meta = {"val": value}
     return GradientPlace(buffer, value)

@@ -16,7 +16,7 @@ from typing import Any
 from torch.fx import Graph, GraphModule, Node
 
 from zbcompile.passes.cost.node_cost import node_bytes
-from zbcompile.passes.graph.fx import reached
+from zbcompile.passes.graph.fx import reached, with_graph
 from zbcompile.passes.graph.process_groups import is_collective, is_wait
 from zbcompile.passes.graph.roles import GRADIENT
 from zbcompile.passes.stage.pass_graph import PassGraph
@@ -227,4 +227,4 @@ def sink_waits(graph: PassGraph) -> PassGraph:
         copies[node] = reordered.node_copy(node, copies.__getitem__)
     reordered.output(tuple(copies[node] for node in graph.results))
     reordered.lint()
-    return replace(graph, module=LazyGraphModule(graph.module, reordered, class_name=graph.title))
+    return replace(graph, module=with_graph(graph.module, reordered))

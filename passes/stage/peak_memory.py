@@ -32,8 +32,7 @@ def transient_bytes(stage: StageProgram, name: str, sent: Set[Slot] = frozenset(
     ]
     kept = {slot for slot, _ in later} | sent
     fixed = [node for slot, node in arguments if slot.role in ALIVE or slot == LOSS]
-    uncounted = resident_storages(stage.pieces.values())
-    uncounted |= storages_behind([*fixed, *graph.find_nodes(op="get_attr")])
+    uncounted = resident_storages(stage.pieces.values()) | storages_behind(fixed)
     arriving = storages_behind(node for _, node in arguments)
     staying = storages_behind([*(n for slot, n in arguments if slot in kept), *piece.results])
     staying |= arriving & storages_behind(node for _, node in later)

@@ -84,10 +84,7 @@ class Backend:
         missing = {graph.text: graph for graph in graphs.values() if graph.text not in self.made}
         results = self.compiler.compile(missing, first)
         self.made |= {key: run for key, (run, _) in results.items()}
-        runs = {
-            place: _with_constants(self.made[graph.text], graph.constants)
-            for place, graph in graphs.items()
-        }
+        runs = {place: self.made[graph.text] for place, graph in graphs.items()}
         hows = [how for _, how in results.values()]
         distinct = len({graph.text for graph in graphs.values()})
         counts = len(graphs), distinct, hows.count("compiled"), hows.count("loaded")
@@ -106,18 +103,6 @@ class Backend:
 
 def _fx(piece: PassGraph) -> Run:
     return boxed(piece.module).forward  # type: ignore[no-any-return]
-
-
-def _with_constants(run: Run, constants: tuple[torch.Tensor, ...]) -> Run:
-    """Returns `run` with the tensors that the piece's graph refers to as its last inputs."""
-    if not constants:
-        return run
-
-    def call(values: list[Any]) -> Sequence[torch.Tensor]:
-        values.extend(constants)
-        return run(values)
-
-    return call
 
 
 @dataclass(frozen=True)

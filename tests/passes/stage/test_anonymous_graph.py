@@ -62,16 +62,6 @@ def test_what_makes_a_difference(other: tuple[Callable[..., list[Tensor]], Tenso
     assert bare(traced(other[0], other[1])).text != same[0]
 
 
-def test_constants_become_inputs() -> None:
-    weight = torch.arange(6.0).view(2, 3)
-    module = make_fx(lambda x: [x + weight])(torch.zeros(2, 3))
-    actual = bare(module)
-    assert torch.equal(*actual.constants, weight)
-    assert [tuple(value.shape) for value in actual.inputs] == [(2, 3), (2, 3)]
-    assert torch.equal(actual.module(torch.ones(2, 3), *actual.constants)[0], weight + 1)
-    assert bare(make_fx(lambda x: [x + weight * 0])(torch.zeros(2, 3))).text != actual.text
-
-
 def test_branches_count_by_what_they_do() -> None:
     def choose(factor: float) -> Callable[..., list[Tensor]]:
         return lambda flag, x: [torch.cond(flag, lambda x: x * factor, lambda x: x + 1, (x,))]
