@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from zbcompile.passes.errors import CompileError
+from zbcompile.passes.torch_private import pytree
 
 _KINDS = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
 NAMED: Mapping[str, Mapping[str, Any]] = {
@@ -46,3 +47,9 @@ def name_in_torch(value: Any) -> tuple[str, str] | None:
 def type_text(value: torch.Tensor) -> str:
     """Dtype and shape, as in `float32[2, 64]`."""
     return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+
+
+def tensor_types(*values: Any) -> str:
+    """Returns dtype and shape of the tensors in `values`: `(float32[2, 8], int64[2])`."""
+    leaves = (leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor))
+    return f"({', '.join(map(type_text, leaves))})"

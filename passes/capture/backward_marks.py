@@ -13,7 +13,11 @@ import torch
 from torch import Tensor
 
 from zbcompile.passes.graph.fx import reached
+from zbcompile.passes.graph.source_location import LINE
+from zbcompile.passes.step_graph import StepGraph
 from zbcompile.passes.torch_private import (
+    ANNOTATIONS,
+    MODULES,
     annotations_of,
     remove_node_annotation,
     sequence_number,
@@ -46,6 +50,24 @@ def grad_fns_below(loss: Tensor) -> Iterable[Any]:
         [] if loss.grad_fn is None else [loss.grad_fn],
         lambda grad_fn: [fn for fn, _ in grad_fn.next_functions if fn is not None],
     )
+
+
+def trace_backward_to_forward(step: StepGraph) -> None:
+    """Gives every backward node the module and the line of its forward node.
+
+    A sum of gradients has those of its first operand, what begins the backward those of the loss.
+    """
+    backward = step.backward_nodes()
+    sources = {n.meta.get("seq_nr"): n for n in reversed(step.calls()) if n not in backward}
+    for node in backward:
+        number = forward_number(node)
+        operands = [source for source in node.all_input_nodes if source in backward]
+        source = sources.get(number) if number is not None else next(iter(operands), None)
+        source = source if source is not None else step.loss
+        node.meta[MODULES] = source.meta.get(MODULES, {}) if source is not None else {}
+        node.meta[ANNOTATIONS].pop(LINE, None)
+        if source is not None and LINE in annotations_of(source):
+            node.meta[ANNOTATIONS][LINE] = annotations_of(source)[LINE]
 
 
 def _begin(number: int, grads: Any) -> None:

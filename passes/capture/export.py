@@ -12,7 +12,7 @@ from torch.export import ExportedProgram
 from torch.fx import Node
 
 from zbcompile.passes.capture.autocast_casts import AUTOCAST
-from zbcompile.passes.capture.backward_marks import BACKWARD_OF, forward_number
+from zbcompile.passes.capture.backward_marks import BACKWARD_OF, trace_backward_to_forward
 from zbcompile.passes.capture.batch_inputs import BatchStructure
 from zbcompile.passes.capture.checkpoint_hints import CHECKPOINT, REENTRANT, reentrant_calls
 from zbcompile.passes.capture.dtensor_parameters import (
@@ -42,7 +42,6 @@ from zbcompile.passes.torch_private import (
     ANNOTATIONS,
     ASSERTIONS,
     DATA_DEPENDENT_ERRORS,
-    MODULES,
     annotations_of,
     pytree,
 )
@@ -299,7 +298,7 @@ def _clean(step: StepGraph) -> None:
         node.meta[ANNOTATIONS] = {key: custom[key] for key in _ANNOTATIONS if key in custom}
     for name, update in step.buffer_updates.items():
         step.buffer_updates[name] = _copied_value(update)
-    _trace_backward_to_forward(step)
+    trace_backward_to_forward(step)
     step.refresh_output()
     for name, first in step.tied_names.items():
         tensors = {**step.parameters, **step.buffers}
@@ -309,24 +308,6 @@ def _clean(step: StepGraph) -> None:
         step.buffers.pop(name, None)
         step.graph.erase_node(tied)
     step.remove_dead_nodes()
-
-
-def _trace_backward_to_forward(step: StepGraph) -> None:
-    """Gives every backward node the module and the line of its forward node.
-
-    A sum of gradients has those of its first operand, what begins the backward those of the loss.
-    """
-    backward = step.backward_nodes()
-    sources = {n.meta.get("seq_nr"): n for n in reversed(step.calls()) if n not in backward}
-    for node in backward:
-        number = forward_number(node)
-        operands = [source for source in node.all_input_nodes if source in backward]
-        source = sources.get(number) if number is not None else next(iter(operands), None)
-        source = source if source is not None else step.loss
-        node.meta[MODULES] = source.meta.get(MODULES, {}) if source is not None else {}
-        node.meta[ANNOTATIONS].pop(LINE, None)
-        if source is not None and LINE in annotations_of(source):
-            node.meta[ANNOTATIONS][LINE] = annotations_of(source)[LINE]
 
 
 def _copied_value(node: Node) -> Node:

@@ -69,19 +69,14 @@ def join_loss(model: nn.Module, loss: Any) -> None:
     vars(model)[_JOINED] = loss
 
 
-def without_joined_loss(model: Any) -> contextlib.AbstractContextManager[None]:
-    """Context in which a model does not have the loss that it was joined with."""
-    attributes: dict[str, Any] = getattr(model, "__dict__", {})
-    modules = attributes.get("_modules", {})
-    loss = attributes.get(_JOINED)
-    if loss is None or modules.get("loss") is not loss:
-        return contextlib.nullcontext()
-    return _without_loss(attributes, modules)
-
-
 @contextlib.contextmanager
-def _without_loss(attributes: dict[str, Any], modules: dict[str, Any]) -> Iterator[None]:
-    before, loss = list(modules), modules["loss"]
+def without_joined_loss(model: nn.Module) -> Iterator[None]:
+    """Context in which a model does not have the loss that it was joined with."""
+    attributes, modules = vars(model), vars(model)["_modules"]
+    before, loss = list(modules), attributes.get(_JOINED)
+    if loss is None or modules.get("loss") is not loss:
+        yield
+        return
     del modules["loss"], attributes[_JOINED]
     try:
         yield

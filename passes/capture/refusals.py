@@ -13,7 +13,6 @@ from torch.fx import Node
 from torch.overrides import TorchFunctionMode
 
 from zbcompile.passes.capture.autocast_casts import AutocastRegions
-from zbcompile.passes.capture.expert_capacity import require_fit
 from zbcompile.passes.capture.unsupported import (
     FAILS,
     HAS_A_DYNAMIC_SHAPE,
@@ -25,7 +24,7 @@ from zbcompile.passes.capture.unsupported import (
     static,
 )
 from zbcompile.passes.errors import CaptureError
-from zbcompile.passes.graph.row_exchanges import RoutedExchanges
+from zbcompile.passes.graph.row_exchanges import RoutedExchanges, require_fit
 from zbcompile.passes.graph.source_location import is_users_frame, line_of, users_line
 from zbcompile.passes.torch_private import (
     DATA_DEPENDENT_ERRORS,

@@ -38,11 +38,10 @@ from zbcompile.passes.capture.unsupported import (
 )
 from zbcompile.passes.errors import CaptureError
 from zbcompile.passes.graph.source_location import LINE
-from zbcompile.passes.torch_names import type_text
+from zbcompile.passes.torch_names import tensor_types, type_text
 from zbcompile.passes.torch_private import (
     compiling,
     data_assignments,
-    pytree,
     reparametrize_module,
     replaced,
     replaced_tolist,
@@ -337,12 +336,6 @@ def gradient_dtype(parameter: Tensor) -> torch.dtype:
 def public_name(name: str) -> str:
     """Returns the user's name of a tensor of a training step: without the prefix `model.`."""
     return name.removeprefix(f"{MODEL}.")
-
-
-def tensor_types(*values: Any) -> str:
-    """Returns dtype and shape of the tensors in `values`: `(float32[2, 8], int64[2])`."""
-    leaves = (leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor))
-    return f"({', '.join(map(type_text, leaves))})"
 
 
 def _tied_names(module: nn.Module) -> dict[str, str]:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
 
 from zbcompile.passes.torch_private import group_called
 
@@ -61,6 +62,22 @@ def _back(ctx: object, gradient: Tensor) -> tuple[Tensor | None, ...]:
 
 
 exchange_rows.register_autograd(_back, setup_context=_keep)
+
+
+def require_fit(fits: Tensor) -> None:
+    """Raises RuntimeError if `fits` is False: tokens have no room in an exchange between experts.
+
+    How many tokens choose an expert is known only while a step runs. A trace goes on as if they
+    fitted; whether they did is a result of the step, at which the engine looks together with the
+    losses.
+    """
+    if has_torch_function((fits,)):
+        handle_torch_function(require_fit, (fits,), fits)
+    elif not fits:
+        raise RuntimeError(
+            "more tokens chose the experts of one rank than its capacity. Pass a larger factor= to "
+            "ExpertExchange: its number of ranks is enough for any routing."
+        )
 
 
 class RoutedCount:

@@ -1,5 +1,4 @@
-"""Balance: exact minimisation of the heaviest stage (in a V, the heaviest rank) over a row of
-loads.
+"""Balance: minimises the heaviest stage, in a V the heaviest rank, over a row of loads.
 
 Knows numbers only. The row is what the stages divide among themselves; it can be cut at `edges`
 (given as the number of items before each). The first edge is the beginning and the last the end.
@@ -10,16 +9,14 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
 
 # in a V, the most of its rank's time that one chunk may take: uneven chunks stretch the warm-up
 CHUNK_SHARE = 0.625
 # unless the chunk is little more than one indivisible piece, such as a head and its loss
 PIECE_SLACK = 1.25
 COARSE = 1e-6  # bisection ends at this precision; better cuts are then found step by step
-# stages of a V; with more, cuts that exist only around indivisible parts may be missed
-THOROUGH = 32
 SAME = 1e-9  # relative; smaller differences are rounding errors
+Path = list[tuple[int, int]]
 
 
 @dataclass(frozen=True)
@@ -101,7 +98,7 @@ def even_cuts(row: LoadRow, edges: Sequence[int]) -> list[int]:
 
 def cuts_within(row: LoadRow, edges: Sequence[int], limit: float) -> list[int] | None:
     """Cuts at inner `edges` that leave nothing heavier than `limit`; None if there are none."""
-    return _Vee(row, edges, limit).cuts() if row.folded else _straight_cuts(row, edges, limit)
+    return (_folded_cuts if row.folded else _straight_cuts)(row, edges, limit)
 
 
 def heaviest_piece(totals: Sequence[float], edges: Sequence[int]) -> float:
@@ -129,110 +126,48 @@ def _straight_cuts(row: LoadRow, edges: Sequence[int], limit: float) -> list[int
     return [edges[place] for place in cuts[1:]]
 
 
-class _Outer(NamedTuple):
-    """The outer ranks of a V cover the row up to edge `a` and from edge `b` on, cut at the pairs in
-    `path`."""
+def _folded_cuts(row: LoadRow, edges: Sequence[int], limit: float) -> list[int] | None:
+    """Returns cuts of a V that leave no rank heavier than `limit`.
 
-    a: int
-    b: int
-    path: tuple[tuple[int, int], ...] = ()
-
-
-class _Vee:
-    """Rank by rank from the outside in, each with a chunk at both ends of what is left.
-
-    Of two ways to begin, the one that leaves less is kept. It is at least as good, unless the part
-    next to it is indivisible: such edges, and all edges if there are only a few, are kept as well.
-    What leaves more than the inner ranks can carry cannot be part of a solution.
+    Rank by rank from the outside in, each takes a chunk at both ends of what is left. Of two ways
+    to begin, the one that leaves less is kept. It is at least as good, unless the part next to it
+    is indivisible: such edges, and all edges if there are only a few, are kept as well. What leaves
+    more than the inner ranks can carry is no solution.
     """
+    chunk = max(limit * row.chunk_share, row.piece * PIECE_SLACK) * (1 + SAME)
+    limit *= 1 + SAME
+    at, ranks = [row.totals[edge] for edge in edges], row.stages // 2
+    few = len(edges) <= 4 * row.stages
 
-    def __init__(self, row: LoadRow, edges: Sequence[int], limit: float) -> None:
-        self.row, self.edges, self.limit = row, edges, limit * (1 + SAME)
-        self.at = [row.totals[edge] for edge in edges]
-        self.chunk = max(limit * row.chunk_share, row.piece * PIECE_SLACK) * (1 + SAME)
-        self.few = len(edges) <= 4 * row.stages
-        self.ranks = row.stages // 2
-        self.thorough = False  # whether what looks worse is kept, too, because of indivisible parts
+    def sticks(edge: int) -> bool:
+        return few or (edge > 0 and at[edge] - at[edge - 1] > limit - chunk)
 
-    def cuts(self) -> list[int] | None:
-        if max(b - a for a, b in pairwise(self.at)) > self.limit:
-            return None
-        cuts = None if self.few else self._search()
-        if cuts is None and (self.few or self.row.stages <= THOROUGH):
-            self.thorough = True
-            cuts = self._search()
-        return cuts
-
-    def _search(self) -> list[int] | None:
-        states = [_Outer(0, len(self.at) - 1)]
-        for rank in range(self.ranks - 1):
-            states = self._next_rank(states, rank)
-        for state in states:
-            middle = self._middle(state)
-            if middle is not None:
-                chosen = (
-                    [a for a, _ in state.path] + [middle] + [b for _, b in reversed(state.path)]
-                )
-                return [self.edges[i] for i in chosen]
-        return None
-
-    def _next_rank(self, states: list[_Outer], rank: int) -> list[_Outer]:
-        """All ways worth keeping to give `rank` its two chunks."""
-        candidates: dict[tuple[int, int], _Outer] = {}
-        inner = self.ranks - 1 - rank
-        for a, b, path in states:
-            least = self.at[b] - inner * self.limit - self.chunk
-            for a2 in range(bisect_left(self.at, least, lo=a + 1), b - 2 * inner):
-                left = self.at[a2] - self.at[a]
-                if left > min(self.limit, self.chunk):
+    # The outer ranks cover the row up to edge a and from edge b on, cut at a path of such pairs.
+    states: dict[tuple[int, int], Path] = {(0, len(at) - 1): []}
+    for inner in range(ranks - 1, 0, -1):
+        following: dict[tuple[int, int], Path] = {}
+        for (a, b), path in states.items():
+            nearest = bisect_left(at, at[b] - inner * limit - chunk, lo=a + 1)
+            for first in range(nearest, b - 2 * inner):
+                left = at[first] - at[a]
+                if left > min(limit, chunk):
                     break
-                carried = self.at[a2] + inner * self.limit
-                for b2 in self._ends(left, b, a2 + 2 * inner):
-                    if self.at[b2] > carried:
+                begin = bisect_left(at, at[b] - min(limit - left, chunk), hi=b)
+                begin = max(begin, first + 2 * inner)
+                end = begin + 1
+                while end < b and sticks(end - 1):
+                    end += 1
+                for last in range(begin, min(end, b)):
+                    if at[last] > at[first] + inner * limit:
                         break
-                    if (a2, b2) not in candidates:
-                        candidates[a2, b2] = _Outer(a2, b2, (*path, (a2, b2)))
-        return self._worth_keeping(candidates)
-
-    def _ends(self, load: float, b: int, first: int) -> range:
-        """Returns the edges at which the right chunk of a rank may begin.
-
-        It ends at `b`, and the left chunk has this `load`. The first possible edge is enough unless
-        `few` or `_sticks` needs more.
-        """
-        capacity = min(self.limit - load, self.chunk)
-        begin = max(first, bisect_left(self.at, self.at[b] - capacity, hi=b))
-        end = begin + 1
-        while end < b and (self.few or self._sticks(end - 1)):
-            end += 1
-        return range(begin, min(end, b))
-
-    def _sticks(self, edge: int) -> bool:
-        """Returns True if the part just before `edge` is heavier than `limit - chunk`."""
-        return (
-            self.thorough
-            and edge > 0
-            and self.at[edge] - self.at[edge - 1] > self.limit - self.chunk
-        )
-
-    def _worth_keeping(self, states_by_edges: dict[tuple[int, int], _Outer]) -> list[_Outer]:
-        if self.few:
-            return list(states_by_edges.values())
-        states, least = [], len(self.at)
-        for a, b in sorted(states_by_edges, key=lambda ab: (-ab[0], ab[1])):
-            if b < least or self._sticks(least):
-                states.append(states_by_edges[a, b])
-                least = min(least, b)
-        return states
-
-    def _middle(self, state: _Outer) -> int | None:
-        """The most even cut between the chunks of the innermost rank."""
-        a, b = state.a, state.b
-        if self.at[b] - self.at[a] > self.limit:
-            return None
-        half = (self.at[a] + self.at[b]) / 2
-        for middle in sorted(range(a + 1, b), key=lambda j: abs(self.at[j] - half)):
-            if max(self.at[middle] - self.at[a], self.at[b] - self.at[middle]) > self.chunk:
-                return None
-            return middle
-        return None
+                    following.setdefault((first, last), [*path, (first, last)])
+        states, least = {}, len(at)
+        for a, b in sorted(following, key=lambda pair: (-pair[0], pair[1])):
+            if b < least or sticks(least):
+                states[a, b], least = following[a, b], min(least, b)
+    for (a, b), path in states.items():
+        middle = min(range(a + 1, b), key=lambda place: abs(at[a] + at[b] - 2 * at[place]))
+        if at[b] - at[a] <= limit and max(at[middle] - at[a], at[b] - at[middle]) <= chunk:
+            places = [*(a for a, _ in path), middle, *(b for _, b in reversed(path))]
+            return [edges[place] for place in places]
+    return None

@@ -9,7 +9,7 @@ half's results are sent as soon as they exist, and the second half's inputs are 
 begins. The values are those of the halves run one after the other.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -130,9 +130,8 @@ def interleave(
     waits = [sum(map(is_wait, half)) for half in halves]
     little = sum(map(_work, (*first, *second))) / LITTLE
     order: list[Node] = []
-    begun: dict[
-        Node, tuple[float, float]
-    ] = {}  # collectives: the work done before, and how much covers one
+    # Of collectives: the work done before, and how much covers one.
+    begun: dict[Node, tuple[float, float]] = {}
     placed, excused = set[Node](), set[Node]()
     done = 0.0
     current, budget = int(_before_a_wait(halves[1]) < _before_a_wait(halves[0])), float("inf")
@@ -142,6 +141,9 @@ def interleave(
         order.append(node)
         placed.add(node)
         done += _work(node)
+
+    def began(wait: Node) -> float:
+        return begun.get(wait.all_input_nodes[0], (0.0, 0.0))[0]
 
     def stops(half: Sequence[Node]) -> bool:
         if not half or not is_wait(half[0]) or half[0] in excused:
@@ -155,20 +157,14 @@ def interleave(
         if waiting and (not partner or stops(partner)):
             if pending and _is_ready(pending[0], placed):
                 place(pending.pop(0))
-            else:
-                current = (
-                    1 - current
-                    if partner and _began(begun, partner[0]) <= _began(begun, half[0])
-                    else current
-                )
-                excused.add(halves[current][0])
+                continue
+            if partner and began(partner[0]) <= began(half[0]):
+                current = 1 - current
+            excused.add(halves[current][0])
             continue
         if partner and (not half or waiting or (budget <= 0 and _work(half[0]) > little)):
-            budget = (
-                max(sum(map(_work, partner)) / max(waits[current], 1), 1)
-                if waiting
-                else float("inf")
-            )
+            share = max(sum(map(_work, partner)) / max(waits[current], 1), 1)
+            budget = share if waiting else float("inf")
             current = 1 - current
             continue
         node = half.pop(0)
@@ -178,10 +174,6 @@ def interleave(
         budget -= _work(node)
         place(node)
     return [*order, *pending]
-
-
-def _began(begun: Mapping[Node, tuple[float, float]], wait: Node) -> float:
-    return begun.get(wait.all_input_nodes[0], (0.0, 0.0))[0]
 
 
 def _work(node: Node) -> int:

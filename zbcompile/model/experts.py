@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zbcompile.errors import PipelineError
-from zbcompile.passes.capture.expert_capacity import require_fit
+from zbcompile.passes.graph.row_exchanges import require_fit
 from zbcompile.torch_private import exchanged
 
 
