@@ -152,7 +152,7 @@ def eager_kernels() -> Iterator[None]:
             operator._dispatch_cache.clear()
 
 
-# Results whose strides torch's fake tensors (2.11 to 2.13) compute differently from the kernels:
+# Results whose strides torch's fake tensors (2.11 to 2.14) compute differently from the kernels:
 # as the sum of the first two operands, as the second operand, or contiguous.
 _STRIDES_OF_SUM = frozenset(
     {
@@ -200,6 +200,7 @@ _CHANNELS_LAST_OF = {
         0,
     ),
     **dict.fromkeys((aten.native_batch_norm_backward.default, aten.batch_norm_backward.default), 1),
+    aten.native_group_norm_backward.default: 1,  # torch 2.14 takes inputs that are not contiguous
 }
 
 
