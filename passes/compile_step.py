@@ -135,7 +135,7 @@ def compile_graph(
     observe("recompute", labels)
     passes, fused = extract(step, labels)
     observe("extract", [*passes.values(), *fused.values()])
-    check_pass_graphs(step, passes, fused)
+    check_pass_graphs(step, passes)
     observe("check_pass_graphs", [*passes.values(), *fused.values()])
     ranks = tuple(ranks_of)
     return CompiledStep(

@@ -92,18 +92,12 @@ class Extraction:
 
     def _order(self) -> list[Label]:
         """Returns the labels in the order in which a microbatch runs them."""
-        count = 1 + max((label.stage for label in self.labels.values()), default=0)
-        order = [Label(stage, FORWARD) for stage in range(count)]
-        for stage in reversed(range(count)):
-            order += [Label(stage, BACKWARD), Label(stage, WEIGHT)]
-        order += [Label(stage, END) for stage in range(count)]
-        linked = {label for edge in self.edges for label in edge}
-        every_stage = (FORWARD, BACKWARD) if self.step.tangent is not None else (FORWARD,)
-        return [
-            label
-            for label in order
-            if label.kind in every_stage or label in self.members or label in linked
-        ]
+        stages = range(1 + max((label.stage for label in self.labels.values()), default=0))
+        order = [Label(stage, FORWARD) for stage in stages]
+        if self.step.tangent is not None:
+            order += [Label(n, kind) for n in reversed(stages) for kind in (BACKWARD, WEIGHT)]
+        ends = (Label(stage, END) for stage in stages)
+        return order + [label for label in ends if label in self.members]
 
     def _add_route(self, node: Node, start: Label, end: Label) -> None:
         current = start

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from zbcompile.passes.compile_options import CompileOptions
 from zbcompile.passes.compile_step import CompiledStep, Observer, no_observer
@@ -21,7 +21,7 @@ from zbcompile.passes.stage.pass_graph import PassGraph
 from zbcompile.passes.stage.peak_memory import resident_storages
 from zbcompile.passes.stage.stage_program import Crossing, Recomputation, StageProgram, tensor_spec
 from zbcompile.passes.step_graph import END, Label, StepGraph
-from zbcompile.passes.torch_private import FakeTensorMode, LazyGraphModule
+from zbcompile.passes.torch_private import FakeTensorMode
 
 
 def stage_programs(
@@ -62,18 +62,8 @@ def end_graphs(compiled: CompiledStep) -> dict[int, PassGraph]:
 def _graphs_of(compiled: CompiledStep, stage: int) -> dict[str, PassGraph]:
     if compiled.step.tangent is None:
         return {"F": compiled.passes[Label(stage, "F")]}
-    graphs = {}
-    for kind in ("F", "B", "W"):
-        graph = compiled.passes.get(Label(stage, kind))
-        graphs[kind] = graph or _empty_graph(compiled.step, stage, kind)
+    graphs = {kind: compiled.passes[Label(stage, kind)] for kind in ("F", "B", "W")}
     return {**graphs, "BW": compiled.fused[stage]}
-
-
-def _empty_graph(step: StepGraph, stage: int, kind: str) -> PassGraph:
-    graph = Graph()
-    graph.output(())
-    module = LazyGraphModule(step.module, graph, class_name=f"{kind}{stage}")
-    return PassGraph(stage, kind, module, (), ())
 
 
 def _gradient_buffers(step: StepGraph, choices: CompileOptions) -> dict[str, torch.Tensor]:
