@@ -25,7 +25,7 @@ class Switch:
         return _TRUTH[value]
 
     def __str__(self) -> str:
-        return f"{self.name}=1  {self.help}; now {'on' if self.read() else 'off'}"
+        return f"{self.name}=1  {self.help}; now {os.environ.get(self.name, 'off')}"
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from tabulate import tabulate
 from torch import Tensor, nn
 
 import zbcompile
-from zbcompile.cli.fake_models import fake_models
+from zbcompile.cli.compile_arguments import fake_models
 from zbcompile.compiler.compile_example import compile_example
 from zbcompile.passes.compile_options import CompileOptions
 from zbcompile.prediction.predict import predicted_costs

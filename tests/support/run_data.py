@@ -1,5 +1,4 @@
-"""What `zbcompile.run` is given in the tests: batches in every form that it takes, and first
-weights."""
+"""What `zbcompile.run` is given in the tests: batches in every form that it takes."""
 
 import random
 from collections.abc import Iterator, Mapping
@@ -7,7 +6,7 @@ from itertools import count
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tests.support.checkpointing import LENGTH, SIZE
 
@@ -70,10 +69,3 @@ def two() -> list[Batch]:
 
 def bare() -> Iterator[Tensor]:
     yield torch.zeros(SIZE, LENGTH)
-
-
-def init(name: str, tensor: Tensor) -> None:
-    if tensor.dim() > 1:
-        nn.init.normal_(tensor, std=0.1)
-    else:
-        nn.init.constant_(tensor, 1.0 if name.endswith("weight") else 0.0)

@@ -11,12 +11,11 @@ import torch.distributed as dist
 
 from zbcompile.errors import PipelineError
 from zbcompile.options import OPTIONS
-from zbcompile.passes.errors import CompileError
 from zbcompile.progress import Say
 from zbcompile.schedules import ScheduleError
 
 FAILED = 2
-_EXPECTED = (PipelineError, CompileError, ScheduleError, OSError)
+_EXPECTED = (PipelineError, ScheduleError, OSError)
 
 
 def run_command(

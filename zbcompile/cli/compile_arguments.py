@@ -2,26 +2,30 @@
 
 import contextlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
+import torch
+from torch import Tensor, nn
+
 from zbcompile.batches.example import Example
-from zbcompile.cli.fake_models import fake_models
-from zbcompile.cli.option_flags import flag_of
+from zbcompile.cli.parsers import flag_of
 from zbcompile.cli.target import load_example
 from zbcompile.compiler.compile_example import Compile, CompiledExample, compile_example
 from zbcompile.compiler.torch_logs import silenced, with_torchs_logs
 from zbcompile.options import OPTIONS, PipelineOptions, is_searched
 from zbcompile.passes.compile_step import PASSES, Observer, no_observer
 from zbcompile.passes.cost.hardware import Hardware
+from zbcompile.passes.torch_private import FakeTensorMode, replaced
 from zbcompile.planning.auto import compile_auto
 from zbcompile.planning.choose_schedule import choose_schedule
 from zbcompile.prediction.memory_limit import compile_within_memory
 from zbcompile.program.program import Program
 from zbcompile.progress import Say
 from zbcompile.schedules.ir.schedule import Schedule
+from zbcompile.torch_private import apply_to, replace_tensors
 
 RANKS = 2
 FAKE = "h100-sxm"  # the device for predictions of fake models, unless --hardware names another
@@ -102,3 +106,35 @@ def schedule_of(plan: Plan, name: str | Schedule | None = None) -> Schedule:
 def quiet(plan: Plan) -> contextlib.AbstractContextManager[None]:
     """Hide everything that torch prints, unless with `--debug`."""
     return with_torchs_logs() if plan.debug else silenced()
+
+
+@contextlib.contextmanager
+def fake_models() -> Iterator[None]:
+    """Context in which new tensors are fake, and `model.to(torch.bfloat16)` and `.half()` work on
+    modules of them.
+
+    torch (2.11-2.13) swaps the contents of fake parameters, which is impossible once anything
+    refers to them weakly, as their initialisation does. Here a converted parameter replaces the
+    former one, a tied one at every place.
+    """
+    # by the ids of a conversion and a parameter, which are kept so that their ids stay theirs
+    converted: dict[tuple[int, int], tuple[Any, Tensor, nn.Parameter]] = {}
+
+    def convert(
+        module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True
+    ) -> nn.Module:
+        def new_parameter(parameter: nn.Parameter) -> nn.Parameter:
+            key = id(fn), id(parameter)
+            if key not in converted:
+                with torch.no_grad():
+                    new = nn.Parameter(fn(parameter), parameter.requires_grad)
+                converted[key] = fn, parameter, new
+            return converted[key][2]
+
+        for child in module.children() if recurse else ():
+            apply_to(child, fn)
+        replace_tensors(module, new_parameter, fn)
+        return module
+
+    with replaced(nn.Module, "_apply", convert), FakeTensorMode():
+        yield

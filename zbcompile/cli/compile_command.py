@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from zbcompile.backends.backend import compile_passes, make_backend
-from zbcompile.batches.example import Example
 from zbcompile.cli.command_line import split_options
 from zbcompile.cli.compile_arguments import Plan, compiled, example_of, quiet, schedule_of
 from zbcompile.compiler.compile_example import compile_example_forward
@@ -14,9 +13,7 @@ from zbcompile.distributed.process_group import device_of, is_alone
 from zbcompile.errors import PipelineError
 from zbcompile.persistence.safetensors_weights import save_weights
 from zbcompile.program.directory import program_files, save_here
-from zbcompile.program.program import Program
 from zbcompile.progress import Say
-from zbcompile.schedules import Schedule
 
 
 @dataclass(frozen=True)
@@ -48,7 +45,13 @@ def run(chosen: argparse.Namespace, say: Say) -> None:
         f"{type(example.model).__name__} is built; capturing it for {schedule.name},"
         f" {schedule.ranks} ranks"
     )
-    program = replace(_compile(example, schedule, request, say), writer=save_here)
+    if request.only is None:
+        program = compiled(example, schedule, request, say).program
+    else:
+        with quiet(request):
+            program = compile_example_forward(example, request.only, schedule, options.choices)
+        say(f"compiled {request.only}")
+    program = replace(program, step=options.step, writer=save_here)
     if request.only and options.vocab not in (None, "off") and program.vocabulary is None:
         raise PipelineError(
             f"--vocab {options.vocab} shards an output layer whose logits nobody needs whole, for "
@@ -62,14 +65,3 @@ def run(chosen: argparse.Namespace, say: Say) -> None:
         say(f"compiling the graphs with {backend.name}")
         print(compile_passes(program, range(schedule.ranks), backend).compilation, file=sys.stderr)
     print(request.output)
-
-
-def _compile(example: Example, schedule: Schedule, request: CompileRequest, say: Say) -> Program:
-    options = request.options
-    if request.only is None:
-        program = compiled(example, schedule, request, say).program
-    else:
-        with quiet(request):
-            program = compile_example_forward(example, request.only, schedule, options.choices)
-        say(f"compiled {request.only}")
-    return replace(program, step=options.step)

@@ -1,14 +1,66 @@
-"""The command lines of inspect, compile and run. Imports no torch: a command's module is imported
-when it runs."""
+"""The command lines of inspect, compile and run. Imports no torch, so that `--help` answers
+immediately: a command's module is imported when it runs, and `PipelineOptions` checks the values of
+options."""
 
 import argparse
-from collections.abc import Callable, Mapping
+import ast
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from zbcompile.cli.option_flags import add_flags, add_plan
 from zbcompile.env import VARIABLES
 
+# The options of `zbcompile.pipeline`, and what `--help` says of each: the form of its value, two
+# spaces, and what it is.
+OPTION_FLAGS = {
+    "schedule": "NAME  a name in any spelling, or a .csv, .json or .txt file (default: zb-v)",
+    "microbatches": "N  how many equal parts each batch is split into",
+    "ranks": "N  how many ranks (default: 2, or those of a schedule file)",
+    "chunks": "N  stages per rank, for the interleaved schedules",
+    "exact": "  gradients bitwise equal to eager gradient accumulation (fp32)",
+    "recompute": "off|hints|selective|full|SHARE|BYTES|POLICY,POLICY  what each backward recomputes"
+    " instead of keeping it from the forward (default: hints)",
+    "memory": "BYTES  the most bytes that a rank may hold",
+    "optimizer_state": "X  bytes of optimizer state per byte of trained parameter, for --memory"
+    " (default: 2.0)",
+    "vocab": "off|auto|1|2  whether the output layer and its loss are sharded over all ranks by"
+    " rows of the vocabulary",
+    "balance": "flops|NAME,NAME  how the model is cut: into equal FLOPs, or at these modules"
+    " (default: flops)",
+    "hardware": "NAME|FILE.toml  what the model is cut and its step predicted for",
+    "accumulate_dtype": "DTYPE  the dtype in which a step sums gradients (default: float32)",
+    "pairs": "auto|given  whether passes are paired to hide exchanges (default: auto)",
+    "loss_reduction": "mean|sum  how the microbatches' losses are joined (default: mean)",
+    "split": "INPUT=yes|no|DIM  how an input is split into microbatches, by path or keyword name",
+    "seed": "N  enters zbcompile.microbatch_seed (default: 0)",
+    "backend": "fx|inductor  what runs the graphs (default: fx)",
+}
+_OF_COMPILE = ("split", "seed", "backend")
+# of the options that change graphs, and of the schedule
+FLAGS = tuple(name for name in OPTION_FLAGS if name not in _OF_COMPILE)
+PREDICTION = {
+    "costs": "flops|measured|FILE  times to predict with; a FILE holds costs, or the record of a"
+    " step (default: flops)"
+}
+VIEWS = {
+    "graph": "STAGE.PASS  one graph as torch.fx prints it, such as 1.B (passes F, B, W, BW)",
+    "graphs": "DIR  write all graphs, each as torch.fx prints it",
+    "passes": "  the passes of the compiler in order: operations, seconds",
+    "compare": "NAME,NAME  predict the step under several schedules, of the same microbatches",
+    "critical_path": "  the chain of actions that sets the step's length",
+    "timeline": "FILE  draw the step, or those compared: .txt, .svg, .html, .json (Chrome)",
+    "measured": "FILE  a recorded step (pipe.last_step.save), to compare with its prediction",
+    "json": "  the tables as JSON",
+}
+RUN = {
+    "lr": "RATE  the learning rate of AdamW (default: 1e-3)",
+    "seed": "N  of dropout and the data (default: the program's)",
+    "weights": "PATH  .safetensors, or a directory of them with an index",
+    "checkpoint": "DIR  folder of checkpoints, shared by all ranks",
+    "every": "N  steps between checkpoints (default: 100)",
+    "keep": "N  checkpoints to keep (default: 3)",
+    "resume": "  continue from the newest checkpoint, if any",
+}
 FORWARDS = ("eval", "log_probs")
 _INSPECT = """examples:
   python -m zbcompile.inspect examples/targets.py:gpt
@@ -65,6 +117,68 @@ the loop of docs/checkpoints.md into a script of your own, where zbcompile.load 
 """
 
 
+def _value(text: str) -> Any:
+    """Returns a number, a tuple of what is separated by commas, or the text."""
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return tuple(text.split(",")) if "," in text else text
+
+
+def _split_from_text(text: str) -> tuple[str, bool | int]:
+    name, _, answer = text.rpartition("=")
+    if not name or not (answer in ("yes", "no") or answer.isdecimal()):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not of the form INPUT=yes, INPUT=no or INPUT=DIMENSION"
+        )
+    return name, int(answer) if answer.isdecimal() else answer == "yes"
+
+
+# by the form of the value
+TYPES: dict[str, Callable[[str], Any]] = {
+    "N": int,
+    "RATE": float,
+    "FILE": Path,
+    "DIR": Path,
+    "PATH": Path,
+    "flops|NAME,NAME": lambda text: text if text == "flops" else tuple(text.split(",")),
+    "INPUT=yes|no|DIM": _split_from_text,
+}
+
+
+def flag_of(name: str) -> str:
+    """Returns the command-line flag of an option.
+
+    >>> flag_of("loss_reduction")
+    '--loss-reduction'
+    """
+    return f"--{name.replace('_', '-')}"
+
+
+def add_options(group: Any, names: Iterable[str]) -> None:
+    """Adds the flags of these options of `zbcompile.pipeline`."""
+    flags = {name: OPTION_FLAGS[name] for name in names}
+    _add(group, flags, _value, default=argparse.SUPPRESS)
+
+
+def _add(group: Any, flags: Mapping[str, str], read: Any = str, **more: Any) -> None:
+    for name, row in flags.items():
+        form, _, text = row.partition("  ")
+        value = {"type": TYPES.get(form, read), "metavar": form}
+        action = "append" if name == "split" else "store" if form else "store_true"
+        group.add_argument(
+            flag_of(name), action=action, help=text, **(value if form else {}), **more
+        )
+
+
+def add_plan(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments that say what to compile."""
+    group = parser.add_argument_group("what to compile")
+    add_options(group, FLAGS)
+    fake = "  build the model of fake tensors; predict for --hardware, or an H100"
+    _add(group, {"fake": fake})
+
+
 def parser_of(name: str) -> argparse.ArgumentParser:
     """Returns the parser of inspect, compile or run."""
     description, epilog, add_arguments = COMMAND_LINES[name]
@@ -74,76 +188,20 @@ def parser_of(name: str) -> argparse.ArgumentParser:
         epilog=f"{epilog}exit status: 0, or 2 with one line on standard error.\n",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    debug = "show tracebacks of errors, and what torch prints"
-    parser.add_argument("--debug", action="store_true", help=debug)
+    _add(parser, {"debug": "  show tracebacks of errors, and what torch prints"})
     add_arguments(parser)
     return parser
-
-
-class _Environment(argparse.Action):
-    """An action like --help, which needs no other argument and ends the command."""
-
-    def __call__(
-        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, *_: Any
-    ) -> None:
-        for variable in VARIABLES:
-            print(variable)
-        parser.exit()
-
-
-# What `--help` says of a flag: the form of its value with a default, two spaces, and what it is.
-PREDICTION = {
-    "--costs": "flops|measured|FILE=flops  times to predict with; a FILE holds costs, or the record"
-    " of a step"
-}
-VIEWS = {
-    "--graph": "STAGE.PASS  one graph as torch.fx prints it, such as 1.B (passes F, B, W, BW)",
-    "--graphs": "DIR  write all graphs, each as torch.fx prints it",
-    "--passes": "  the passes of the compiler in order: operations, seconds",
-    "--compare": "NAME,NAME  predict the step under several schedules, of the same microbatches",
-    "--critical-path": "  the chain of actions that sets the step's length",
-    "--timeline": "FILE  draw the step, or those compared: .txt, .svg, .html, .json (Chrome)",
-    "--measured": "FILE  a recorded step (pipe.last_step.save), to compare with its prediction",
-    "--json": "  the tables as JSON",
-}
-RUN = {
-    "--lr": "RATE=1e-3  the learning rate of AdamW",
-    "--seed": "N  of dropout, --init and the data (default: the program's)",
-    "--weights": "PATH  .safetensors, or a directory of them with an index",
-    "--init": "FILE.py:NAME  a function init(name, tensor) that fills a tensor in place; --weights"
-    " are loaded after it",
-    "--checkpoint": "DIR  folder of checkpoints, shared by all ranks",
-    "--every": "N=100  steps between checkpoints",
-    "--keep": "N=3  checkpoints to keep",
-    "--resume": "  continue from the newest checkpoint, if any",
-    "--export": "PATH  write the final weights: .safetensors or a directory",
-    "--log-every": "N=10  steps between log lines",
-    "--timeout": "SECONDS=300  how long a rank waits for another one",
-}
-TYPES = {"N": int, "RATE": float, "SECONDS": float, "FILE": Path, "DIR": Path, "PATH": Path}
-
-
-def _add(group: Any, flags: Mapping[str, str]) -> None:
-    for flag, row in flags.items():
-        form, _, text = row.partition("  ")
-        metavar, _, default = form.partition("=")
-        if not form:
-            group.add_argument(flag, action="store_true", help=text)
-            continue
-        kind, text = TYPES.get(metavar, str), f"{text} (default: {default})" if default else text
-        group.add_argument(flag, type=kind, metavar=metavar, default=default or None, help=text)
 
 
 def add_inspect_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "target", metavar="TARGET", help="package.module:name, path/file.py:name, or a directory"
     )
-    variables = "list the environment variables and exit"
-    parser.add_argument(
-        "--env", action=_Environment, nargs=0, default=argparse.SUPPRESS, help=variables
-    )
+    variables, listed = "list the environment variables and exit", "\n".join(map(str, VARIABLES))
+    parser.add_argument("--env", action="version", version=listed, help=variables)
     add_plan(parser)
     _add(parser.add_argument_group("what to predict"), PREDICTION)
+    parser.set_defaults(costs="flops")
     _add(parser.add_argument_group("what to show, one after the other (default: a summary)"), VIEWS)
 
 
@@ -151,11 +209,11 @@ def add_compile_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("target", metavar="TARGET", help="package.module:name or path/file.py:name")
     add("--output", metavar="DIR", type=Path, required=True, help="the directory to write")
-    weights = "write the model's own weights too: .safetensors or a directory"
-    add("--weights", metavar="PATH", type=Path, help=weights)
+    weights = "PATH  write the model's own weights too: .safetensors or a directory"
+    _add(parser, {"weights": weights})
     only = "this forward for zbcompile.load(DIR), without a backward"
     add("--only", choices=FORWARDS, help=only)
-    add_flags(parser, ("split", "seed", "backend"))
+    add_options(parser, _OF_COMPILE)
     add_plan(parser)
 
 
@@ -168,15 +226,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     steps = "optimizer steps in total, resumed ones included"
     add("--steps", required=True, type=int, metavar="N", help=steps)
     _add(parser, RUN)
-    operator = "an operator of another library that the program may call; --data must import it"
-    add(
-        "--operator",
-        action="append",
-        default=[],
-        dest="operators",
-        metavar="LIBRARY::NAME",
-        help=operator,
-    )
+    parser.set_defaults(lr=1e-3, every=100, keep=3)
 
 
 # by command: what `--help` says before and after the arguments, and what adds these

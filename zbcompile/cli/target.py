@@ -1,7 +1,6 @@
 """TARGET on a command line: the name of a function that returns a model and one microbatch."""
 
 import importlib
-import importlib.util
 import os
 import sys
 from functools import reduce
@@ -64,13 +63,10 @@ def _from_file(path: Path) -> ModuleType:
         raise PipelineError(f"file {path} does not exist; {FORMS}.")
     sys.path.insert(0, str(path.parent.resolve()))
     name = path.stem if path.stem not in sys.modules else f"zbcompile_target_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise PipelineError(f"{path} cannot be loaded as Python; {FORMS}.")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
+    sys.modules[name] = module = ModuleType(name)
+    module.__file__ = str(path)
     try:
-        spec.loader.exec_module(module)
+        exec(compile(path.read_bytes(), path, "exec"), vars(module))
     except Exception as error:
         raise PipelineError(f"running {path} failed: {_said(error)}") from error
     return module

@@ -10,7 +10,6 @@ from torch import nn
 from transformers import Trainer, TrainingArguments
 
 from zbcompile.errors import PipelineError
-from zbcompile.integrations.adapters import has_adapters
 
 # Of TrainingArguments: those that must keep their defaults, and what to do instead.
 ARGUMENTS = {
@@ -83,7 +82,7 @@ def refuse(
             f"model={model!r}: pass an nn.Module, as from_pretrained returns it",
         ),
         (
-            weights is not None and has_adapters(model),
+            weights is not None and hasattr(model, "peft_config"),
             "weights= of a model with adapters: load its base with from_pretrained before"
             " get_peft_model",
         ),

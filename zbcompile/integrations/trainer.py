@@ -1,5 +1,6 @@
 """transformers.Trainer with the forward and backward of a batch run as a pipeline."""
 
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -16,18 +17,18 @@ from transformers.trainer_utils import seed_worker
 
 from zbcompile.api.pipeline import Pipeline
 from zbcompile.api.pipeline_function import pipeline as make_pipeline
+from zbcompile.distributed.agreement import together
 from zbcompile.engine.step_agreement import require_same_batch
 from zbcompile.errors import PipelineError
 from zbcompile.integrations.accelerator import PipelineAccelerator
-from zbcompile.integrations.adapters import has_adapters, load_adapters, save_adapters
 from zbcompile.integrations.refusals import refuse, refuse_optimizer
+from zbcompile.model.remote_tensors import local_state_allowed
 from zbcompile.optimizer.pipeline_optimizer import PipelineOptimizer
 from zbcompile.persistence.checkpoint import load_state, save_checkpoint
 from zbcompile.persistence.safetensors_weights import load_weights, save_weights
 
-STATE = (  # in a checkpoint of the trainer: parameters and optimizer, for any number of ranks
-    "pipeline"
-)
+# in a checkpoint of the trainer: parameters and optimizer, for any number of ranks
+STATE = "pipeline"
 Call = dict[str, Any]  # the keywords of pipe.step
 
 
@@ -316,7 +317,8 @@ class PipelineTrainer(Trainer):
 
 
 class PipelineModel:
-    """The model that Trainer wraps. A call is an evaluation of the pipeline."""
+    """The model that Trainer wraps: its attributes are the model's. A call is an evaluation of the
+    pipeline."""
 
     def __init__(self, trainer: PipelineTrainer) -> None:
         self._trainer = trainer
@@ -324,14 +326,8 @@ class PipelineModel:
     def __call__(self, **inputs: Any) -> Any:
         return self._trainer.evaluated(inputs)
 
-    def train(self) -> None:
-        self._trainer.model.train()
-
-    def eval(self) -> None:
-        self._trainer.model.eval()
-
-    def parameters(self) -> Any:
-        return self._trainer.model.parameters()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._trainer.model, name)
 
     def no_sync(self) -> AbstractContextManager[None]:
         return self._trainer.pipe.no_sync()
@@ -342,3 +338,54 @@ class PipelineModel:
         if self._trainer.pipe.compilations:
             self._trainer.pipe.zero_grad()
             self._trainer.optimizer.zero_grad()
+
+
+# Adapters of PEFT, in its own layout and without their base model
+
+
+def has_adapters(model: nn.Module) -> bool:
+    """Returns True for a model that `peft.get_peft_model` returned."""
+    return hasattr(model, "peft_config")
+
+
+def save_adapters(folder: Path, pipe: Pipeline, writes: bool) -> None:
+    """`save_pretrained` of a PEFT model, by the process that `writes`; every rank must call it."""
+    model: Any = pipe.model
+    with local_state_allowed():
+        tensors = model.state_dict().items()
+    here = {name: value for name, value in tensors if not getattr(value, "is_meta", False)}
+    state = {**here, **pipe.state_dict(full=True, frozen=False)}
+    together(
+        pipe.ranks,
+        f"writing {folder}",
+        lambda: model.save_pretrained(folder, state_dict=state) if writes else None,
+    )
+
+
+def load_adapters(folder: str | Path, pipe: Pipeline) -> None:
+    """Load all adapters of a model; every rank must call it."""
+    what = f"loading the adapters in {folder}"
+    pipe.parameters()  # waits for the last update
+    with pipe.ranks.watch.region(what), local_state_allowed(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*meta parameter.*no-op")  # those of other ranks
+        together(pipe.ranks, what, partial(_read, Path(folder), pipe.model))
+        names = list(pipe.model.state_dict())
+    adapters = [f".{name}." for name in pipe.model.peft_config]  # type: ignore[union-attr]
+    filled = [name for name in names if any(adapter in name for adapter in adapters)]
+    pipe.resume(pipe.step_index, filled)
+
+
+def _read(folder: Path, model: Any) -> None:
+    from peft.utils import load_peft_weights, set_peft_model_state_dict
+
+    for name in model.peft_config:
+        # those of "default" lie in the folder itself
+        place = folder if name == "default" else folder / name
+        if not (place / "adapter_config.json").exists():
+            raise PipelineError(
+                f"{place} has no adapter_config.json, which PEFT writes beside the adapter"
+                f" {name!r}."
+            )
+        set_peft_model_state_dict(
+            model, load_peft_weights(str(place), device="cpu"), adapter_name=name
+        )

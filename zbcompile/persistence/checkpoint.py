@@ -26,8 +26,14 @@ from zbcompile.model.tensor_shard import shard_of
 from zbcompile.persistence.checkpoint_directory import INDEX, begin, candidates, final_name
 from zbcompile.persistence.checkpoint_files import CheckpointReader, CheckpointWriter, first_cause
 from zbcompile.persistence.checkpoint_values import Tensors, from_data, to_data
-from zbcompile.persistence.local_state import LocalState, local_state, require_names
-from zbcompile.persistence.optimizer_entries import class_name, load_optimizer, optimizer_entries
+from zbcompile.persistence.local_state import (
+    LocalState,
+    class_name,
+    load_optimizer,
+    local_state,
+    optimizer_entries,
+    require_names,
+)
 from zbcompile.persistence.safetensors_files import bytes_of
 from zbcompile.safe_files import damage_in
 from zbcompile.version import __version__
@@ -125,8 +131,10 @@ def save_checkpoint(
             ranks, what, lambda: (to_data(extra, "extra", tensors), class_name(optimizer))
         )
         arguments = {"step": step, "wait": wait, "frozen": frozen, "optimizer": kind}
-        contents = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        digests = {name: hashlib.sha256(bytes_of(t)).hexdigest() for name, t in contents.items()}
+        digests = {
+            name: hashlib.sha256(bytes_of(tensor.detach().cpu().contiguous())).hexdigest()
+            for name, tensor in tensors.items()
+        }
         remedy = (
             "Pass the same on every rank: what belongs to one rank goes into a list of all, or a"
             " file of its own."
@@ -146,8 +154,10 @@ def save_checkpoint(
         )
         partial = from_first(ranks, what, lambda: begin(folder, step))
         together(ranks, what, lambda: _require_shared(partial))
-        versions = {"zbcompile": __version__, "torch": torch.__version__}
-        fields = {**versions, "step": step, "ranks": ranks.count, "optimizer": kind, "keep": keep}
+        fields = {
+            **{"zbcompile": __version__, "torch": torch.__version__, "ranks": ranks.count},
+            **{"step": step, "optimizer": kind, "keep": keep},
+        }
         _write(ranks, partial, tensors, contribution, fields, None if wait else background)
     return final_name(partial)
 

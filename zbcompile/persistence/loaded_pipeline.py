@@ -20,7 +20,8 @@ from zbcompile.model.materialize import Init
 from zbcompile.model.model_info import has_values, module_of
 from zbcompile.options import BACKENDS, PipelineOptions
 from zbcompile.passes import gpu
-from zbcompile.program.directory import AGAIN, MANIFEST, SavedProgram, read_manifest, read_program
+from zbcompile.program.directory import AGAIN, MANIFEST, read_manifest, read_program
+from zbcompile.program.program import Program
 from zbcompile.safe_files import damage_in
 
 SAME = (
@@ -105,7 +106,7 @@ def load(
         same = {
             "torch": torch.__version__,
             "threads": torch.get_num_threads(),
-            "digest": program.digest,
+            "digest": program.saved["digest"],
             "debug_nan": debug_nan or DEBUG_NAN.read(),
         }
         agree(here, same, "loaded different programs", SAME)
@@ -131,7 +132,7 @@ def device_for(folder: Path) -> torch.device:
         return torch.device("cpu")
 
 
-def _options(program: SavedProgram, options: Mapping[str, Any]) -> PipelineOptions:
+def _options(program: Program, options: Mapping[str, Any]) -> PipelineOptions:
     """The options of a loaded program: those that it was saved with, unless others are
     asked for."""
     saved = {**vars(program.choices), **vars(program.step)}
@@ -143,9 +144,7 @@ def _options(program: SavedProgram, options: Mapping[str, Any]) -> PipelineOptio
     return PipelineOptions(**{**saved, "schedule": program.schedule, **options})
 
 
-def _read_for(
-    folder: Path, ranks: Ranks, operators: Collection[str], init: Init | None
-) -> SavedProgram:
+def _read_for(folder: Path, ranks: Ranks, operators: Collection[str], init: Init | None) -> Program:
     """This process's part of the program, which must be one for its device and number of ranks."""
     data = read_manifest(folder)
     if data["ranks"] != ranks.count:

@@ -140,19 +140,18 @@ def load_weights(path: str | Path, source: Pipeline | nn.Module) -> None:
 
 
 def _load(path: Path, state: LocalState) -> None:
-    paths = _files_of(path)
     with ExitStack() as stack:
         try:
-            opened = {
-                path: stack.enter_context(safe_open(path, "pt"))
-                for path in sorted(set(paths.values()))
-            }
-            files = {key: opened[path] for key, path in paths.items()}
+            opened = [stack.enter_context(safe_open(file, "pt")) for file in _files_of(path)]
+            files = {key: file for file in opened for key in file.keys()}  # noqa: SIM118
             shapes = {key: tuple(file.get_slice(key).get_shape()) for key, file in files.items()}
-            sources = _sources(path, hub_tensors(state.module, shapes, loading=True), state)
-            _require_kinds(sources, files, state)
         except (OSError, SafetensorError) as error:
-            raise PipelineError(f"{path} cannot be read: {error!s:.300}. Copy it again.") from None
+            raise PipelineError(
+                f"{path} is neither a safetensors file nor an index of such files:"
+                f" {error!s:.300}. Copy it again."
+            ) from None
+        sources = _sources(path, hub_tensors(state.module, shapes, loading=True), state)
+        _require_kinds(sources, files, state)
         with torch.no_grad():
             for name, tensor in state.tensors.items():
                 local, chunk = local_of(tensor), chunk_of(tensor)
@@ -163,8 +162,8 @@ def _load(path: Path, state: LocalState) -> None:
                 local.copy_(sources[name].read(files, part))
 
 
-def _files_of(path: Path) -> dict[str, Path]:
-    """Returns the file of every tensor, all in one folder."""
+def _files_of(path: Path) -> list[Path]:
+    """Returns the files of the weights, all in one folder."""
     if path.is_dir():
         present = [path / name for name in (INDEX, SINGLE) if (path / name).is_file()]
         if not present:
@@ -175,25 +174,21 @@ def _files_of(path: Path) -> dict[str, Path]:
                 " another format must be saved as safetensors first."
             )
         path = present[0]
-    try:
-        if path.suffix != ".json":
-            return dict.fromkeys(safe_open(path, "pt").keys(), path)
-        data = read_json(path, ValueError)
-        files = data.get("weight_map") if isinstance(data, dict) else None
-        if not isinstance(files, dict):
-            raise ValueError('expected {"weight_map": {name of a tensor: name of a file}}')
-        for name, file in files.items():
-            if not isinstance(file, str) or Path(file).name != file or len(file) > 255:
-                raise ValueError(
-                    f"{name:.200} is in {file!r:.200}; expected the name of a file in the same"
-                    " folder"
-                )
-    except (OSError, ValueError, SafetensorError) as error:
-        why = f"{error}".removesuffix(".")
+    if path.suffix != ".json":
+        return [path]
+    data = read_json(path, PipelineError)
+    files = data.get("weight_map") if isinstance(data, dict) else None
+    if not isinstance(files, dict):
         raise PipelineError(
-            f"{path} is neither a safetensors file nor an index of such files: {why}."
-        ) from None
-    return {name: path.parent / file for name, file in files.items()}
+            f'{path} is no index: expected {{"weight_map": {{name of a tensor: name of a file}}}}.'
+        )
+    for name, file in files.items():
+        if not isinstance(file, str) or Path(file).name != file:
+            raise PipelineError(
+                f"{path}: {name:.200} is in {file!r:.200}; expected the name of a file in the same"
+                " folder."
+            )
+    return [path.parent / file for file in sorted(set(files.values()))]
 
 
 def _sources(

@@ -9,8 +9,7 @@ import hashlib
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, fields as fields_of
-from functools import cached_property
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,25 +41,6 @@ _NAME = r"(manifest|schedule|rank-\d{4,})\.(json|safetensors)"
 _PROGRAM_FILE = re.compile(rf"{_NAME}|\.{_NAME}\.partial")
 
 Hashes = dict[str, str]  # SHA-256 by file
-
-
-@dataclass(frozen=True)
-class SavedProgram(Program):
-    """A program that was read from a directory, with the graphs of this process's ranks.
-
-    `fields` are those of its manifest file.
-    """
-
-    fields: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def digest(self) -> str:
-        """The hash of the manifest file."""
-        return str(self.fields["digest"])
-
-    @cached_property
-    def manifest(self) -> dict[str, Any]:
-        return {**self.fields["compared"], "threads": torch.get_num_threads()}
 
 
 def save_program(program: Program, directory: Path, ranks: Ranks) -> None:
@@ -168,7 +148,7 @@ def read_program(
     ranks: Sequence[int],
     device: torch.device,
     operators: Collection[str] = (),
-) -> SavedProgram:
+) -> Program:
     """Returns the program of a manifest, with the graphs of `ranks` and tensors on `device`.
 
     Raises PipelineError for a damaged file, CompileError for an operator that is not allowed.
@@ -186,8 +166,7 @@ def read_program(
             data = parse_json(_read(folder, name, fields).decode(), ValueError)
             tensors = load(_read(folder, f"rank-{rank:04d}.safetensors", fields))
             program = with_rank(program, data, tensors, device, operators)
-    values = {entry.name: getattr(program, entry.name) for entry in fields_of(Program)}
-    return SavedProgram(**{**values, "groups": groups, "writer": None}, fields=fields)
+    return replace(program, groups=groups, saved=fields)
 
 
 def _manifest(program: Program, hashes: Hashes, sizes: Mapping[str, int]) -> dict[str, Any]:

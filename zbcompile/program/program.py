@@ -46,7 +46,8 @@ class Program:
       one microbatch, at the end of a step.
     * What was decided: `plan` says how `schedule="auto"` chose (None for a schedule that was
       given).
-    * `writer` is the function that saves it; None for a program that was loaded.
+    * `writer` is the function that saves it; None for a program that was loaded, which has the
+      fields of its manifest file in `saved`, and the graphs of this process's ranks.
     """
 
     model: ModelFacts
@@ -69,6 +70,7 @@ class Program:
     writer: Callable[["Program", Path], None] | None = field(
         default=None, repr=False, compare=False
     )
+    saved: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
     picture: ClassVar[Callable[["Program"], str]]
 
     def _repr_html_(self) -> str:
@@ -196,6 +198,8 @@ class Program:
     def manifest(self) -> dict[str, Any]:
         """The properties that must be equal on all ranks, as plain data. The entries of
         `OF_A_PLACE` must be equal only along the pipeline and among replicas."""
+        if self.saved:
+            return {**self.saved["compared"], "threads": torch.get_num_threads()}
         return {
             "zbcompile": __version__,
             "torch": torch.__version__,

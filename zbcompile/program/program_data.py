@@ -25,7 +25,7 @@ from zbcompile.schedules import Schedule
 
 Data = dict[str, Any]
 # Fields that are stored elsewhere, or that belong to this process.
-_LEFT_OUT = {"lowered", "line_operators", "groups", "changed_state", "writer"}
+_LEFT_OUT = {"lowered", "line_operators", "groups", "changed_state", "writer", "saved"}
 _STORED = [field.name for field in fields(Program) if field.name not in _LEFT_OUT]
 _SPEC = [hint for name, hint in get_type_hints(TensorSpec).items() if name != "device"]
 

@@ -14,7 +14,7 @@ from torch import nn
 import zbcompile
 from zbcompile import PipelineError
 from zbcompile.cli.command_line import split_options
-from zbcompile.cli.option_flags import FLAGS, OPTION_FLAGS, add_flags, flag_of
+from zbcompile.cli.parsers import FLAGS, OPTION_FLAGS, add_options, flag_of
 from zbcompile.options import OPTIONS, REMOVED, PipelineOptions, checked
 from zbcompile.passes.compile_options import CompileOptions
 from zbcompile.passes.cost.hardware import Hardware
@@ -74,7 +74,7 @@ def test_flags(name: str) -> None:
     """Flags of a command line arrive as the keyword would; others are left
     out."""
     parser = argparse.ArgumentParser()
-    add_flags(parser, SPELLED)
+    add_options(parser, SPELLED)
     text, value = SPELLED[name]
     results = split_options(parser.parse_args([flag_of(name), *([text] if text else [])]))
     assert results["keywords"].keys() == {name}

@@ -16,8 +16,7 @@ import pytest
 from tests.support.damage import save_program
 from zbcompile.cli import command_table
 from zbcompile.cli.command_table import COMMANDS
-from zbcompile.cli.option_flags import FLAGS, OPTION_FLAGS
-from zbcompile.cli.parsers import FORWARDS
+from zbcompile.cli.parsers import FLAGS, FORWARDS, OPTION_FLAGS
 from zbcompile.options import BACKENDS
 from zbcompile.passes.compile_options import CompileOptions
 from zbcompile.program import output

@@ -7,106 +7,105 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
+from torch import Tensor
 
+import zbcompile
+from tests.support.checkpointing import PROBLEM
 from tests.support.error_lines import error_lines
 from tests.support.training import assert_same_tensors
 from zbcompile.cli.command_line import FAILED
+from zbcompile.compile import main as compile_main
 from zbcompile.run import main
 
 DATA = "tests.support.run_data"
 Program = Callable[[str, int], Path]
 
 
-def command(program: Path, folder: Path, name: str, steps: int, data: str, *more: str) -> list[str]:
-    """The command of a run whose checkpoints and weights have a name of their own."""
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("weights") / "first.safetensors"
+    zbcompile.save_weights(path, PROBLEM.model())
+    return str(path)
+
+
+def command(program: Path, weights: str, folder: Path, steps: int, data: str) -> list[str]:
+    """The command of a run with a folder of checkpoints."""
     return [
-        *(
-            str(program),
-            "--data",
-            f"{DATA}:{data}",
-            "--init",
-            f"{DATA}:init",
-            "--steps",
-            str(steps),
-            "--seed",
-            "3",
-        ),
-        *("--lr", "0.01", "--checkpoint", str(folder / name), "--every", "2", "--resume"),
-        *("--export", str(folder / f"{name}.safetensors"), *more),
+        *(str(program), "--data", f"{DATA}:{data}", "--weights", weights, "--steps", str(steps)),
+        *("--seed", "3", "--lr", "0.01", "--checkpoint", str(folder), "--every", "2", "--resume"),
     ]
+
+
+def content(folder: Path) -> dict[str, Tensor]:
+    """The tensors of the newest checkpoint: of the model, the optimizer, the generators."""
+    newest = zbcompile.latest_checkpoint(folder)
+    assert newest is not None
+    return load_file(newest / "part-00000.safetensors")
 
 
 @pytest.mark.mostly_slow(every=2)
 @pytest.mark.slow
 @pytest.mark.parametrize("data", ["batches", "batches_from", "loader"])
-def test_a_resumed_run_has_the_same_bits(data: str, small_program: Program, tmp_path: Path) -> None:
+def test_a_resumed_run_has_the_same_bits(
+    data: str, small_program: Program, weights: str, tmp_path: Path
+) -> None:
     """Whatever way the data takes back to its place. Not every step has a checkpoint."""
-    program = small_program("zb-h1", 2)
-    assert main(command(program, tmp_path, "whole", 5, data)) == 0
-    assert main(command(program, tmp_path, "parts", 3, data)) == 0
-    assert main(command(program, tmp_path, "parts", 5, data)) == 0
-    assert (tmp_path / "whole.safetensors").read_bytes() == (
-        tmp_path / "parts.safetensors"
-    ).read_bytes()
+    program, whole, parts = small_program("zb-h1", 2), tmp_path / "whole", tmp_path / "parts"
+    assert main(command(program, weights, whole, 5, data)) == 0
+    assert main(command(program, weights, parts, 3, data)) == 0
+    assert main(command(program, weights, parts, 5, data)) == 0
+    assert_same_tensors(content(whole), content(parts), "")
 
 
 @pytest.mark.slow
 def test_options_of_a_run(
-    small_program: Program, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    small_program: Program, weights: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Prints the steps; a run that is over prints no step; another run starts from its weights."""
-    program = small_program("zb-h1", 2)
-    more = ("--log-every", "2")
-    assert main(command(program, tmp_path, "first", 4, "numbered", *more)) == 0
+    """Prints the steps; a run that is over prints no step. Weights may be a folder, in which a
+    pickle is not looked at."""
+    arguments = command(small_program("zb-h1", 2), weights, tmp_path / "first", 12, "numbered")
+    assert main(arguments) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == f"step 0 of 4: the weights of {DATA}:init"
-    assert [line.split(",")[0].rpartition(" ")[0] for line in lines if "loss" in line] == [
-        "step 2 of 4: loss",
-        "step 4 of 4: loss",
-    ]
-    assert all(line.endswith("tokens/s") for line in lines if "loss" in line)
-    assert main(command(program, tmp_path, "first", 4, "numbered", *more)) == 0
-    assert "step 4 of 4: resumed from" in capsys.readouterr().out
-    (tmp_path / "mixed").mkdir()
-    shutil.copy(tmp_path / "first.safetensors", tmp_path / "mixed" / "model.safetensors")
-    (tmp_path / "mixed" / ".metadata").write_bytes(
-        b"cos\nabort\n(tR."
-    )  # a pickle beside weights is not looked at
-    for weights in ("first.safetensors", "mixed"):
-        again = [
-            str(program),
-            "--data",
-            f"{DATA}:numbered",
-            "--weights",
-            str(tmp_path / weights),
-            "--steps",
-            "1",
-        ]
-        assert main([*again, "--export", str(tmp_path / "last.safetensors"), "--lr", "0"]) == 0
-        assert_same_tensors(
-            load_file(tmp_path / "last.safetensors"),
-            load_file(tmp_path / "first.safetensors"),
-            "weight",
-        )
+    assert lines[0] == f"step 0 of 12: the weights of {weights}"
+    losses = [line for line in lines if "loss" in line]
+    assert [line.split(":")[0] for line in losses] == ["step 10 of 12", "step 12 of 12"]
+    assert all(line.endswith("tokens/s") for line in losses)
+    assert main(arguments) == 0
+    assert "step 12 of 12: resumed from" in capsys.readouterr().out
+    (mixed := tmp_path / "mixed").mkdir()
+    shutil.copy(weights, mixed / "model.safetensors")
+    (mixed / ".metadata").write_bytes(b"cos\nabort\n(tR.")
+    last = command(small_program("zb-h1", 2), str(mixed), tmp_path / "last", 1, "numbered")
+    assert main([*last, "--lr", "0"]) == 0
+    zbcompile.load_checkpoint(tmp_path / "last", model := PROBLEM.make())
+    assert_same_tensors(dict(model.state_dict()), dict(PROBLEM.model().state_dict()), "weight")
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_documentation(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Those at the top of docs/programs.md, in one process and for fewer steps."""
+    program, weights = str(tmp_path / "program"), str(tmp_path / "first.safetensors")
+    plan = ("--schedule", "zb-h1", "--ranks", "2", "--microbatches", "4")
+    output = ("--output", program, "--weights", weights)
+    assert compile_main(["examples/targets.py:gpt", *plan, *output]) == 0
+    data = ("--data", "examples/text_batches.py:batches", "--steps", "1")
+    assert main([program, "--weights", weights, *data]) == 0
+    assert "step 1 of 1: loss" in capsys.readouterr().out
 
 
 REFUSED = {
     "no weights": (["--data", f"{DATA}:numbered"], "the parameters have no values"),
-    "no program": (
-        ["--data", f"{DATA}:numbered", "--init", f"{DATA}:init"],
-        "has no manifest.json",
-    ),
+    "no program": (["--data", f"{DATA}:numbered", "--weights", "FILE"], "has no manifest.json"),
     "no data function": (["--data", f"{DATA}:nothing"], "has no nothing; it defines"),
     "no iterable": (
-        ["--data", f"{DATA}:SIZE", "--init", f"{DATA}:init"],
+        ["--data", f"{DATA}:SIZE", "--weights", "FILE"],
         "gives a int; expected an iterable",
     ),
-    "too few batches": (
-        ["--data", f"{DATA}:two", "--init", f"{DATA}:init"],
-        "ended after 2 batches",
-    ),
+    "too few batches": (["--data", f"{DATA}:two", "--weights", "FILE"], "ended after 2 batches"),
     "no batches": (
-        ["--data", f"{DATA}:bare", "--init", f"{DATA}:init"],
+        ["--data", f"{DATA}:bare", "--weights", "FILE"],
         "is a Tensor; expected (args, kwargs)",
     ),
     "no count": (
@@ -118,9 +117,14 @@ REFUSED = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_run_is_said_in_one_line(
-    case: str, small_program: Program, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    case: str,
+    small_program: Program,
+    weights: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     arguments, message = REFUSED[case]
+    arguments = [weights if argument == "FILE" else argument for argument in arguments]
     program = tmp_path if case == "no program" else small_program("zb-h1", 2)
     assert main([str(program), "--steps", "3", *arguments]) == FAILED
     (line,) = error_lines(capsys)
@@ -130,9 +134,9 @@ def test_what_cannot_run_is_said_in_one_line(
 
 @pytest.mark.slow
 def test_checkpoints_are_not_mixed(
-    small_program: Program, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    small_program: Program, weights: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = command(small_program("zb-h1", 2), tmp_path, "run", 1, "numbered")
+    arguments = command(small_program("zb-h1", 2), weights, tmp_path / "run", 1, "numbered")
     assert main(arguments) == 0
     assert main([argument for argument in arguments if argument != "--resume"]) == FAILED
     assert "holds checkpoints up to step-00000001. Pass --resume" in capsys.readouterr().err

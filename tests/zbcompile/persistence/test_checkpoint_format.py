@@ -16,8 +16,6 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 
 import zbcompile
 from tests.support.generated import examples
-from zbcompile.persistence.checkpoint_directory import INDEX
-from zbcompile.persistence.checkpoint_files import with_digest
 from zbcompile.persistence.checkpoint_values import from_data, to_data
 
 numbers = st.one_of(
@@ -178,11 +176,8 @@ def test_pickles_are_never_read(
 
 
 def test_a_folder_that_is_missing_or_empty_is_said_to_be_so(tmp_path: Path) -> None:
-    for path, message in (
-        (tmp_path / "missing", "there is no folder"),
-        (tmp_path, "holds no checkpoint"),
-    ):
-        with pytest.raises(zbcompile.PipelineError, match=message):
+    for path in (tmp_path / "missing", tmp_path):
+        with pytest.raises(zbcompile.PipelineError, match=f"there is no checkpoint in {path}"):
             zbcompile.verify_checkpoint(path)
 
 
@@ -213,18 +208,6 @@ def test_damage_is_found(tmp_path: Path) -> None:
     zbcompile.verify_checkpoint(tmp_path / "step-00000001")
     assert zbcompile.load_checkpoint(tmp_path / "step-00000001", model).step == 1
     assert model.bias.tolist() == [1, 1]
-
-
-@pytest.mark.parametrize("step", [None, -1, "7", []])
-def test_a_step_that_is_no_count_is_refused(step: Any, tmp_path: Path) -> None:
-    """Also in an index whose digest was made anew."""
-    path = zbcompile.save_checkpoint(tmp_path, nn.Linear(4, 4), step=1)
-    data = json.loads((path / INDEX).read_text())
-    del data["digest"]
-    (path / INDEX).write_text(with_digest({**data, "step": step}))
-    with pytest.raises(zbcompile.PipelineError, match="is damaged") as refused:
-        zbcompile.load_checkpoint(path, nn.Linear(4, 4))
-    assert "\n" not in str(refused.value)
 
 
 def test_what_is_no_folder_is_called_that(tmp_path: Path) -> None:

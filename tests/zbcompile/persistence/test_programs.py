@@ -278,7 +278,7 @@ DAMAGES: dict[str, Damage] = {
     ),
     "code as a keyword": (
         lambda d: rewrite(d, STAGE, lambda data: first_call(data).update(kwargs={"a=exit(),b": 1})),
-        r"has no arguments \['a=exit",
+        r"rank-0001.json is damaged .*RuntimeError: aten::tanh",
     ),
     "code in a text that inductor writes into its source": (
         lambda d: rewrite(
@@ -296,7 +296,7 @@ DAMAGES: dict[str, Damage] = {
     ),
     "a graph without nodes": (
         lambda d: rewrite(d, STAGE, lambda data: forward_of(data).pop("nodes")),
-        "does not have the form that this library writes: KeyError",
+        "is damaged or incomplete .KeyError: 'nodes'",
     ),
 }
 
