@@ -98,8 +98,8 @@ class PythonEffects:
             if carries and name in self._names_read():
                 raise CaptureError(CARRIES_A_TENSOR.format(path=path))
             sentence = (
-                f"forward changes {path}. A compiled step runs no Python, so it never does, and it "
-                "computes with the value from before the first step."
+                f"forward changes {path}. A compiled step runs no Python, so it never does: "
+                "what reads this before it is written gets the value from before the first step."
             )
             if sentence not in self.warnings:
                 self.warnings.append(sentence)

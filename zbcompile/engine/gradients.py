@@ -137,7 +137,9 @@ class Gradients(dict[str, GradientSum]):
 
     def __missing__(self, name: str) -> GradientSum:
         parameter, choices = self.parameters[name], self.choices
-        dtype = choices.dtype_of_sum(parameter.dtype)
+        # With exact=True that of `.grad`, in which eager adds, also if it is narrower.
+        like = grad_dtype(parameter) if choices.exact else parameter.dtype
+        dtype = choices.dtype_of_sum(like)
         self[name] = GradientSum(parameter, dtype, choices.exact, name in self.shared)
         return self[name]
 

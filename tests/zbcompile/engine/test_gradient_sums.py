@@ -53,6 +53,17 @@ def test_steps_add_to_gradients_that_are_there() -> None:
         compared.step(*batch.args, target=batch.target)
 
 
+def test_gradients_that_are_narrower_than_their_parameters_add_up_as_in_eager() -> None:
+    """`grad_dtype` of torch: every microbatch is rounded, and so is each sum."""
+    chosen, batch = PROBLEMS["small-tied"], batch_of("small-tied")
+    model = chosen.model()
+    compared = AsEager(model, MICROBATCHES, chosen.loss, chosen.model(), schedule="zb-h1", ranks=2)
+    for parameter in (*model.parameters(), *compared.eager.parameters()):
+        parameter.grad_dtype = torch.bfloat16
+    for _ in range(2):
+        compared.step(*batch.args, target=batch.target)
+
+
 def freeze_between_steps() -> None:
     """Freezing layers after compiling, then thawing them, does what it does in eager mode."""
     chosen, batch = PROBLEMS["mlp"], batch_of("mlp")
