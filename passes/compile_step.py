@@ -16,11 +16,7 @@ from zbcompile.passes.partition.assign_stages import (
 )
 from zbcompile.passes.partition.balance_stages import balanced_cuts, node_loads
 from zbcompile.passes.partition.cut_points import ForwardLine, forward_line
-from zbcompile.passes.recompute.recompute import (
-    policies_of,
-    recompute as duplicate_recomputed,
-    saved_bytes,
-)
+from zbcompile.passes.recompute.recompute import policies_of, recompute as duplicate_recomputed
 from zbcompile.passes.split.defer_sums import defer_sums
 from zbcompile.passes.split.split_backward import split_backward, split_convolutions
 from zbcompile.passes.split.tied_gradients import label_tied_gradients
@@ -130,8 +126,8 @@ def compile_graph(
     observe("split_backward", labels)
     parts = label_tied_gradients(step, labels, exact)
     observe("label_tied_gradients", labels)
-    saved = saved_bytes(step, labels)
-    duplicate_recomputed(step, labels, policies_of(recompute, len(ranks_of)), hardware)
+    policies = policies_of(recompute, len(ranks_of))
+    saved = duplicate_recomputed(step, labels, policies, hardware)
     observe("recompute", labels)
     passes, fused = extract(step, labels)
     observe("extract", [*passes.values(), *fused.values()])

@@ -31,8 +31,9 @@ RECOMPUTED = "recomputed"  # key in node.meta of the duplicates
 
 def recompute(
     step: StepGraph, labels: Labels, policies: Sequence[Policy], hardware: Hardware
-) -> None:
-    """Duplicates forward nodes under the label B, in place.
+) -> dict[int, int]:
+    """Duplicates forward nodes under the label B, in place. Returns the bytes that each stage would
+    keep for its backward without.
 
     Args:
         policies: One per stage. "off": nothing. "hints": the operations of torch.utils.checkpoint
@@ -56,6 +57,7 @@ def recompute(
         choice = _choose(candidates, policy, stage, saved.get(stage, 0))
         if choice.recomputed:
             _duplicate(step, labels, forward, choice)
+    return saved
 
 
 class StageForward:

@@ -9,8 +9,6 @@ from zbcompile.passes.cost.node_cost import node_flops
 from zbcompile.passes.graph.fx import graph_text
 from zbcompile.passes.graph.roles import Slot
 
-KINDS = ("F", "B", "W", "BW", "E")
-
 
 @dataclass(frozen=True)
 class PassGraph:

@@ -11,10 +11,10 @@ from torch import nn
 from zbcompile.batches.batch import Batch, Microbatch
 from zbcompile.compiler.compile_model import (
     choose_cuts,
-    describe_cuts,
     groups_of,
     operators_of,
     output_of,
+    overweight_of,
     parameter_homes,
     placement_ranks,
     require_homes,
@@ -114,7 +114,8 @@ def compile_forward(
         vocabulary = shard_passes(sharded, bounds, barriers=0)
     return Program(
         model=facts_of(model, step.constant_values),
-        cuts=describe_cuts(compiled, choices),
+        cuts=compiled.cuts,
+        overweight=overweight_of(compiled),
         stages=programs,
         lowered=_lowered(options.schedule.placement, vocabulary, 1),
         homes=parameter_homes(model, programs, vocabulary) if like is None else like.homes,

@@ -24,7 +24,6 @@ from zbcompile.passes.partition.assign_stages import cuts_of_owners
 from zbcompile.passes.partition.balance import LoadRow
 from zbcompile.passes.partition.balance_stages import balanced_cuts
 from zbcompile.passes.partition.cut_points import ForwardLine
-from zbcompile.passes.partition.cuts import Cuts
 from zbcompile.passes.partition.named_cuts import edges_named
 from zbcompile.passes.recompute.recompute import policies_of
 from zbcompile.passes.stage.stage_program import StageProgram, collectives_of, tensor_spec
@@ -144,7 +143,8 @@ def compile_program(
             )
     return Program(
         model=facts_of(model, compiled.step.constant_values),
-        cuts=describe_cuts(compiled, choices),
+        cuts=compiled.cuts,
+        overweight=overweight_of(compiled),
         stages=programs,
         lowered=lower_for(programs, schedule, choices, compiled.step.device_type),
         homes=like.homes if like else parameter_homes(model, programs, vocabulary),
@@ -171,7 +171,7 @@ def choose_cuts(
 ) -> Sequence[int]:
     """Returns the cuts: where another program of the model has them, by names, or balanced."""
     if like is not None and operators_of(line) == like.line_operators:
-        return [node + 1 for node in like.cuts.after]
+        return like.cuts
     if like is not None:
         divided = like.vocabulary.parameters if like.vocabulary is not None else ()
         tensors = (*step.parameters, *step.buffers)
@@ -233,22 +233,11 @@ def _refuse_buffer_updates(programs: Sequence[StageProgram]) -> None:
             )
 
 
-def describe_cuts(compiled: CompiledStep, choices: CompileOptions) -> Cuts:
-    """Returns the cuts with the seconds of stages and ranks, for reports."""
-    line, cuts = compiled.line, compiled.cuts
+def overweight_of(compiled: CompiledStep) -> str:
+    """Returns a sentence about what keeps the loads from being even; "" if they are."""
     sharded = compiled.step.vocabulary_values.hidden is not None
-    totals = [0.0, *accumulate(compiled.loads)]
-    row = LoadRow(totals, compiled.ranks_of)
-    return Cuts(
-        after=tuple(cut - 1 for cut in cuts),
-        names=tuple(line.nodes[cut - 1].name for cut in cuts),
-        basis="flops" if isinstance(choices.balance, str) else "names",
-        unit="s",
-        loads=row.stage_loads(list(cuts)),
-        rank_loads=row.rank_loads(list(cuts)),
-        boundary=tuple(line.crossing_bytes[cut] for cut in cuts),
-        overweight=explain_overweight(line, compiled.loads, row, cuts, sharded),
-    )
+    row = LoadRow([0.0, *accumulate(compiled.loads)], compiled.ranks_of)
+    return explain_overweight(compiled.line, compiled.loads, row, compiled.cuts, sharded)
 
 
 def groups_of(step: StepGraph, programs: Sequence[StageProgram]) -> dict[str, str]:

@@ -89,7 +89,7 @@ class Summary:
             f"{len(rows)} stages, {distinct} distinct graphs; the heaviest rank has {ratio:.2f}"
             " times the mean work."
         )
-        overweight = self.program.cuts.overweight
+        overweight = self.program.overweight
         return Table("stages", "Stages, per microbatch", rows, [note, *filter(None, [overweight])])
 
     def _ranks(self) -> Table:

@@ -16,7 +16,6 @@ from zbcompile.model.placements import PARTIAL, placement_of
 from zbcompile.options import StepOptions
 from zbcompile.passes.compile_options import CompileOptions
 from zbcompile.passes.graph.fx import on_any_device
-from zbcompile.passes.partition.cuts import Cuts
 from zbcompile.passes.stage.pass_graph import PassGraph
 from zbcompile.passes.stage.stage_program import StageProgram, collectives_of
 from zbcompile.passes.torch_names import type_text
@@ -34,7 +33,8 @@ class Program:
     """A compiled training step, or a forward alone, whose stages have only F.
 
     * The graphs: `stages[i]` is the program of stage i, `vocabulary` the output layer if that is
-      sharded over all ranks, `cuts` where the model was cut. `groups` are this process's names of
+      sharded over all ranks, `cuts` the numbers of operations before each cut, `overweight` what
+      keeps the loads from being even (see `overweight_of`). `groups` are this process's names of
       the process groups, by what the graphs call them.
     * The order: `lowered.orders[rank]` are the actions of a rank with their communication.
     * The model: `model` describes it, `homes` are the stages that use each parameter and buffer
@@ -51,7 +51,8 @@ class Program:
     """
 
     model: ModelFacts
-    cuts: Cuts
+    cuts: tuple[int, ...]
+    overweight: str
     stages: tuple[StageProgram, ...]
     lowered: Schedule
     homes: Mapping[str, tuple[int, ...]]
@@ -212,7 +213,7 @@ class Program:
             "accumulate_dtype": str(self.choices.accumulate_dtype),
             "threads": torch.get_num_threads(),
             "inputs": {path: list(map(str, spec)) for path, spec in self.inputs.items()},
-            "cuts": list(self.cuts.after),
+            "cuts": list(self.cuts),
             "parameters": [list(stage.parameters) for stage in self.stages],
             "order": _digest(str(self.lowered.orders)),
             "vocabulary": self._sharding,

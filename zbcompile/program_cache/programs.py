@@ -284,7 +284,7 @@ class ProgramCache:
         else:
             make = partial(self.make, microbatch, exported, self.schedule)
             program = compile_within_memory(make, self.decided or self._options.choices)
-            notice = program.cuts.overweight if self.binding.program is None else ""
+            notice = program.overweight if self.binding.program is None else ""
         if self.ranks.is_first and notice:
             print(f"zbcompile: {notice}")
         program = replace(program, writer=self._save)
