@@ -31,6 +31,7 @@ from zbcompile.passes.graph.process_groups import (
     exchanged_bytes,
     group_of,
     is_async_collective,
+    is_collective,
     with_process_groups,
 )
 from zbcompile.passes.graph.roles import TensorSpec
@@ -125,31 +126,26 @@ def tensor_spec(value: torch.Tensor, needs_gradient: bool = False) -> TensorSpec
 @dataclass(frozen=True)
 class Collective:
     """An exchange in pass `name` ("F", "B", "W" or "BW"): which `kind`, along which `dimension` of
-    the mesh, with how many `bytes` (see `exchanged_bytes`), by which `operation` of the graph. It
-    `hides` unless the operation itself waits. A prediction adds its `seconds`, and what runs
-    `behind` it."""
+    the mesh, with how many `bytes` (see `exchanged_bytes`). It `hides` unless the operation itself
+    waits."""
 
     name: str
     kind: str
     dimension: str
     bytes: int
-    operation: str
-    hides: bool = True
-    seconds: float = 0.0
-    behind: str = ""
+    hides: bool
 
 
 def collectives_of(program: StageProgram) -> list[Collective]:
     """The collectives of a stage, pass by pass, in the order in which they are issued."""
-    collectives = []
-    for name, node in (
-        (name, node) for name, piece in program.pieces.items() for node in piece.module.graph.nodes
-    ):
-        if (group := group_of(node)) is not None:
-            kind = node.target.overloadpacket.__name__
-            collectives.append(
-                Collective(
-                    name, kind, group, exchanged_bytes(node), node.name, is_async_collective(node)
-                )
-            )
-    return collectives
+    return [
+        Collective(
+            name,
+            node.target.overloadpacket.__name__,  # type: ignore[union-attr]
+            group_of(node),
+            exchanged_bytes(node),
+            is_async_collective(node),
+        )
+        for name, piece in program.pieces.items()
+        for node in filter(is_collective, piece.module.graph.nodes)
+    ]
