@@ -56,6 +56,9 @@ def program_from_data(
     hints, converters = get_type_hints(Program), _readers(device, operators)
     values = {name: from_plain(hints[name], data[name], converters) for name in _STORED}
     program = Program(**values, lowered=lowered, line_operators=())
+    trained = {name for stage in program.stages for name in stage.trained}
+    if missing := trained - program.homes.keys():
+        raise ValueError(f"no stage is the home of the trained parameter {min(missing)!r}")
     if program.vocabulary is None:
         return program
     shards: tuple[Mapping[str, PassGraph], ...] = ({},) * len(program.vocabulary.bounds)

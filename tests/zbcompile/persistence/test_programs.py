@@ -294,6 +294,10 @@ DAMAGES: dict[str, Damage] = {
         lambda d: rewrite(d, "manifest.json", lambda data: data["program"].update(loss_dtype=7)),
         "received 7; expected str",
     ),
+    "a trained parameter without a home": (
+        lambda d: rewrite(d, "manifest.json", lambda data: data["program"]["homes"].clear()),
+        "no stage is the home of the trained parameter",
+    ),
     "a graph without nodes": (
         lambda d: rewrite(d, STAGE, lambda data: forward_of(data).pop("nodes")),
         "is damaged or incomplete .KeyError: 'nodes'",
