@@ -225,8 +225,8 @@ def describe(program: ExportedProgram, step: TrainingStep) -> StepGraph:
     inputs = [nodes[str(name)] for name in signature.user_inputs]
     loss, gradients, outputs, fits = _results(program, step, nodes)
     tangent = inputs.pop() if step.trains else None
-    if tangent is not None and loss is not None:  # the engine passes it in the dtype of the loss
-        tangent.meta["val"] = tangent.meta["val"].to(loss.meta["val"].dtype)
+    if tangent is not None and loss is not None:
+        _cast_outside(tangent, loss.meta["val"].dtype)
     described = StepGraph(
         module=program.graph_module,
         parameters=named(signature.inputs_to_parameters),
@@ -252,6 +252,13 @@ def describe(program: ExportedProgram, step: TrainingStep) -> StepGraph:
     refuse_open_values(described.calls(), step.questions)
     described.inexact_calls += tuple(reentrant_calls(described))
     return described
+
+
+def _cast_outside(tangent: Node, dtype: torch.dtype) -> None:
+    """Makes the gradient of the loss an input in the dtype of the loss, as the engine passes it."""
+    tangent.meta["val"] = tangent.meta["val"].to(dtype)
+    for cast in [node for node in tangent.users if node.target is aten._to_copy.default]:
+        cast.replace_all_uses_with(tangent)
 
 
 def _refuse_writes(program: ExportedProgram, step: TrainingStep, nodes: Mapping[str, Node]) -> None:
