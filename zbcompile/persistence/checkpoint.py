@@ -145,8 +145,8 @@ def save_checkpoint(
             "save one checkpoint with different values",
             remedy,
         )
-        values: Values = {"extra": data}
-        values["random"] = to_data(random_state(ranks.device), "random", tensors)
+        random = to_data(random_state(ranks.device), "random", tensors)
+        values: Values = {"extra": data, "random": random}
         if not ranks.is_first:
             tensors, values = {}, {}
         contribution = together(
@@ -155,8 +155,12 @@ def save_checkpoint(
         partial = from_first(ranks, what, lambda: begin(folder, step))
         together(ranks, what, lambda: _require_shared(partial))
         fields = {
-            **{"zbcompile": __version__, "torch": torch.__version__, "ranks": ranks.count},
-            **{"step": step, "optimizer": kind, "keep": keep},
+            "zbcompile": __version__,
+            "torch": torch.__version__,
+            "ranks": ranks.count,
+            "step": step,
+            "optimizer": kind,
+            "keep": keep,
         }
         _write(ranks, partial, tensors, contribution, fields, None if wait else background)
     return final_name(partial)
@@ -285,15 +289,19 @@ def _write(
     file = partial / f"part-{ranks.number:05d}.safetensors"
     writer = CheckpointWriter(file, contribution, fields, working)
     options: Values = {"storage_writer": writer, "no_dist": ranks.everyone is None}
+    sections: Values = {}
+    for name, tensor in tensors.items():  # torch logs every key of the outer dict
+        section, dot, key = name.partition(".")
+        (sections.setdefault(section, {}) if dot else sections)[key or section] = tensor
     if background is not None:
         with position.waiting("the making of a group"):
             background.group = background.group or ranks.new_gloo_group()
-        future = dcp.async_save(tensors, process_group=background.group, **options)
+        future = dcp.async_save(sections, process_group=background.group, **options)
         background.pending = partial, future, ranks.number == 0
         return
     try:
         with position.waiting("the checkpoint of all ranks"):
-            dcp.save(tensors, process_group=ranks.everyone, **options)
+            dcp.save(sections, process_group=ranks.everyone, **options)
     except dcp.CheckpointException as error:  # not an Exception; raised on every rank
         raise ranks.watch.on_all_ranks(_unfinished(partial, error, ranks.number == 0)) from None
 

@@ -28,6 +28,7 @@ from zbcompile.model.tensor_shard import TensorShard, local_of
 from zbcompile.persistence.checkpoint_directory import INDEX, candidates, publish
 from zbcompile.persistence.safetensors_files import header_digest, write_safetensors
 from zbcompile.safe_files import damage_in, sha256_of, write_whole
+from zbcompile.torch_private import pytree
 
 FORMAT, VERSION = "zbcompile checkpoint", 6
 AGAIN = "Load another checkpoint"
@@ -56,10 +57,10 @@ class CheckpointWriter(FileSystemWriter):
 
     def stage(self, state_dict: Values) -> Values:
         """Returns a copy on the CPU, for a save that goes on while training changes the tensors."""
-        return {name: _copy(tensor) for name, tensor in state_dict.items()}
+        return pytree.tree_map(_copy, state_dict)  # type: ignore[no-any-return]
 
     def write_data(self, plan: Any, planner: Any) -> "Future[list[WriteResult]]":
-        tensors, offsets = dict[str, torch.Tensor](), Values()
+        tensors, offsets = Values(), Values()
         with self.working():
             for item in plan.items:
                 name, values = item.index.fqn, planner.resolve_data(item)
@@ -75,9 +76,9 @@ class CheckpointWriter(FileSystemWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         parts = [result.storage_data for (result,) in results]
-        left_out = {name for part in parts for name in part["left_out"]}
+        left_out = sorted({name for part in parts for name in part["left_out"]})
         data: Values = {"format": FORMAT, "version": VERSION, **self.fields}
-        data |= {"left_out": sorted(left_out), "files": {}, "values": {}}
+        data |= {"left_out": left_out, "files": {}, "values": {}}
         for part in parts:
             data["files"] |= part["files"]
             data["values"] |= part["values"]
@@ -142,8 +143,10 @@ def _copy(tensor: Any) -> torch.Tensor:
 
 
 def with_digest(data: Values) -> str:
-    """Returns the text of an index.json with these fields and their digest."""
-    return to_text({**data, "digest": hashlib.sha256(to_text(data, 2).encode()).hexdigest()}, 2)
+    """Returns the text of an index.json with these fields and their digest, the last field."""
+    text = to_text(data, 2)
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    return f'{text[:-3]},\n"digest": "{digest}"\n}}\n'
 
 
 def _checked_fields(folder: Path) -> Values:

@@ -1,7 +1,7 @@
 """Python values as JSON, and back: what a checkpoint holds besides tensors.
 
 None, booleans, integers, strings, finite floats and lists stand for themselves. Everything else is
-an object with one key, its tag: `{"tuple": [1, 2]}`, `{"dict": [["lr", 0.1]]}`, `{"tensor":
+an object with one key, its tag: `{"tuple": [1, 2]}`, `{"dict": {"lr": 0.1}}`, `{"tensor":
 "extra.rate"}`.
 """
 
@@ -26,7 +26,7 @@ def to_data(value: Any, path: str, tensors: Tensors) -> Any:
     Raises PipelineError, with the place, for a value that has no such form.
 
     >>> to_data({"rate": (0.5, None)}, "extra", {})
-    {'dict': [['rate', {'tuple': [0.5, None]}]]}
+    {'dict': {'rate': {'tuple': [0.5, None]}}}
     """
     try:
         return _encode(value, path, tensors)
@@ -43,6 +43,8 @@ def _encode(value: Any, path: str, tensors: Tensors) -> Any:
     if kind is list or kind is tuple:
         items = [_encode(item, f"{path}.{i}", tensors) for i, item in enumerate(value)]
         return items if kind is list else {"tuple": items}
+    if kind in _TAGS and all(type(key) is str for key in value):
+        return {_TAGS[kind]: {k: _encode(v, f"{path}.{k}", tensors) for k, v in value.items()}}
     if kind in _TAGS:
         pairs = [
             [_encode(k, f"{path}.key {k}", tensors), _encode(v, f"{path}.{k}", tensors)]
@@ -76,6 +78,8 @@ def from_data(data: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
         return data
     ((tag, inner),) = data.items()
     if tag in _MAPPINGS:
+        if isinstance(inner, dict):
+            return _MAPPINGS[tag]({key: from_data(item, tensors) for key, item in inner.items()})
         return _MAPPINGS[tag](dict(from_data(inner, tensors)))
     readers: dict[str, Callable[[Any], Any]] = {
         "tuple": lambda items: tuple(from_data(items, tensors)),

@@ -130,8 +130,10 @@ def class_name(optimizer: Any) -> str | None:
     if optimizer is None:
         return None
     if not isinstance(optimizer, Optimizer):
-        text = f"optimizer= received a {type(optimizer).__name__}; expected one torch optimizer."
-        raise PipelineError(f"{text} Save each of several in a folder of its own.")
+        raise PipelineError(
+            f"optimizer= received a {type(optimizer).__name__}; expected one torch optimizer. Save"
+            " each of several in a folder of its own."
+        )
     return (
         optimizer.config.kind if isinstance(optimizer, PipelineOptimizer) else type(optimizer)
     ).__name__
