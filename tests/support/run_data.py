@@ -1,4 +1,4 @@
-"""What `zbcompile.run` is given in the tests: batches in every form that it takes."""
+"""Data functions for `zbcompile.run`: batches in every form that it takes."""
 
 import random
 from collections.abc import Iterator, Mapping

@@ -214,7 +214,7 @@ def test_a_kernel_reads_what_is_written_in_place(written: Callable[..., Any], ca
 
 
 def test_a_view_of_a_single_tensor_that_is_not_empty(cache: Path) -> None:
-    """As the first keys of a cache of transformers; the result has eager's strides."""
+    """A cache of transformers begins so. The result has the strides of eager mode."""
 
     def function(keys: torch.Tensor) -> list[torch.Tensor]:
         dense = aten.cat.default([torch.empty(0), aten.transpose.int(keys, 1, 2)], -2)
