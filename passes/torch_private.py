@@ -246,6 +246,11 @@ def is_in_place(operator: object) -> bool:
     return isinstance(operator, OpOverload) and bool(operator._schema.is_mutable)
 
 
+def set_stack_trace(node: Node, text: str) -> None:
+    """Replaces the source lines that `print_readable` shows above a node."""
+    node.meta["stack_trace"] = text
+
+
 class _DirectCodeGen(_BoxedCodeGen):
     """Calls the C function behind an operator (`_op`) by a global name.
 

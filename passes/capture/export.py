@@ -42,6 +42,7 @@ from zbcompile.passes.torch_private import (
     ANNOTATIONS,
     ASSERTIONS,
     DATA_DEPENDENT_ERRORS,
+    TO_COPY,
     annotations_of,
     pytree,
 )
@@ -257,7 +258,7 @@ def describe(program: ExportedProgram, step: TrainingStep) -> StepGraph:
 def _cast_outside(tangent: Node, dtype: torch.dtype) -> None:
     """Makes the gradient of the loss an input in the dtype of the loss, as the engine passes it."""
     tangent.meta["val"] = tangent.meta["val"].to(dtype)
-    for cast in [node for node in tangent.users if node.target is aten._to_copy.default]:
+    for cast in [node for node in tangent.users if node.target is TO_COPY]:
         cast.replace_all_uses_with(tangent)
 
 

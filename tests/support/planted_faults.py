@@ -87,10 +87,10 @@ PERSISTENCE = (
     PlantedFault(
         "a checkpoint gets its name before its index is written",
         "zbcompile/persistence/checkpoint_files.py",
-        "                write_whole(partial / INDEX, with_digest(data).encode())\n"
-        '                publish(partial, self.fields["keep"])\n',
-        '                final = publish(partial, self.fields["keep"])\n'
-        "                write_whole(final / INDEX, with_digest(data).encode())\n",
+        "            write_whole(partial / INDEX, with_digest(data).encode())\n"
+        '            publish(partial, self.fields["keep"])\n',
+        '            final = publish(partial, self.fields["keep"])\n'
+        "            write_whole(final / INDEX, with_digest(data).encode())\n",
         ("tests/zbcompile/persistence",),
     ),
     PlantedFault(
