@@ -70,15 +70,15 @@ class CheckpointWriter(FileSystemWriter):
             metadata = {"format": "pt", "DCP_SHARDING_INFO": json.dumps(offsets)}
             written = write_safetensors(self.file, tensors, metadata)
         contribution = {**self.contribution, "files": {self.file.name: written}}
-        future: Future[list[WriteResult]] = Future()
+        future = Future[Any]()
         future.set_result([WriteResult(MetadataIndex(""), 0, contribution)])
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         parts = [result.storage_data for (result,) in results]
         left_out = sorted({name for part in parts for name in part["left_out"]})
-        data: Values = {"format": FORMAT, "version": VERSION, **self.fields}
-        data |= {"left_out": left_out, "files": {}, "values": {}}
+        data: Values = {"format": FORMAT, "version": VERSION, **self.fields, "left_out": left_out}
+        data |= {"files": {}, "values": {}}
         for part in parts:
             data["files"] |= part["files"]
             data["values"] |= part["values"]
@@ -145,8 +145,7 @@ def _copy(tensor: Any) -> torch.Tensor:
 def with_digest(data: Values) -> str:
     """Returns the text of an index.json with these fields and their digest, the last field."""
     text = to_text(data, 2)
-    digest = hashlib.sha256(text.encode()).hexdigest()
-    return f'{text[:-3]},\n"digest": "{digest}"\n}}\n'
+    return f'{text[:-3]},\n"digest": "{hashlib.sha256(text.encode()).hexdigest()}"\n}}\n'
 
 
 def _checked_fields(folder: Path) -> Values:
@@ -155,8 +154,7 @@ def _checked_fields(folder: Path) -> Values:
     text = (folder / INDEX).read_text(encoding="utf-8")
     fields: Values = json.loads(text)
     del fields["digest"]
-    kind = fields["format"], fields["version"]
-    if with_digest(fields) != text or kind != (FORMAT, VERSION):
+    if with_digest({**fields, "format": FORMAT, "version": VERSION}) != text:
         raise ValueError(f"its digest differs, or it is not format {VERSION}")
     if {file.name for file in folder.glob("*.safetensors")} != fields["files"].keys():
         raise ValueError("other files are in the directory than were written")

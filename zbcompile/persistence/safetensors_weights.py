@@ -150,6 +150,8 @@ def _load(path: Path, state: LocalState) -> None:
                 f"{path} is neither a safetensors file nor an index of such files:"
                 f" {error!s:.300}. Copy it again."
             ) from None
+        if sum(len(file.keys()) for file in opened) > len(files):
+            raise PipelineError(f"{path}: several files have a tensor of the same name.")
         sources = _sources(path, hub_tensors(state.module, shapes, loading=True), state)
         _require_kinds(sources, files, state)
         with torch.no_grad():
