@@ -67,13 +67,15 @@ def _tensors_to_write(state: LocalState) -> dict[str, torch.Tensor]:
     tensors, ranks = dict[str, torch.Tensor](), state.ranks
     for name, tensor in sorted(state.tensors.items()):
         full: Any = tensor.detach()
+        writes = ranks.leads and state.is_writer(name)
         if is_distributed(tensor):
             with ranks.watch.position.waiting(name):
                 if full.device_mesh.mesh_dim_names:
                     full = full.full_tensor()
                 else:  # rows of the output layer lie on the ranks of the pipeline
                     full = torch.cat(ranks.gather_here(local_of(full).cpu()))
-        if ranks.leads and state.is_writer(name):
+                    writes = ranks.is_first
+        if writes:
             tensors[name] = full.cpu().contiguous()
     return tensors
 
@@ -142,16 +144,21 @@ def load_weights(path: str | Path, source: Pipeline | nn.Module) -> None:
 def _load(path: Path, state: LocalState) -> None:
     with ExitStack() as stack:
         try:
-            opened = [stack.enter_context(safe_open(file, "pt")) for file in _files_of(path)]
-            files = {key: file for file in opened for key in file.keys()}  # noqa: SIM118
+            files = dict[str, Any]()
+            for location in _files_of(path):
+                file = stack.enter_context(safe_open(location, "pt"))
+                for key in file.keys():  # noqa: SIM118
+                    if files.setdefault(key, file) is not file:
+                        raise PipelineError(
+                            f"{path}: {key:.200} stands in several files. Save the weights again"
+                            " into an empty folder."
+                        )
             shapes = {key: tuple(file.get_slice(key).get_shape()) for key, file in files.items()}
         except (OSError, SafetensorError) as error:
             raise PipelineError(
                 f"{path} is neither a safetensors file nor an index of such files:"
                 f" {error!s:.300}. Copy it again."
             ) from None
-        if sum(len(file.keys()) for file in opened) > len(files):
-            raise PipelineError(f"{path}: several files have a tensor of the same name.")
         sources = _sources(path, hub_tensors(state.module, shapes, loading=True), state)
         _require_kinds(sources, files, state)
         with torch.no_grad():

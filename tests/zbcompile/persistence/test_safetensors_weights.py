@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, load_model, save_file
+from safetensors.torch import load_file, load_model, save, save_file
 from torch import nn
 
 import zbcompile
@@ -105,6 +105,14 @@ BROKEN: list[tuple[dict[str, bytes], str]] = [
     ),
     ({SINGLE: b""}, "neither a safetensors file nor an index of such files: .*header too small"),
     ({SINGLE: (2).to_bytes(8, "little") + b"[]"}, "invalid JSON in header"),
+    (
+        {
+            INDEX: b'{"weight_map": {"weight": "1.safetensors", "bias": "2.safetensors"}}',
+            "1.safetensors": save({"weight": torch.ones(2, 2)}),
+            "2.safetensors": save({"weight": torch.zeros(2, 2), "bias": torch.ones(2)}),
+        },
+        "weight stands in several files. Save the weights again",
+    ),
 ]
 
 
