@@ -70,6 +70,7 @@ def test_what_fails_is_told(
     assert "a snippet that is wrong" in capfd.readouterr().out
 
 
+@pytest.mark.beyond_sample
 @pytest.mark.slow
 def test_a_page_runs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     results = page_runs.run_page("docs/schedules.md", tmp_path)

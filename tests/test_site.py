@@ -7,6 +7,7 @@ import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,8 +27,14 @@ PAGES = [
 ]
 
 
+def page_case(page: Path) -> Any:
+    """Returns a page as a case; the suite leaves out two whose commands take long."""
+    marks = [pytest.mark.beyond_sample] if page.stem in ("faults", "huggingface") else []
+    return pytest.param(page, id=page.stem, marks=marks)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("page", map(page_case, PAGES))
 def test_pages_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {"__name__": "__main__"}

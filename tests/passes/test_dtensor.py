@@ -1,7 +1,6 @@
-"""Tensor, sequence, context and expert parallel models: pass graphs have the bits of eager DTensor,
-and are equal on all ranks."""
+"""Tensor, sequence, context and expert parallel models: pass graphs have the bits of eager mode, and
+are equal on all ranks. DTensors: `tests/zbcompile/engine/test_dtensor.py`."""
 
-import contextlib
 import os
 import subprocess
 import sys
@@ -15,23 +14,16 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import all_reduce
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    loss_parallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tests.support import parallel_models
-from tests.support.dtensor_models import LENGTH, VOCABULARY, Llama, parallelised
+from tests.support.dtensor_models import LENGTH, VOCABULARY, Llama
 from tests.support.meshes import mesh_of
 from tests.support.parallel_models import ContextParallel, Dispatched, Enter, TensorParallel
 from tests.support.pass_graph_runner import Batch, Runner, compile_step, differences, eager_step
 from tests.support.pool import Pool
 from zbcompile import schedules
 from zbcompile.passes.capture.export import ExportOptions, export_training_step
-from zbcompile.passes.compile_step import CompiledStep
 from zbcompile.passes.errors import CaptureError
 from zbcompile.passes.graph.process_groups import collective_name, groups_of_meshes, is_collective
 
@@ -39,46 +31,12 @@ MICROBATCHES = 2
 
 
 def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
-    loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-    return loss.full_tensor() if isinstance(loss, DTensor) else loss
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 def text() -> Batch:
     tokens = torch.randint(VOCABULARY, (2, LENGTH))
     return (tokens,), {}, tokens
-
-
-def compared(kind: str, schedule: str) -> dict[str, Any]:
-    """Returns what differs from eager DTensor, and facts about the graphs."""
-    mesh = mesh_of(tp=dist.get_world_size())
-    model = parallelised(mesh["tp"], kind, 2)
-    torch.manual_seed(1)
-    batches = [text() for _ in range(MICROBATCHES)]
-    built = schedules.build(schedule, ranks=2, microbatches=MICROBATCHES)
-    ranks_of = [built.placement.rank(stage) for stage in range(built.stages)]
-    with loss_parallel() if kind == "loss" else contextlib.nullcontext():
-        compiled = compile_step(model, *batches[0], loss_of, ranks_of=ranks_of, exact=True)
-        result = Runner(compiled, model, batches, seed=5).run(built.orders)
-        expected = eager_step(model, batches, loss_of, seed=5)
-    placements = compiled.step.gradient_placements
-    for name, gradient in expected.gradients.items():
-        if isinstance(gradient, DTensor):  # eager mode leaves that of an embedding replicated
-            expected.gradients[name] = gradient.redistribute(placements=placements[name])
-    return {
-        "differences": differences(result, expected),
-        "groups": sorted(compiled.step.process_groups),
-        "weight_collectives": weight_collectives(compiled),
-    }
-
-
-def weight_collectives(compiled: CompiledStep) -> list[str]:
-    return [
-        f"{label} {node}"
-        for label, graph in compiled.passes.items()
-        if label.kind == "W"
-        for node in graph.calls
-        if collective_name(node)
-    ]
 
 
 def by_hand(name: str, form: str) -> dict[str, Any]:
@@ -111,10 +69,10 @@ def by_hand(name: str, form: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("name", "form"),
     [
-        *(("tp", "functions"), ("cp", "ring"), ("ep", "")),
+        *(("tp", "sequence"), ("cp", "ring"), ("ep", "")),
         *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (("tp", "plain"), ("tp", "sequence"), ("cp", "gather"), ("cp", "ulysses"))
+            pytest.param(*case, marks=pytest.mark.beyond_sample)
+            for case in (("tp", "plain"), ("tp", "functions"), ("cp", "gather"), ("cp", "ulysses"))
         ),
     ],
 )
@@ -172,29 +130,13 @@ def by_name(in_function: bool) -> Any:
     return differences(result, eager_step(model, batches, F.mse_loss, seed=5))
 
 
+@pytest.mark.slow
 def test_collectives_that_are_imported_by_name(pool: Pool) -> None:
     assert pool.run(by_name, True, ranks=2) == [[], []]
     for refusal in pool.run(by_name, False, ranks=2):
         assert "torch.distributed.all_reduce on an activation" in refusal
         assert "test_dtensor.py:" in refusal
         assert "autograd.Function" in refusal
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "schedule"),
-    [
-        ("sequence", "zb-v"),
-        pytest.param("plain", "zb-h1", marks=pytest.mark.slow),
-        pytest.param("loss", "zb-h1", marks=pytest.mark.slow),
-        pytest.param("odd", "1f1b", marks=pytest.mark.slow),
-    ],
-)
-def test_bits_of_eager_dtensor(kind: str, schedule: str, pool: Pool) -> None:
-    one, other = pool.run(compared, kind, schedule, ranks=2)
-    assert one["differences"] == other["differences"] == []
-    assert one["groups"] == ["tp"]
-    assert one["weight_collectives"] == []
 
 
 class SequenceNorm(nn.Module):
@@ -237,6 +179,7 @@ def deferred(exact: bool) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_sums_that_concern_a_weight_alone_run_once_per_step(pool: Pool) -> None:
     for actual in pool.run(deferred, False, ranks=2):
         assert actual == {"collectives": [], "deferred": {"weight": "tp"}, "right": True}
@@ -265,6 +208,7 @@ def warned(p: float) -> list[str]:
     return [str(warning.message) for warning in caught]
 
 
+@pytest.mark.slow
 def test_dropout_on_a_shard_is_said_with_its_line(pool: Pool) -> None:
     for messages in pool.run(warned, 0.1, ranks=2):
         assert len(messages) == 1
@@ -298,6 +242,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.beyond_sample
 @pytest.mark.slow
 def test_equal_graphs_on_ranks_with_different_hash_seeds(tmp_path: Path) -> None:
     """The graphs of a model without vocabulary parallelism, whose embedding has a part per rank."""

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from gpt import GPT, next_byte_loss
-from tests.passes.test_bits import text
 from tests.support.pass_graph_runner import compile_step
 from tests.support.zoo import ZOO
 from zbcompile.passes.compile_step import CompiledStep
@@ -25,6 +24,7 @@ from zbcompile.passes.stage.pass_graph import PassGraph
 from zbcompile.passes.step_graph import Label
 
 CPU = torch.device("cpu")
+TOKENS = torch.arange(32).view(2, 16)
 
 
 def compiled_zoo(name: str) -> tuple[CompiledStep, nn.Module]:
@@ -39,7 +39,9 @@ def compiled_zoo(name: str) -> tuple[CompiledStep, nn.Module]:
 def compiled_gpt() -> tuple[CompiledStep, nn.Module]:
     torch.manual_seed(0)
     model = GPT(layers=2, width=32, length=16, dropout=0.1, tied=True)
-    return compile_step(model, *text(), next_byte_loss, ranks_of=[0, 1], exact=True), model
+    return compile_step(
+        model, (TOKENS,), {}, TOKENS, next_byte_loss, ranks_of=[0, 1], exact=True
+    ), model
 
 
 def specs(module: GraphModule) -> list[Any]:

@@ -92,6 +92,7 @@ def digest(name: str) -> str:
 NAMES = (*(name for name in names() if name != "auto"), "interlaced", "forward-only")
 
 
+@pytest.mark.mostly_slow(every=4, suite=1)
 @pytest.mark.parametrize("name", NAMES)
 def test_orders_are_the_published_ones(name: str) -> None:
     assert digest(name) == DIGESTS[name]

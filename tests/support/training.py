@@ -198,6 +198,16 @@ class AsEager:
         assert_same_tensors(ours, theirs, "gradient of")
 
 
+def step_as_eager(
+    model: nn.Module, x: Tensor, target: Tensor, loss: Any = F.mse_loss, **options: Any
+) -> zbcompile.Pipeline:
+    """Returns a pipeline of two ranks that has trained one step with eager's bits."""
+    options = {"schedule": "zb-h1", "ranks": 2, **options}
+    compared = AsEager(model, options.pop("microbatches", 4), loss, **options)
+    compared.step(x, target=target)
+    return compared.pipe
+
+
 @cache
 def eager(problem: str, microbatches: int, steps: int = 3) -> Trained:
     """The same training by the oracle."""

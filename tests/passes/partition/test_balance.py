@@ -47,6 +47,7 @@ def heaviest(
     return max(*ranks, chunk / CHUNK_SHARE if chunk > piece * PIECE_SLACK else 0)
 
 
+@pytest.mark.mostly_slow(every=4, suite=1)
 @pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
 @given(loads=LOADS, data=st.data())
 @examples(150)

@@ -7,8 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.passes.test_bits import Loop, batches_of, check, rows
 from tests.support.pass_graph_runner import compile_step, output_bytes
+from tests.support.shared_parameters import Loop
+from tests.support.training import step_as_eager
+from zbcompile import Pipeline
 from zbcompile.passes.capture.export import export_training_step
 from zbcompile.passes.compile_step import CompiledStep, compile_graph
 from zbcompile.passes.errors import CaptureError, PartitionError
@@ -16,6 +18,15 @@ from zbcompile.passes.partition.assign_stages import cuts_of_owners
 from zbcompile.passes.step_graph import Label
 
 WIDTH = 8
+
+
+def rows(count: int = 4) -> tuple[tuple[Tensor], dict[str, Any], Tensor]:
+    return (torch.randn(count, WIDTH),), {}, torch.randn(count, WIDTH)
+
+
+def check(schedule: str, ranks: int, model: nn.Module, loss: Any = F.mse_loss) -> Pipeline:
+    (x,), _, target = rows(16)
+    return step_as_eager(model, x, target, loss, schedule=schedule, ranks=ranks)
 
 
 class Residual(nn.Module):
@@ -48,8 +59,8 @@ def test_products_of_normalized_weights_wait_for_w() -> None:
     model = Residual()
     for layer in model.layers:
         nn.utils.parametrizations.weight_norm(layer)
-    compiled = check("zb-h1", 4, model, batches_of(rows), F.mse_loss)
-    graphs = [compiled.passes[Label(stage, "W")].module.graph for stage in range(4)]
+    stages = check("zb-h1", 4, model).program.stages
+    graphs = [stage.pieces["W"].module.graph for stage in stages]
     mm = torch.ops.aten.mm.default
     assert sum(len(graph.find_nodes(op="call_function", target=mm)) for graph in graphs) == 8
 
@@ -116,7 +127,7 @@ class Normalized(nn.Module):
 @pytest.mark.parametrize("schedule", ["zb-h1", "zb-v", "gpipe"])
 def test_buffers_that_the_step_writes(schedule: str) -> None:
     """Several microbatches are in flight: B reads the values of its own microbatch."""
-    check(schedule, 2, Normalized().train(), batches_of(rows), F.mse_loss)
+    check(schedule, 2, Normalized().train())
 
 
 def test_a_buffer_read_and_written_on_different_stages_is_refused() -> None:
@@ -149,8 +160,9 @@ def test_a_further_program_keeps_the_owners_of_parameters() -> None:
 
 
 def test_a_loop_is_cut_anywhere() -> None:
-    compiled = compiled_on_four(Loop())
-    assert compiled.owners["layer.weight"] == [0, 1, 2, 3]
+    x = torch.randn(4, 32)
+    compiled = compiled_on_four(Loop(10), ((x,), {}, x))
+    assert compiled.owners["block.weight"] == [0, 1, 2, 3]
 
 
 def test_operations_on_parameters_alone_have_one_stage() -> None:
@@ -164,7 +176,7 @@ def test_operations_on_parameters_alone_have_one_stage() -> None:
                 x = torch.tanh(F.linear(layer(x), flat.view_as(weight)))
             return x
 
-    check("zb-v", 2, Standardized(), batches_of(rows), F.mse_loss)
+    check("zb-v", 2, Standardized())
 
 
 class Hooked(Residual):
@@ -211,10 +223,11 @@ def parametrized() -> nn.Module:
     return nn.Sequential(first, nn.Tanh(), second, nn.Tanh(), nn.Linear(WIDTH, WIDTH)).train()
 
 
+@pytest.mark.mostly_slow(every=2, suite=1)
 @pytest.mark.parametrize("make", [Hooked, Penalized, Forces, parametrized])
 def test_autograd_of_any_kind(make: Any) -> None:
     torch.manual_seed(0)
-    check("zb-h1", 2, make(), batches_of(rows), F.mse_loss)
+    check("zb-h1", 2, make())
 
 
 def test_a_loss_that_is_added_to_in_place() -> None:
@@ -225,4 +238,4 @@ def test_a_loss_that_is_added_to_in_place() -> None:
         total += 0.1 * output.square().mean()
         return total
 
-    check("1f1b", 2, Residual(), batches_of(rows), loss)
+    check("1f1b", 2, Residual(), loss)

@@ -92,6 +92,7 @@ def shuffled(schedule: Schedule, generator: random.Random) -> Schedule:
     return replace(schedule, orders=tuple(map(tuple, orders)))
 
 
+@pytest.mark.mostly_slow(every=4, suite=1)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_verdict_of_an_executor(name: str) -> None:
     generator, verdicts = random.Random(name), {True: 0, False: 0}

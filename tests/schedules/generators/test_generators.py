@@ -158,6 +158,7 @@ AUTHORS = {
 }
 
 
+@pytest.mark.mostly_slow(every=3, suite=1)
 @pytest.mark.parametrize(
     ("case", "authors"), AUTHORS.items(), ids=[f"{name}-{p[0]}" for name, p in AUTHORS]
 )

@@ -45,6 +45,7 @@ def uneven(generator: random.Random, stages: int, **options) -> Costs:
     )
 
 
+@pytest.mark.mostly_slow(every=4, suite=1)
 @pytest.mark.parametrize("number", range(12))
 def test_never_longer_than_a_name_and_never_below_the_bound(number: int) -> None:
     generator = random.Random(number)

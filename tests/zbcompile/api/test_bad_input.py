@@ -449,6 +449,7 @@ def refusal_of_other_batches(seeds: tuple[int, int], strays: int) -> tuple[int, 
     return 5, ""
 
 
+@pytest.mark.slow
 def test_other_batches_on_other_ranks_are_refused(pool: Pool) -> None:
     """In the first step and in later ones: a loader without a seed would train on inputs and
     targets of different samples."""

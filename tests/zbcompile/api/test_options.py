@@ -197,6 +197,7 @@ def test_a_schedule_brings_its_own_ranks_and_microbatches(
     assert "ranks" not in capsys.readouterr().out
 
 
+@pytest.mark.mostly_slow(every=4, suite=1)
 @pytest.mark.parametrize(("rows", "count"), [(8, 8), (16, 16), (24, 24), (74, 37)])
 def test_the_default_count_divides_the_batch(
     rows: int, count: int, capsys: pytest.CaptureFixture[str]

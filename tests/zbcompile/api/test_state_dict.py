@@ -59,6 +59,7 @@ def shares() -> tuple[set[str], set[str]]:
     return set(pipe.state_dict()), {name for name, _ in pipe.named_parameters()}
 
 
+@pytest.mark.slow
 def test_tied_parameters_stand_under_both_names_where_they_live(pool: Pool) -> None:
     """The ranks' shares together are eager's keys; a tied weight is one parameter with two keys."""
     results = pool.run(shares, ranks=2)
@@ -111,6 +112,7 @@ def test_loading_is_strict(damage: str) -> None:
     assert_same_tensors(dict(pipe.state_dict()), before, "after a refused load:")
 
 
+@pytest.mark.beyond_sample
 @pytest.mark.slow
 def test_loading_is_strict_on_every_rank(pool: Pool) -> None:
     """A key that only one rank would use is missed by all."""

@@ -106,10 +106,10 @@ def train_on_sizes(sizes: tuple[int, ...]) -> tuple[Trained, list[list[str]]]:
 @pytest.mark.slow
 def test_another_shape_compiles_again(pool: Pool, capsys: pytest.CaptureFixture[str]) -> None:
     """With a notice, with eager's bits, and with every parameter on the rank where it was."""
-    sizes = (8, 12, 8, 4)
+    sizes = (8, 12, 8)
     alone, _ = train_on_sizes(sizes)
     notices = [line for line in capsys.readouterr().out.splitlines() if "compiling again" in line]
-    assert len(notices) == 2
+    assert len(notices) == 1
     assert "args[0][3, 32]" in notices[0]
     model = mlp()
     for step, size in enumerate(sizes):

@@ -115,6 +115,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.mostly_slow(every=4, suite=1)
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_run_is_said_in_one_line(
     case: str,

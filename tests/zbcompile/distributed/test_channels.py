@@ -58,9 +58,8 @@ def step_without_values(case: Case) -> bool:
 
 @pytest.mark.slow
 def test_no_step_reads_a_value_of_a_tensor(pool: Pool) -> None:
-    """In one process and in two; loss and norm are tensors."""
+    """Loss and norm are tensors."""
     case = Case("small-dropout", "zb-v", 2, 4, exact=False)
-    assert step_without_values(case)
     assert pool.run(step_without_values, case) == [True, True]
 
 

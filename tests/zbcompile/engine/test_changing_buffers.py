@@ -32,8 +32,9 @@ class Scaled(nn.Module):
         return y
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
-@pytest.mark.parametrize("schedule", ["zb-h1", "zb-v"])
+@pytest.mark.parametrize(
+    ("schedule", "dtype"), [("zb-h1", torch.float32), ("zb-v", torch.bfloat16)]
+)
 def test_products_with_changing_buffers_are_bitwise(schedule: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(Scaled(8, change) for change in CHANGES)).to(dtype)

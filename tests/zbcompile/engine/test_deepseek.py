@@ -1,6 +1,6 @@
 """A model after DeepSeek-V3: latent attention, shared and routed experts whose router has a bias
-that is updated without gradients, an auxiliary loss per layer, and two heads that predict further
-tokens and share the output layer."""
+that is updated without gradients, an auxiliary loss per layer, and a head that predicts a further
+token and shares the output layer."""
 
 from typing import Any, Literal
 
@@ -14,7 +14,7 @@ from tests.support.oracle import Batch, eager_step
 from tests.support.training import AsEager
 
 MICROBATCHES = 4
-WORDS, WIDTH, HEADS, LATENT, ROTARY, EXPERTS, CHOSEN, LAYERS, AHEAD = 32, 16, 2, 8, 4, 4, 2, 3, 2
+WORDS, WIDTH, HEADS, LATENT, ROTARY, EXPERTS, CHOSEN, LAYERS, AHEAD = 32, 16, 2, 8, 4, 4, 2, 2, 1
 LENGTH = 6
 UPDATE, BALANCE, FURTHER = 0.05, 0.01, 0.3
 
@@ -149,7 +149,7 @@ def model_and_tokens() -> tuple[nn.Module, Tensor]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("schedule", "ranks", "recompute"),
-    [("zb-h1", 4, "off"), ("zb-v", 2, "full"), ("dualpipe-v", 2, "full")],
+    [("zb-v", 2, "full"), ("zb-h1", 4, "off"), ("dualpipe-v", 2, "full")],
 )
 def test_bitwise(schedule: str, ranks: int, recompute: str) -> None:
     """With recomputation as well: no token is counted twice, and the bias follows the counts."""
@@ -160,10 +160,11 @@ def test_bitwise(schedule: str, ranks: int, recompute: str) -> None:
         compared.step(tokens)
 
 
+@pytest.mark.beyond_sample
 @pytest.mark.mostly_slow(every=2)
 @pytest.mark.slow
 @pytest.mark.parametrize(("schedule", "vocab"), [("zb-h1", 1), ("zb-v", 2)])
-def test_the_output_layer_of_three_losses_is_sharded(schedule: str, vocab: Literal[1, 2]) -> None:
+def test_the_output_layer_of_two_losses_is_sharded(schedule: str, vocab: Literal[1, 2]) -> None:
     """Two steps, within the bound of sums in another order."""
     (model, tokens), (eager, _) = model_and_tokens(), model_and_tokens()
     pipe = zbcompile.pipeline(

@@ -1,6 +1,7 @@
 """Models with DTensors, parallelised by torch's own plans, train in a pipeline unchanged."""
 
 import contextlib
+import re
 from typing import Any
 
 import pytest
@@ -109,7 +110,7 @@ def said_of_a_nan(pipe: Any) -> str:
     """Returns the report of a NaN in a parameter of one rank."""
     x, y = batch()
     with torch.no_grad():
-        if dist.get_rank() == 3:
+        if dist.get_rank() == dist.get_world_size() - 1:
             next(p for p in pipe.parameters() if isinstance(p, DTensor)).to_local().fill_(
                 float("nan")
             )
@@ -124,16 +125,20 @@ def said_of_a_nan(pipe: Any) -> str:
 @pytest.mark.parametrize(
     ("kind", "schedule", "exact", "ranks"),
     [
-        ("plain", "zb-h1", True, 4),
+        ("plain", "zb-h1", True, 2),
         ("loss", "zb-v", False, 2),
+        ("sequence", "zb-h1", True, 2),
         pytest.param("odd", "interleaved-zb", True, 2, marks=pytest.mark.beyond_sample),
+        pytest.param("plain", "zb-h1", True, 4, marks=pytest.mark.beyond_sample),
     ],
 )
 def test_gradients_are_those_of_one_process(
     kind: str, schedule: str, exact: bool, ranks: int, pool: Pool
 ) -> None:
-    """On two ranks each has all stages of the pipeline. On four also a NaN that one rank has."""
-    for seen in pool.run(trained, kind, schedule, exact, ranks=ranks):
+    """On two ranks each has all stages of the pipeline; also a NaN that one rank has."""
+    results = pool.run(trained, kind, schedule, exact, ranks=ranks)
+    pool.group = None  # which the NaN has ended
+    for seen in results:
         assert seen["loss"] <= BOUND
         assert seen["far"] <= BOUND
         assert seen["norm"] <= BOUND
@@ -142,7 +147,7 @@ def test_gradients_are_those_of_one_process(
         assert seen["pairs"]
         assert not exact or seen["unequal"] == []
         if kind == "plain":
-            assert "of stage 1 receives a NaN in parameter" in seen["nan"]
+            assert re.search(r"of stage \d receives a NaN in parameter", seen["nan"])
 
 
 def filled(name: str, tensor: Tensor) -> None:

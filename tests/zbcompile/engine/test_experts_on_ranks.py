@@ -311,7 +311,10 @@ RARE = pytest.mark.beyond_sample  # each takes 10 to 60 seconds
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(name, marks=[RARE] * (name in ("dualpipe-v", "1f1b-overlap"))) for name in CASES],
+    [
+        pytest.param(name, marks=[RARE] * (name in ("four", "dualpipe-v", "1f1b-overlap")))
+        for name in CASES
+    ],
 )
 def test_bits_of_one_process(case: str, pool: Pool) -> None:
     """The tokens of all ranks together, those of one expert in the order of the ranks."""

@@ -39,6 +39,7 @@ HOOKS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.mostly_slow(every=2, suite=1)
 @pytest.mark.parametrize("kind", HOOKS)
 def test_a_hook_that_is_there_or_comes_later(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Also one that is added to a compiled model, or removed: the step compiles again, and finds

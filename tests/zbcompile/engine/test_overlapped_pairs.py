@@ -22,6 +22,7 @@ def test_halves_in_turn(name: str) -> None:
     assert_bitwise(train(pipeline_of(case, backend=interpreted), case), reference(case))
 
 
+@pytest.mark.mostly_slow(every=4, suite=1)
 @pytest.mark.parametrize("name", ["zb-h1", "zb-v", "zb-2p", "dualpipe-v"])
 def test_pairs_with_products_keep_the_bits(name: str) -> None:
     """Pairs formed as for stages with collectives."""

@@ -135,6 +135,43 @@ def _again(node: Node) -> bool:
     return node.op == "call_function" and "recomputed" in node.meta
 
 
+@pytest.mark.slow
+def test_products_are_not_made_again_selectively() -> None:
+    again = {
+        str(node.target)
+        for stage in train("small-dropout", "selective")[1].program.stages
+        for node in stage.pieces["B"].module.graph.nodes
+        if _again(node)
+    }
+    assert again
+    assert not any("mm" in name for name in again)
+
+
+class Normed(nn.Module):
+    """Batch norms, whose statistics a forward writes, and dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(
+            *(
+                nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.GELU(), nn.Dropout(0.2))
+                for _ in range(4)
+            )
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(x)  # type: ignore[no-any-return]
+
+
+def test_statistics_are_written_once_though_they_are_read_again() -> None:
+    torch.manual_seed(0)
+    x, options = torch.randn(MICROBATCHES * 8, 8), {"schedule": "zb-h1", "ranks": 2}
+    compared = AsEager(Normed(), MICROBATCHES, recompute="full", **options)
+    compared.step(x, target=-x)
+    stages = compared.pipe.program.stages
+    assert any(_again(node) for stage in stages for node in stage.pieces["B"].module.graph.nodes)
+
+
 class Region(nn.Module):
     """A batch norm and a dropout, which eager recomputes if `options` are given."""
 

@@ -7,6 +7,7 @@ place the uses differently.
 """
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -18,17 +19,22 @@ from tests.support.training import (
     assert_bitwise,
     assert_close,
     join,
-    problem_of,
     quickly,
     reference,
 )
 
 RANKS, MICROBATCHES = 2, 4
 SCHEDULES = ("1f1b", "zb-h1", "zb-v", "interleaved-zb")
-ON_RANKS = {
-    True: ("loop-3", "transposed-loop", "shared-scale", "three-embeddings", "albert"),
-    False: ("transposed-loop", "shared-scale"),
-}
+ON_RANKS = {True: ("transposed-loop", "three-embeddings"), False: ("shared-scale",)}
+
+
+RARELY = ("loop-3", "loop-8", "loop-once", "loop-3-float64", "shared-scale")
+
+
+def also_rarely(problem: str) -> Any:
+    """Returns a case, which the suite leaves out where others are much like it."""
+    marks = [pytest.mark.beyond_sample] if problem in RARELY else []
+    return pytest.param(problem, marks=marks)
 
 
 def cases_of(problem: str, exact: bool) -> list[Case]:
@@ -38,14 +44,14 @@ def cases_of(problem: str, exact: bool) -> list[Case]:
 
 
 @pytest.mark.mostly_slow(every=len(SHARED_PARAMETERS), suite=1)
-@pytest.mark.parametrize("problem", SHARED_PARAMETERS)
+@pytest.mark.parametrize("problem", [also_rarely(name) for name in SHARED_PARAMETERS])
 def test_exact_gradients_are_eagers_bits(problem: str) -> None:
     for case in cases_of(problem, exact=True):
         assert_bitwise(quickly(case), reference(case))
 
 
 @pytest.mark.slow
-@pytest.mark.mostly_slow(every=2)
+@pytest.mark.mostly_slow(every=5)
 @pytest.mark.parametrize(
     "problem", [name for name in SHARED_PARAMETERS if not name.endswith("bfloat16")]
 )
@@ -55,7 +61,7 @@ def test_default_gradients_are_close(problem: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("problem", ["loop-5", "loop-3-bfloat16", "albert"])
+@pytest.mark.parametrize("problem", ["loop-3-bfloat16", "albert"])
 def test_recomputation_keeps_the_bits(problem: str) -> None:
     for case in cases_of(problem, exact=True)[1:3]:
         assert_bitwise(quickly(replace(case, recompute="full")), reference(case))
@@ -65,15 +71,10 @@ def train_all(cases: list[Case]) -> list[Trained]:
     return [quickly(case) for case in cases]
 
 
-def build_model(problem: str) -> None:
-    problem_of(problem).model()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("exact", [True, False], ids=["exact", "default"])
 def test_in_two_processes(exact: bool, pool: Pool) -> None:
-    pool.rehearse(build_model, "albert")  # imports transformers for both ranks
-    cases = [case for problem in ON_RANKS[exact] for case in cases_of(problem, exact)]
+    cases = [case for problem in ON_RANKS[exact] for case in cases_of(problem, exact)[::2]]
     shares = pool.run(train_all, cases, ranks=RANKS)
     for case, *of_ranks in zip(cases, *shares, strict=True):
         compare = assert_bitwise if exact else assert_close

@@ -25,7 +25,7 @@ CASES = [
 ]
 
 
-@pytest.mark.mostly_slow(every=8)
+@pytest.mark.mostly_slow(every=10)
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_in_one_process(case: ModelCase) -> None:

@@ -142,7 +142,11 @@ def originals(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("hooked", "expected"), [(False, [0, 1, 1, 3]), (True, [0, 1, 2, 3])], ids=["equal", "hook"]
+    ("hooked", "expected"),
+    [
+        pytest.param(False, [0, 1, 1, 3], id="equal"),
+        pytest.param(True, [0, 1, 2, 3], id="hook", marks=pytest.mark.beyond_sample),
+    ],
 )
 def test_equal_stages_of_parts_have_one_graph(hooked: bool, expected: list[int]) -> None:
     with group_without_peers(2):

@@ -82,6 +82,7 @@ def bad_batch_on_all_ranks() -> Tensor:
     return pipe.step(rows(), target=rows())
 
 
+@pytest.mark.slow
 def test_an_error_of_all_ranks_ends_nothing(pool: Pool) -> None:
     first, second = pool.run(bad_batch_on_all_ranks)
     assert torch.equal(first, second)
@@ -115,6 +116,7 @@ def replica_that_ends_before_its_update() -> str:
     return str(raised.value)
 
 
+@pytest.mark.slow
 def test_a_lost_replica_is_named_by_those_that_wait_for_its_update(pool: Pool) -> None:
     first, second = pool.outcomes(replica_that_ends_before_its_update, ranks=2)
     pool.group = None

@@ -52,6 +52,7 @@ def trained(overlap: bool, dtype: torch.dtype, *arguments: str) -> dict[str, Any
     return pipe.state_dict(full=True)
 
 
+@pytest.mark.mostly_slow(every=3, suite=1)
 @pytest.mark.parametrize(
     ("dtype", "given"),
     [
@@ -181,8 +182,14 @@ def ahead(folder: str, options: dict[str, Any]) -> tuple[list[float], list[str],
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "options", [{"overlap": True}, {"validate": "after", "clip": 1e6}], ids=str
+    "options",
+    [
+        {"overlap": True},
+        pytest.param({"validate": "after", "clip": 1e6}, marks=pytest.mark.beyond_sample),
+    ],
+    ids=str,
 )
 def test_a_step_returns_before_other_ranks_have_updated(
     options: dict[str, Any], pool: Pool, tmp_path: Path

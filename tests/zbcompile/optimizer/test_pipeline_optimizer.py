@@ -42,15 +42,15 @@ def clip(model: nn.Module) -> Tensor:
     return norm
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.mostly_slow(every=5, suite=1)
 @pytest.mark.parametrize(
-    ("kind", "options"),
+    ("kind", "options", "compiled"),
     [
-        (AdamW, {"lr": 1e-2, "weight_decay": 0.1}),
-        (SGD, {"lr": 0.1, "momentum": 0.9}),
-        (RMSprop, {"lr": 1e-2}),
-        (Adagrad, {"lr": 1e-2}),
-        (Adam, {"lr": 1e-2, "amsgrad": True}),
+        (AdamW, {"lr": 1e-2, "weight_decay": 0.1}, False),
+        (SGD, {"lr": 0.1, "momentum": 0.9}, True),
+        (RMSprop, {"lr": 1e-2}, False),
+        (Adagrad, {"lr": 1e-2}, False),
+        (Adam, {"lr": 1e-2, "amsgrad": True}, True),
     ],
 )
 def test_groups_schedulers_and_clipping_are_those_of_eager(
@@ -115,6 +115,7 @@ class Masters:
                 parameter.copy_(master)
 
 
+@pytest.mark.mostly_slow(every=2, suite=1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_has_masters_in_single_precision(dtype: torch.dtype) -> None:
     """Also after the parameters were written from outside, and after the state went through a state
@@ -186,6 +187,7 @@ class Normalised(nn.Module):
         return x
 
 
+@pytest.mark.mostly_slow(every=3, suite=1)
 @pytest.mark.parametrize("masters", [True, False])
 @pytest.mark.parametrize("tie", ["", "near", "far"])
 def test_gradients_of_half_precision_are_rounded_where_eager_rounds_them(

@@ -55,9 +55,14 @@ def trained(zero: int, overlap: bool) -> tuple[Named, Named, Named]:
     return local, before, after
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("zero", "overlap"),
-    [(0, False), (1, True), *(pytest.param(z, z == 0, marks=pytest.mark.slow) for z in (0, 1))],
+    [
+        (0, False),
+        (1, True),
+        *(pytest.param(zero, not zero, marks=pytest.mark.beyond_sample) for zero in (0, 1)),
+    ],
 )
 def test_sums_are_those_of_rounded_gradients(pool: Pool, zero: int, overlap: bool) -> None:
     assert WIDTH * WIDTH * 4 > ALONE_BYTES > WIDTH * 4

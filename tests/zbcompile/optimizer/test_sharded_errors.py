@@ -166,6 +166,6 @@ def failing(fault: str) -> None:
     ],
 )
 def test_every_rank_ends_with_one_line(fault: str, message: str, pool: Pool) -> None:
-    for outcome in pool.outcomes(failing, fault, ranks=4):
+    for outcome in pool.outcomes(failing, fault, ranks=2):
         assert message in outcome.text
         assert "\n" not in outcome.text

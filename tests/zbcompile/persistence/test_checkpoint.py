@@ -220,6 +220,7 @@ def save_in(program: str, folder: str, elsewhere: str) -> None:
         pipe.close()
 
 
+@pytest.mark.slow
 def test_a_directory_that_is_not_shared_is_refused(
     small_program: Callable[[str, int], Path], pool: Pool, tmp_path: Path
 ) -> None:
@@ -239,6 +240,7 @@ def save_at(program: str, folder: str, steps: list[int]) -> None:
         pipe.close()
 
 
+@pytest.mark.slow
 def test_ranks_that_count_other_steps_are_refused(
     small_program: Callable[[str, int], Path], pool: Pool, tmp_path: Path
 ) -> None:
@@ -267,6 +269,7 @@ def load_in(program: str, folder: str) -> None:
         pipe.close()
 
 
+@pytest.mark.slow
 def test_a_damaged_one_is_refused_on_every_rank(
     small_program: Callable[[str, int], Path], pool: Pool, tmp_path: Path
 ) -> None:
@@ -460,6 +463,7 @@ def saved_with_extra(folder: str) -> list[str]:
     return said
 
 
+@pytest.mark.slow
 def test_extra_that_differs_between_ranks_is_refused(pool: Pool, tmp_path: Path) -> None:
     for said in pool.run(saved_with_extra, str(tmp_path)):
         assert len(said) == 3

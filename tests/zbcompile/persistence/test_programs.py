@@ -142,6 +142,7 @@ def step_replicas(directory: str) -> None:
     assert_same_tensors(gradients_of(second), gradients_of(pipe), "gradient of")
 
 
+@pytest.mark.beyond_sample
 @pytest.mark.slow
 def test_replicas_of_a_program(pool: Pool, tmp_path: Path) -> None:
     pool.run(step_replicas, str(tmp_path), ranks=4)
@@ -316,6 +317,7 @@ def test_what_was_not_saved_like_this_is_refused(
         zbcompile.load(tmp_path / "program")
 
 
+@pytest.mark.slow
 def test_random_edits_are_refused_or_have_no_effect(tmp_path: Path) -> None:
     """A sample of `python -m tests.support.hostile_programs --edits 300`. An edit may also make
     another valid program, such as one with another constant."""
@@ -571,6 +573,7 @@ def refusal(directory: Path) -> str:
     return ""
 
 
+@pytest.mark.slow
 def test_a_save_that_is_killed_leaves_a_whole_program_or_none(tmp_path: Path) -> None:
     program, moments = compiled(SMALL).program, random.Random(0)
     began = time.monotonic()

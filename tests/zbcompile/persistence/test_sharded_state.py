@@ -13,7 +13,7 @@ from tests.support.pool import Pool
 from tests.support.sharded_optimizers import Training, saved_and_moved
 from tests.support.training import assert_same_tensors
 
-MOVES = (("zb-v", 1, 2), ("1f1b", 1, 4), ("zb-h1", 0, 2))
+MOVES = (("zb-v", 1, 2), ("zb-h1", 0, 2))
 
 
 def in_one_process(training: Training, folder: Path) -> State:

@@ -41,7 +41,6 @@ def train(pipe: Any, optimizer: Any, steps: int) -> dict[str, torch.Tensor]:
 LAYOUTS: tuple[tuple[dict[str, int], str, int, Any], ...] = (
     ({"pp": 2, "dp": 2}, "1f1b", 1, "off"),
     ({"pp": 2, "dp": 2}, "zb-h1", 0, "off"),
-    ({"pp": 1, "dp": 4}, "looped-bfs", 1, "off"),
 )
 ROWS: tuple[tuple[dict[str, int], str, int, Any], ...] = (
     ({"pp": 4}, "1f1b", 0, 1),
@@ -64,18 +63,15 @@ def moved(folder: Path, layouts: Any, dtype: torch.dtype) -> None:
         dcp.save({"model": pipe, "optimizer": optimizer}, checkpoint_id=folder / str(number + 1))
         assert optimizer.param_groups[0]["lr"] == 0.1
         result = train(pipe, optimizer, 1)
-        if layouts is LAYOUTS or dtype is torch.float32:
-            close = {
-                name: torch.allclose(result[name], expected[name], atol=1e-5) for name in result
-            }
-            assert all(close.values()), close
+        close = {name: torch.allclose(result[name], expected[name], atol=1e-5) for name in result}
+        assert all(close.values()), close
         pipe.close()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("layouts", "dtype"),
-    [(LAYOUTS, torch.float32), (LAYOUTS, torch.bfloat16), (ROWS, torch.float32)],
+    [(LAYOUTS, torch.bfloat16), pytest.param(ROWS, torch.float32, marks=pytest.mark.beyond_sample)],
     ids=str,
 )
 def test_torchs_save_and_load(layouts: Any, dtype: torch.dtype, pool: Pool, tmp_path: Path) -> None:

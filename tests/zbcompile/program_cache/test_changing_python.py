@@ -274,6 +274,7 @@ def test_what_forward_changes_of_the_model_is_refused(
         pipeline_of(Net(middle)).step(batch(0), target=batch(0))
 
 
+@pytest.mark.mostly_slow(every=2, suite=1)
 @pytest.mark.parametrize("change", ["frozen", "autocast", "closure", "partial"])
 def test_what_is_in_the_key_compiles_again(change: str, capsys: pytest.CaptureFixture[str]) -> None:
     factor = 2.0
@@ -364,7 +365,7 @@ def changed_on_one_rank(replicas: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.beyond_sample)])
 def test_a_change_on_one_rank_ends_all(replicas: int, pool: Pool) -> None:
     for outcome in pool.outcomes(changed_on_one_rank, replicas):
         named = (
@@ -387,6 +388,7 @@ class Shifted(nn.Module):
         return self.drop(x + 0.125 if self.training else x) * 2.0
 
 
+@pytest.mark.mostly_slow(every=4, suite=1)
 @pytest.mark.parametrize("change", ["dropout", "frozen", "eval", "replaced"])
 def test_buffers_stay_on_their_stages(change: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The cuts of a further program are not between a buffer and its stage; the change is named."""
@@ -418,6 +420,7 @@ class Scaling:
         return args[-1] * self.factor
 
 
+@pytest.mark.mostly_slow(every=2, suite=1)
 @pytest.mark.parametrize("kind", ["module", "parameter"])
 @pytest.mark.parametrize("form", ["object", "closure"])
 def test_values_that_hooks_read_are_compared(kind: str, form: str) -> None:

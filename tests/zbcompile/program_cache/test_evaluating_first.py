@@ -99,7 +99,7 @@ def evaluated(model: nn.Module, x: Tensor) -> Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("own_loss", [False, True])
+@pytest.mark.parametrize("own_loss", [False, pytest.param(True, marks=pytest.mark.beyond_sample)])
 def test_training_after_an_evaluation_has_eagers_bits(own_loss: bool, pool: Pool) -> None:
     """In one process and on two ranks."""
     losses, state = eager_life()
@@ -154,6 +154,7 @@ def test_an_evaluation_places_a_sharded_output_layer() -> None:
     assert max(rows_life()) <= 1e-6
 
 
+@pytest.mark.beyond_sample
 @pytest.mark.slow
 def test_an_evaluation_places_a_sharded_output_layer_on_ranks(pool: Pool) -> None:
     assert max(max(errors) for errors in pool.run(rows_life)) <= 1e-6

@@ -66,7 +66,9 @@ def assert_same_output(ours: Any, theirs: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("with_loss", [False, True], ids=["rows", "loss"])
+@pytest.mark.parametrize(
+    "with_loss", [False, pytest.param(True, marks=pytest.mark.beyond_sample)], ids=["rows", "loss"]
+)
 def test_output_of_any_structure_for_any_batch_size(with_loss: bool, pool: Pool) -> None:
     """Sizes: what the step takes, one that its microbatches do not divide, a prime, a single
     sample."""

@@ -157,6 +157,7 @@ def on_each_replica(sizes: tuple[int, ...]) -> tuple[torch.Tensor, int] | str:
         pipe.close()
 
 
+@pytest.mark.beyond_sample
 @pytest.mark.slow
 def test_replicas_take_as_many_microbatches(pool: Pool) -> None:
     assert all(results[1] == 1 for results in pool.run(on_each_replica, (6, 6), ranks=4))

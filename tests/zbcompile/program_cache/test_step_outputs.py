@@ -133,7 +133,7 @@ def on_each_rank(where: bool | str) -> tuple[bool, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where", [True, "last"])
+@pytest.mark.parametrize("where", [pytest.param(True, marks=pytest.mark.beyond_sample), "last"])
 def test_every_rank_or_the_last_one_gets_them(where: bool | str, pool: Pool) -> None:
     results = pool.run(on_each_rank, where, ranks=2)
     # the last stage of a V is on the first rank
@@ -159,6 +159,7 @@ def later_on_each_replica(requested: tuple[bool | str, bool | str]) -> str:
     return ""
 
 
+@pytest.mark.beyond_sample
 @pytest.mark.slow
 def test_replicas_ask_alike_in_later_steps(pool: Pool) -> None:
     for results in pool.run(later_on_each_replica, (True, False), ranks=2):

@@ -105,6 +105,7 @@ def test_a_stream_whose_mask_changes(schedule: str, kinds: tuple[str, ...]) -> N
     assert first.homes == second.homes == third.homes
 
 
+@pytest.mark.mostly_slow(every=2, suite=1)
 @pytest.mark.parametrize("kinds", [("padded", "full"), ("full", "padded")])
 def test_programs_that_read_a_parameter_on_other_stages_are_refused(kinds: tuple[str, str]) -> None:
     """A layer runs on one stage, or on two."""

@@ -242,6 +242,7 @@ def evaluated_by_torch(choices: TorchCase) -> Evaluated:
     return Evaluated(left, losses, returned, Trained([], [gradients_of(pipe)], {}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "choices", [CASES[2], CASES[7]], ids=lambda choices: f"{choices.theirs} {choices.problem}"
 )
@@ -264,6 +265,7 @@ def stages_of_tied() -> None:
     pipeline_of(Case("small-tied", "1f1b", 2, 2)).compile(*batch.args, target=batch.target).stages()
 
 
+@pytest.mark.slow
 def test_parameters_on_several_stages_are_refused(pool: Pool) -> None:
     """torch's schedules have no place to sum their gradients."""
     for outcome in pool.outcomes(stages_of_tied):

@@ -1,8 +1,8 @@
 """Breaks everything that can break in a job of several processes, and looks at how each of them ends.
 
-    python -m tests.support.fault_sweep FILE [--ranks 2 4] [--only TEXT] [--timeout 5]
+    python examples/benchmarks/fault_sweep.py FILE [--ranks 2 4] [--only TEXT] [--timeout 5]
 
-from the repository's root. FILE gets a line of JSON for each cell; a cell that has one is not run
+FILE gets a line of JSON for each cell; a cell that has one is not run
 again, so that a sweep can be interrupted. A cell starts the processes of a job and breaks one
 thing; it is good if every process that still runs names what was broken, and ends, within `timeout`
 + 5 seconds of the fault. Ranks are forked from this process, which has imported torch; each then
@@ -26,6 +26,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 
 import torch
 import torch.distributed as dist
