@@ -62,7 +62,7 @@ def census() -> dict[str, int]:
 @pytest.mark.slow
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts threads and files in /proc")
 def test_steps_leave_nothing_behind(pool: Pool) -> None:
-    for results in pool.run(grown, Case("mlp", "zb-v", 2, 4), 40):
+    for results in pool.run(grown, Case("short-mlp", "zb-h1", 2, 2), 40):
         assert results.pop("bytes") < 20_000, (
             results
         )  # tracemalloc's own books, and caches that fill once
