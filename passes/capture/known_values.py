@@ -167,10 +167,10 @@ class KnownValues(TorchDispatchMode):
 
     def _note_question(self, func: OpOverload, tensors: list[Tensor]) -> None:
         """Notes the inputs that a number or a shape depends on which an operator reads."""
-        masks = [tensor for tensor in tensors if not tensor.is_floating_point()]
         if func is READ_SCALAR:
             self.questions.value = self._inputs_of(tensors)
         elif torch.Tag.dynamic_output_shape in func.tags and not self.questions.shape_line:
+            masks = [tensor for tensor in tensors if not tensor.dtype.is_floating_point]
             self.questions.shape = self._inputs_of(masks or tensors)
 
     def _inputs_of(self, tensors: list[Tensor]) -> frozenset[str]:

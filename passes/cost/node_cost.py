@@ -83,7 +83,7 @@ def operators_without_formula(graph: Graph) -> set[str]:
 def _dtype_of(node: Node) -> str:
     """Returns the name of the dtype of the first floating-point tensor that a node reads."""
     read = (tensor for source in node.all_input_nodes for tensor in tensors_of(source))
-    dtypes = (str(tensor.dtype) for tensor in read if tensor.is_floating_point())
+    dtypes = (str(tensor.dtype) for tensor in read if tensor.dtype.is_floating_point)
     return next(dtypes, "").removeprefix("torch.")
 
 

@@ -46,15 +46,16 @@ def alive_bytes(
     Counted are storages that are `arriving` before the first node or allocated on the way, until
     their last use, or to the end if `staying`; never those in `uncounted`.
     """
-    touched = [storages_behind((node, *node.all_input_nodes)) for node in order]
-    sizes = storage_sizes(value for node in order for value in (node, *node.all_input_nodes))
+    behind = {node: storages_behind([node]) for node in order}
+    touched = [behind[node].union(*map(behind.__getitem__, node.all_input_nodes)) for node in order]
+    sizes = storage_sizes(order)
     last_use = {key: i for i, keys in enumerate(touched) for key in keys}
     alive = set(arriving - uncounted)
     total = sum(sizes.get(key, 0) for key in alive)
     totals = []
     for index, node in enumerate(order):
         allocates = node.op == "call_function" and not is_in_place(node.target)
-        allocated = (storages_behind([node]) if allocates else set()) - uncounted - alive
+        allocated = (behind[node] if allocates else set()) - uncounted - alive
         alive |= allocated
         total += sum(sizes[key] for key in allocated)
         totals.append(total)

@@ -214,7 +214,7 @@ def _values_of_parameters(step: StepGraph) -> set[Node]:
     constant_values = set(step.parameters.values())
     for node in step.calls():
         inputs = set(node.all_input_nodes)
-        if inputs & constant_values and inputs <= constant_values | constant:
+        if inputs & constant_values and inputs - constant_values <= constant:
             constant_values.add(node)
     return constant_values
 

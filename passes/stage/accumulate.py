@@ -29,7 +29,7 @@ from zbcompile.passes.torch_private import (
 )
 
 aten = torch.ops.aten
-View = tuple[Any, tuple[Any, ...]]  # operator and its further arguments
+View = tuple[OpOverload, tuple[Any, ...]]  # operator and its further arguments
 
 
 def accumulate(graph: PassGraph, buffers: Mapping[str, Tensor]) -> PassGraph:
@@ -77,7 +77,7 @@ def gradients_of_their_own(graph: PassGraph) -> PassGraph:
         key = storage_key(node.meta["val"])
         if slot.role == WEIGHT_GRADIENT and key in shared:
             with copied.inserting_before(copied.output_node()):
-                results[index] = _call(copied, node, aten.clone.default, node)
+                results[index] = _compute(copied, node, aten.clone.default, node)
         shared.add(key)
     copied.output_node().args = (tuple(results),)
     module = with_graph(graph.module, copied)
@@ -90,16 +90,16 @@ class GradientPlace:
 
     buffer: Node
     value: Tensor
-    views: tuple[View, ...] = ()
+    views: tuple[tuple[View, Tensor], ...] = ()
 
     def through(self, view: View) -> "GradientPlace | None":
         """Returns this place seen through one more view; None if the strides do not allow it."""
         operator, arguments = view
         try:
-            value = _fake_result(operator, self.value, *arguments)
+            value = operator(self.value, *arguments)
         except (RuntimeError, ValueError):  # fake tensors raise either
             return None
-        return replace(self, value=value, views=(*self.views, view))
+        return replace(self, value=value, views=(*self.views, (view, value)))
 
 
 Part = tuple[GradientPlace, Node]
@@ -138,44 +138,45 @@ def _add(graph: Graph, place: GradientPlace, gradient: Node) -> None:
         following = following.next
     with graph.inserting_before(following):
         buffer = place.buffer
-        for operator, arguments in place.views:
-            view = _call(graph, gradient, operator, buffer, *arguments)
-            buffer = _aliasing(view, place.buffer, view.meta["val"])
+        for (operator, arguments), value in place.views:
+            buffer = _call(graph, gradient, value, operator, buffer, *arguments)
         if not _adds_itself(place, gradient):
-            added = _call(graph, gradient, aten.add_.Tensor, buffer, gradient)
+            addition = (aten.add_.Tensor, buffer, gradient)
         elif gradient.target in _PRODUCTS:
-            added = _call(graph, gradient, _PRODUCTS[gradient.target], buffer, *gradient.args)
+            addition = (_PRODUCTS[gradient.target], buffer, *gradient.args)
         else:
-            added = _add_rows(graph, place, buffer, gradient)
-        _aliasing(added, place.buffer, place.value)
+            addition = _rows_to_add(graph, place, buffer, gradient)
+        _call(graph, gradient, place.value, *addition)
 
 
-def _aliasing(node: Node, buffer: Node, value: Tensor) -> Node:
-    """Returns a node after giving it a fake value that shares the storage of the buffer's."""
-    with torch.no_grad():
-        node.meta["val"] = torch.as_strided(
-            buffer.meta["val"], value.shape, value.stride(), value.storage_offset()
-        )
-    return node
-
-
-def _add_rows(graph: Graph, place: GradientPlace, buffer: Node, gradient: Node) -> Node:
-    """Adds the rows of an embedding's gradient, except those of its padding index."""
+def _rows_to_add(
+    graph: Graph, place: GradientPlace, buffer: Node, gradient: Node
+) -> tuple[Any, ...]:
+    """Returns the call that adds the rows of an embedding's gradient, except those of its padding
+    index."""
     rows, indices, _, padding, *_ = gradient.args
     if padding >= 0:  # type: ignore[operator]
-        unused = _call(graph, gradient, aten.eq.Scalar, indices, padding)
-        unused = _call(graph, gradient, aten.unsqueeze.default, unused, -1)
-        rows = _call(graph, gradient, aten.masked_fill.Scalar, rows, unused, 0)
-    rows = _call(graph, gradient, aten.reshape.default, rows, [-1, place.value.shape[1]])
+        unused = _compute(graph, gradient, aten.eq.Scalar, indices, padding)
+        unused = _compute(graph, gradient, aten.unsqueeze.default, unused, -1)
+        rows = _compute(graph, gradient, aten.masked_fill.Scalar, rows, unused, 0)
+    rows = _compute(graph, gradient, aten.reshape.default, rows, [-1, place.value.shape[1]])
     if rows.meta["val"].dtype != place.value.dtype:
-        rows = _call(graph, gradient, aten.to.dtype, rows, place.value.dtype)
-    indices = _call(graph, gradient, aten.reshape.default, indices, [-1])
-    return _call(graph, gradient, aten.index_add_.default, buffer, 0, indices, rows)
+        rows = _compute(graph, gradient, aten.to.dtype, rows, place.value.dtype)
+    indices = _compute(graph, gradient, aten.reshape.default, indices, [-1])
+    return aten.index_add_.default, buffer, 0, indices, rows
 
 
-def _call(graph: Graph, source: Node, operator: OpOverload, *arguments: Any) -> Node:
+def _compute(graph: Graph, source: Node, operator: OpOverload, *arguments: Any) -> Node:
+    """Returns a new node with the fake result of an operator, on copies in one fake mode."""
+    values = [a.meta["val"] if isinstance(a, Node) else a for a in arguments]
+    with FakeTensorMode():
+        result = operator(*(like(v) if isinstance(v, Tensor) else v for v in values))
+    return _call(graph, source, result, operator, *arguments)
+
+
+def _call(graph: Graph, source: Node, value: Tensor, operator: OpOverload, *arguments: Any) -> Node:
     node = graph.call_function(operator, arguments)
-    node.meta = {**source.meta, "val": _fake_result(operator, *map(_value, arguments))}
+    node.meta = {**source.meta, "val": value}
     return node
 
 
@@ -203,18 +204,6 @@ def _is_sum(node: Node) -> bool:
     total = node.meta["val"]
     values = [source.meta["val"] for source in node.all_input_nodes]
     return all(value.shape == total.shape and value.dtype == total.dtype for value in values)
-
-
-def _value(argument: Any) -> Any:
-    return argument.meta["val"] if isinstance(argument, Node) else argument
-
-
-def _fake_result(operator: Any, *arguments: Any) -> Tensor:
-    """Returns a fake result of an operator, on copies of its arguments in one fake mode."""
-    with FakeTensorMode(), torch.no_grad():
-        copies = (like(value) if isinstance(value, Tensor) else value for value in arguments)
-        result: Tensor = operator(*copies)
-    return result
 
 
 def _shape_before(node: Node) -> View:

@@ -245,10 +245,8 @@ class _Messages:
 def _unfreed(stage: StageProgram, op: str) -> int:
     """Returns by how many bytes the peak of a backward pass is higher while what F sends and saves
     is being sent."""
-    if op not in stage.pieces:
-        return 0
     slots = {slot for slot, _ in _sent_and_read(stage, F, op)}
-    return transient_bytes(stage, op, slots) - transient_bytes(stage, op)
+    return transient_bytes(stage, op, slots) - transient_bytes(stage, op) if slots else 0
 
 
 def _sent_and_saved(stage: StageProgram, op: str, reader: str) -> int:
