@@ -68,11 +68,3 @@ def test_what_fails_is_told(
         "page.md:20: python -c pass": True,
     }
     assert "a snippet that is wrong" in capfd.readouterr().out
-
-
-@pytest.mark.beyond_sample
-@pytest.mark.slow
-def test_a_page_runs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    results = page_runs.run_page("docs/schedules.md", tmp_path)
-    assert len(results) > 5
-    assert all(results.values()), capfd.readouterr().out

@@ -65,8 +65,12 @@ def assert_round_trip(graph: PassGraph) -> None:
     [
         compiled_gpt,
         *(
-            pytest.param(lambda name=name: compiled_zoo(name), id=name)
-            for name in ("llama-unpadded", "t5", "unet")
+            pytest.param(lambda name=name: compiled_zoo(name), id=name, marks=marks)
+            for name, marks in (
+                ("unet", ()),
+                ("llama-unpadded", pytest.mark.beyond_sample),
+                ("t5", pytest.mark.beyond_sample),
+            )
         ),
     ],
 )

@@ -46,8 +46,9 @@ def run(model, ranks):
     return found
 
 def leave_together():
-    torch.distributed.barrier()  # the store of the process group lives as long as its first rank
-    torch.distributed.destroy_process_group()
+    if torch.distributed.is_initialized():  # not where a pair has no model
+        torch.distributed.barrier()  # the store of the process group lives as long as its first rank
+        torch.distributed.destroy_process_group()
 
 def live(rank, models):
     os.environ["RANK"] = str(rank)

@@ -1,4 +1,4 @@
-"""Training with two replicas of a pipeline of two ranks, whose optimizer is divided among them, or
+"""Training with two replicas of a pipeline, whose optimizer is divided among them, or
 is not."""
 
 from collections.abc import Mapping
@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -154,7 +155,9 @@ def saved_and_moved(
         pipe.close()
     for number, (schedule, zero, replicas) in enumerate(moves, 1):
         mesh = init_device_mesh(
-            torch.get_default_device().type, (replicas, 4 // replicas), mesh_dim_names=("dp", "pp")
+            torch.get_default_device().type,
+            (replicas, dist.get_world_size() // replicas),
+            mesh_dim_names=("dp", "pp"),
         )
         pipe, optimizer = pipeline_with(replace(training, schedule=schedule), zero, mesh)
         batch = in_dtype(next(iter(batches(training, 1)[0].parts(REPLICAS))), training.dtype)

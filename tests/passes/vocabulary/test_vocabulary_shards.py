@@ -227,6 +227,7 @@ def test_forms_of_the_layer_and_of_the_loss(form: str, loss: Loss, vocab: int) -
 
 
 @pytest.mark.slow
+@pytest.mark.mostly_slow(every=2)
 @pytest.mark.parametrize("vocab", [1, 2])
 def test_more_ranks_than_words(vocab: int) -> None:
     check(Model("bias", words=3), smoothed, vocab, ranks=5)

@@ -27,19 +27,6 @@ def loss_that_trains() -> None:
     train(MLP(), loss=lambda output, target: F.mse_loss(output * scale, target))
 
 
-def sparse_embedding() -> None:
-    model = nn.Sequential(nn.Embedding(4, WIDTH, sparse=True), nn.Linear(WIDTH, WIDTH))
-    zbcompile.pipeline(model, schedule="1f1b", microbatches=4, ranks=2, loss=F.mse_loss).step(
-        torch.zeros(8, dtype=torch.int64), target=ROWS
-    )
-
-
-def shared_memory() -> None:
-    model = MLP()
-    model.layers[1].weight = nn.Parameter(model.layers[0].weight.detach())  # type: ignore[union-attr]
-    train(model)
-
-
 def all_frozen() -> None:
     train(MLP().requires_grad_(False))
 
@@ -123,17 +110,6 @@ def wrapped() -> None:
     train(nn.DataParallel(MLP(2)))
 
 
-def changes_its_input() -> None:
-    class Changing(MLP):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x.mul_(2))
-
-    pipe = zbcompile.pipeline(
-        Changing(2), schedule="1f1b", microbatches=4, loss=F.mse_loss, ranks=2
-    )
-    pipe.step(ROWS.clone(), target=ROWS)
-
-
 def changes_a_parameter() -> None:
     class Clamping(MLP):
         def forward(self, x: Tensor) -> Tensor:
@@ -142,20 +118,6 @@ def changes_a_parameter() -> None:
             return super().forward(x)
 
     train(Clamping(2))
-
-
-def keeps_state() -> None:
-    class Keeping(MLP):
-        def __init__(self) -> None:
-            super().__init__(2)
-            self.state = torch.zeros(WIDTH)
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = super().forward(x) + self.state
-            self.state = x.detach().mean(0)
-            return x
-
-    train(Keeping())
 
 
 def grows_a_buffer() -> None:
@@ -169,19 +131,6 @@ def grows_a_buffer() -> None:
             return super().forward(x)
 
     train(Growing())
-
-
-def replaces_a_module() -> None:
-    class Choosing(MLP):
-        short = False
-
-        def forward(self, x: Tensor) -> Tensor:
-            if not self.short:
-                self.short = True
-                self.layers[1] = torch.nn.Linear(WIDTH, WIDTH)
-            return super().forward(x)
-
-    train(Choosing(2))
 
 
 # What has no gradient
@@ -201,19 +150,6 @@ def operation_without_a_derivative() -> None:
             return super().forward(no_way_back(self.layers[0](x)))
 
     train(OneWay(2))
-
-
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.enter, self.cells = nn.Linear(WIDTH, WIDTH), nn.GRU(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.cells(self.enter(x))[0]
-
-
-def in_place_below_autograd() -> None:
-    train(Recurrent(), ROWS.unsqueeze(1), exact=True)
 
 
 # Batches and weights that do not fit
@@ -265,19 +201,11 @@ class Through(MLP):
         return self.layers[1](self.between(self.layers[0](x)))  # type: ignore[no-any-return]
 
 
-def generator_of_its_own() -> None:
-    generator = torch.Generator()
-    train(Through(lambda x: x + torch.rand(x.shape, generator=generator)))
-
-
 def average_of_all_batches() -> None:
     train(Through(nn.BatchNorm1d(WIDTH, momentum=None)))
 
 
 REFUSED = (
-    Refused(
-        generator_of_its_own, CAPTURE, r"a torch\.Generator of its own \(.*Leave `generator=` out"
-    ),
     Refused(
         average_of_all_batches,
         CAPTURE,
@@ -286,7 +214,7 @@ REFUSED = (
     Refused(
         loss_that_trains,
         CAPTURE,
-        r"reads a tensor that requires a gradient, but is no parameter.*detach it",
+        r"reads a tensor that requires a gradient, but is not a parameter.*detach it",
     ),
     Refused(
         data_dependent_control_flow,
@@ -298,8 +226,6 @@ REFUSED = (
         PIPELINE,
         r"parameter layers\.\d+\.\w+ is new since the model was compiled",
     ),
-    Refused(sparse_embedding, CAPTURE, r"gradient of '0\.weight' is sparse.*sparse=False"),
-    Refused(shared_memory, CAPTURE, r"'layers\.0\.weight' and 'layers\.1\.weight' .* same memory"),
     Refused(
         all_frozen, CAPTURE, r"does not depend on a trained parameter: there is nothing to train"
     ),
@@ -326,31 +252,23 @@ REFUSED = (
         CAPTURE,
         r"the model itself.* is a DataParallel, which cannot be captured\. Pass model\.module",
     ),
-    Refused(changes_its_input, CAPTURE, r"changes args\[0\] of the batch in place \(.*\.clone\(\)"),
     Refused(
         changes_a_parameter, CAPTURE, r"forward writes a parameter \(.*after the optimizer's step"
     ),
-    Refused(keeps_state, CAPTURE, r"changes model\.state and reads it.*register_buffer"),
     Refused(
         grows_a_buffer,
         CAPTURE,
         r"replaces the buffer kept \(float32\[1, 32\]\) by float32\[3, 32\]",
     ),
     Refused(
-        replaces_a_module,
-        CAPTURE,
-        r"replaces or adds a submodule of model\.layers.*Call the model once",
-    ),
-    Refused(
         operation_without_a_derivative,
         CAPTURE,
         r"no_way_back\.default but no autograd formula.*register_autograd",
     ),
-    Refused(in_place_below_autograd, CAPTURE, r"a GRU \(.*Use exact=False"),
     Refused(
         wrong_width,
         CAPTURE,
-        r"forward of MLP, called with \(float32\[2, 16\]\), fails .*shapes cannot be multiplied",
+        r"forward of MLP, called with \(float32\[2, 16\]\), fails .*same reduction dim",
     ),
     Refused(
         wrong_target,

@@ -90,7 +90,7 @@ def mlp() -> MLP:
 def train_on_sizes(sizes: tuple[int, ...]) -> tuple[Trained, list[list[str]]]:
     """A step per size; also which parameters this process holds after each."""
     pipe = zbcompile.pipeline(
-        mlp(), schedule="zb-v", microbatches=4, ranks=2, loss=F.mse_loss, exact=True
+        mlp(), schedule="zb-h1", microbatches=4, ranks=2, loss=F.mse_loss, exact=True
     )
     losses, gradients, allocated = [], [], []
     for size in sizes:

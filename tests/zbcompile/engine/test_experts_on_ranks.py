@@ -297,7 +297,9 @@ def compare(run: Run, results: list[tuple[int, Seen]]) -> None:
 
 
 CASES = {
-    "no-sync": Run(routers=("balanced", "one", "turns"), unsynchronised=True, norm=True),
+    "no-sync": Run(
+        routers=("balanced", "one", "turns"), unsynchronised=True, norm=True, alone=True
+    ),
     "four": Run(ep=4, schedule="1f1b", routers=("turns",), norm=True),
     "dualpipe-v": Run(schedule="dualpipe-v", routers=("even", "one")),
     "functional all-to-alls": Run(
@@ -318,7 +320,8 @@ RARE = pytest.mark.beyond_sample  # each takes 10 to 60 seconds
 )
 def test_bits_of_one_process(case: str, pool: Pool) -> None:
     """The tokens of all ranks together, those of one expert in the order of the ranks."""
-    compare(CASES[case], pool.run(trained, CASES[case], ranks=4))
+    run = CASES[case]
+    compare(run, pool.run(trained, run, ranks=run.ep if run.alone else 4))
 
 
 def overflowing(run: Run) -> tuple[int, Seen]:

@@ -28,7 +28,7 @@ from zbcompile.persistence.checkpoint_directory import checkpoints_in
 from zbcompile.persistence.checkpoint_files import CheckpointReader
 
 Found = tuple[list[dict[str, Any]], float]  # what was logged, and the loss of an evaluation
-TWO = {"ranks": 2, "schedule": "zb-v", "microbatches": 4}
+TWO = {"ranks": 2, "schedule": "zb-h1", "microbatches": 4}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -122,7 +122,7 @@ def on_a_rank(folder: str, options: dict[str, Any]) -> Found:
     """A process's log and the loss of its evaluation; Accelerate finds the processes as torchrun's.
     Four of them are two replicas."""
     rank, world = str(dist.get_rank()), str(dist.get_world_size())
-    pipeline: dict[str, Any] = {"schedule": "zb-v", "microbatches": 4}
+    pipeline: dict[str, Any] = {"schedule": "zb-h1", "microbatches": 4}
     if world == "4":
         pipeline["mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
     with patch.dict(

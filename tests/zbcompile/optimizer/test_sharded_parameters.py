@@ -33,7 +33,8 @@ TRAININGS = [
 def test_every_bit_is_that_of_an_optimizer_that_is_not_divided(
     training: Training, pool: Pool
 ) -> None:
-    runs = pool.run(at_levels, training, ranks=4)
+    alone = training.clip is None or training.dtype == "bfloat16"  # each replica is one rank
+    runs = pool.run(at_levels, training, ranks=2 if alone else 4)
     assert_bitwise(runs)
     for full, *sharded in runs:
         assert min(full.gradients) > 0

@@ -37,7 +37,7 @@ def rows(size: int) -> Tensor:
 
 
 def evaluated(sizes: tuple[int, ...], with_loss: bool) -> list[dict[str, Any]]:
-    pipe = zbcompile.pipeline(outputs(), schedule="zb-v", microbatches=4, ranks=2)
+    pipe = zbcompile.pipeline(outputs(), schedule="zb-h1", microbatches=4, ranks=2)
     pipe.compile(rows(8), goal=rows(8))
     return [pipe.eval(rows(size), **({"goal": rows(size)} if with_loss else {})) for size in sizes]
 

@@ -66,7 +66,9 @@ def eager(model: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
 
 @pytest.fixture(scope="module")
 def pipe() -> zbcompile.Pipeline:
-    built = zbcompile.pipeline(gpt(), schedule="zb-v", microbatches=4, ranks=2, loss=next_byte_loss)
+    built = zbcompile.pipeline(
+        gpt(), schedule="zb-h1", microbatches=4, ranks=2, loss=next_byte_loss
+    )
     tokens, _ = batch_of(8)
     return built.compile(tokens, target=tokens)
 
@@ -166,7 +168,7 @@ def sharded(kind: str, vocab: int, frozen: bool) -> list[float]:
     )
     ranks = None if dist.is_initialized() else 2
     built = zbcompile.pipeline(
-        model, schedule="zb-v", microbatches=4, ranks=ranks, loss=loss, vocab=vocab
+        model, schedule="zb-h1", microbatches=4, ranks=ranks, loss=loss, vocab=vocab
     )
     tokens, labels = batch_of(8, words)
     model.requires_grad_(not frozen)

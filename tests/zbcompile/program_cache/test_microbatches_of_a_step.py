@@ -8,7 +8,6 @@ from torch import nn
 
 import zbcompile
 from tests.support.oracle import MLP, PROBLEMS, Batch, eager_step
-from tests.support.pool import Pool
 from zbcompile.errors import PipelineError
 from zbcompile.schedules import build
 
@@ -22,7 +21,7 @@ def rows(count: int) -> Batch:
     return batch
 
 
-def made(schedule: str = "zb-v", **options: object) -> zbcompile.Pipeline:
+def made(schedule: str = "zb-h1", **options: object) -> zbcompile.Pipeline:
     options = {"ranks": 2, "microbatches": 4, "exact": True, **options}
     return zbcompile.pipeline(PROBLEM.model(), schedule=schedule, loss=PROBLEM.loss, **options)  # type: ignore[call-overload]
 
@@ -138,32 +137,6 @@ def test_what_a_step_cannot_take() -> None:
     pipe.step(*EIGHT.args, target=EIGHT.target)
     with pytest.raises(PipelineError, match="the schedule mine is an order for 4 alone"):
         pipe.step(*rows(6).args, target=rows(6).target)
-
-
-def on_each_replica(sizes: tuple[int, ...]) -> tuple[torch.Tensor, int] | str:
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
-    pipe = made(mesh=mesh, ranks=None, timeout=60)
-    loss = pipe.step(*EIGHT.args, target=EIGHT.target)
-    batch = rows(sizes[dist.get_rank() // 2])
-    try:
-        loss = pipe.step(*batch.args, target=batch.target)
-        return loss, len(pipe.compilations)
-    except PipelineError as error:
-        return str(error)
-    finally:
-        pipe.close()
-
-
-@pytest.mark.beyond_sample
-@pytest.mark.slow
-def test_replicas_take_as_many_microbatches(pool: Pool) -> None:
-    assert all(results[1] == 1 for results in pool.run(on_each_replica, (6, 6), ranks=4))
-    for results in pool.run(on_each_replica, (6, 8), ranks=4):
-        assert "rank 0 runs 3 microbatches with" in results
-        assert "rank 2 runs 4 microbatches with" in results
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ PROBLEM = PROBLEMS["gpt"]
 (EIGHT,) = PROBLEM.batches(1, 8)
 
 
-def made(schedule: str = "zb-v", **options: object) -> zbcompile.Pipeline:
+def made(schedule: str = "zb-h1", **options: object) -> zbcompile.Pipeline:
     options = {"loss": PROBLEM.loss, "ranks": 2, "microbatches": 4, "exact": True, **options}
     return zbcompile.pipeline(PROBLEM.model(), schedule=schedule, **options)  # type: ignore[call-overload]
 
