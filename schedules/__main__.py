@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None, say: Say = silent) -> int:
     except BrokenPipeError:  # the reader of the pipe (`| head`) has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ScheduleError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"zbcompile.schedules: {error}", file=sys.stderr)
         return 1
     return 0
 

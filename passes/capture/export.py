@@ -169,10 +169,11 @@ def _export_step(
         cause = failures[-1] if is_question else failures[0]
         raise refusal_of(cause, running, step.questions) from failures[0]
     if failures:
+        first_line = next(iter(str(failures[0]).splitlines()), "")
         warnings.warn(
             f"the model was captured on the path that it has for {PATHS[step.path]}, because it "
             "reads values of its inputs in Python: results may differ from eager mode in the last "
-            f"bits. Without that path: {failures[0]}",
+            f"bits. Without that path: {type(failures[0]).__name__}: {first_line}",
             stacklevel=3,
         )
     for sentence in step.python_effects.warnings:

@@ -95,7 +95,9 @@ def test_check_proves_files_and_names_what_is_wrong(tmp_path: Path, capsys: Capt
     for arguments, why in (([right, "--memory-limit", "1"], "memory"), ([right, wrong], "W0.0")):
         assert main(["check", *map(str, arguments)]) == 1
         error = capsys.readouterr().err
-        assert error.startswith(f"error: {arguments[-1] if arguments[-1] == wrong else right}: ")
+        assert error.startswith(
+            f"zbcompile.schedules: {arguments[-1] if arguments[-1] == wrong else right}: "
+        )
         assert why in error
     assert main(["show", str(wrong)]) == 1
     assert "rank 0 runs W0.0 before B0.0" in capsys.readouterr().err

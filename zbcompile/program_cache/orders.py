@@ -18,7 +18,8 @@ def step_order(program: Program, count: int) -> Schedule:
 
 def _require_order(program: Program, count: int) -> None:
     schedule = program.schedule
-    problem = f"the step has {count} microbatches, and the schedule {schedule.name}"
+    counted = f"{count} microbatch{'es' * (count != 1)}"
+    problem = f"the step has {counted}, and the schedule {schedule.name}"
     rule = schedule.name in names() and find(schedule.name).generate is not None
     if not rule or _built(program, schedule.microbatches).compute_only() != schedule:
         raise PipelineError(
