@@ -278,7 +278,7 @@ REFUSED = (
     Refused(
         converted_after_compiling,
         PIPELINE,
-        r"was float32\[32, 32\] on cpu .* is float64.*new pipeline|belongs to rank \d",
+        r"was float32\[32, 32\] on (?:cpu|meta) .* is float64.*new pipeline|belongs to rank \d",
     ),
     Refused(inference_mode, PIPELINE, r"inside torch\.inference_mode"),
     Refused(unknown_cut, PARTITION, r"names 'layers\.7', which is neither a module that"),
