@@ -21,7 +21,6 @@ from zbcompile.passes.stage.pass_graph import PassGraph
 from zbcompile.passes.stage.peak_memory import resident_storages
 from zbcompile.passes.stage.stage_program import Crossing, Recomputation, StageProgram, tensor_spec
 from zbcompile.passes.step_graph import END, Label, StepGraph
-from zbcompile.passes.torch_private import FakeTensorMode
 
 
 def stage_programs(
@@ -68,17 +67,14 @@ def _graphs_of(compiled: CompiledStep, stage: int) -> dict[str, PassGraph]:
 
 def _gradient_buffers(step: StepGraph, choices: CompileOptions) -> dict[str, torch.Tensor]:
     """Returns a fake tensor of the gradient buffer of each trained parameter."""
-    buffers = {}
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        for name in {**step.gradients, **step.stage_gradients}:
-            value = step.parameters[name].meta["val"]
-            buffers[name] = torch.empty_strided(
-                value.shape,
-                value.stride(),
-                dtype=choices.dtype_of_sum(value.dtype),
-                device=value.device,
-            )
-    return buffers
+    names = (*step.gradients, *step.stage_gradients)
+    values = {name: step.parameters[name].meta["val"] for name in names}
+    return {
+        name: value.new_empty_strided(
+            value.shape, value.stride(), dtype=choices.dtype_of_sum(value.dtype)
+        )
+        for name, value in values.items()
+    }
 
 
 def _finish(
