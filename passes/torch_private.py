@@ -6,7 +6,7 @@ starts here: run the test suite, and repair what moved in this file.
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -95,17 +95,6 @@ def compiling(flag: bool) -> Iterator[None]:
         yield
     finally:
         compiler._is_compiling_flag, compiler._is_exporting_flag = flags
-
-
-@contextlib.contextmanager
-def data_assignments(assign: Callable[[Tensor, Tensor], None]) -> Iterator[None]:
-    """Context in which Python calls `assign` for `tensor.data = value`."""
-    read = torch._C.TensorBase.data.__get__  # type: ignore[attr-defined]
-    torch.Tensor.data = property(read, assign)  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        del torch.Tensor.data
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ weight and microbatch, and other bits.
 
 import contextlib
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,10 +59,14 @@ class Sharding:
 
 def shardings_of(module: nn.Module) -> dict[str, Sharding]:
     """Returns the sharding of every parameter and buffer of a module that is a DTensor, by name."""
-    tensors: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
-    tensors |= module.named_buffers(remove_duplicate=False)
-    dtensors = {name: whole_tensor(tensor) for name, tensor in tensors.items()}
+    dtensors = {name: whole_tensor(tensor) for name, tensor in named_tensors(module)}
     return {name: Sharding.of(dtensor) for name, dtensor in dtensors.items() if is_dtensor(dtensor)}
+
+
+def named_tensors(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yields the parameters and buffers of a module, tied ones under each of their names."""
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
 
 
 def whole_tensor(tensor: Any) -> Any:
@@ -72,31 +76,23 @@ def whole_tensor(tensor: Any) -> Any:
 
 
 @contextlib.contextmanager
-def exportable_tensors(module: nn.Module, tied: Iterable[str]) -> Iterator[None]:
-    """Context in which every DTensor of a module is replaced by its local tensor, and every further
-    name of a tied buffer by a copy.
+def exportable_tensors(module: nn.Module, tied: Container[str]) -> Iterator[None]:
+    """Context in which every tensor of a module is replaced by its local part, without `.grad`, and
+    every further name of a tied buffer by a copy.
 
     Tied parameters stay tied. torch.export takes neither DTensors nor tied buffers that are
-    written.
+    written, and a fake tensor no `.grad`.
     """
-    tensors: dict[str, Any] = dict(module.named_parameters(remove_duplicate=False))
-    parameters = set(tensors)
-    tensors |= module.named_buffers(remove_duplicate=False)
-    local: dict[int, Tensor] = {}
+    parameters: dict[int, nn.Parameter] = {}
     replacements: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        if is_dtensor(tensor):
-            if id(tensor) not in local:
-                value = tensor.to_local().detach()
-                local[id(tensor)] = (
-                    nn.Parameter(value, requires_grad=tensor.requires_grad)
-                    if name in parameters
-                    else value
-                )
-            replacements[name] = local[id(tensor)]
-    for name in tied:
-        if name not in parameters and name not in replacements:
-            replacements[name] = tensors[name].clone()
+    for name, tensor in named_tensors(module):
+        value = (tensor.to_local() if is_dtensor(tensor) else tensor).detach()
+        if isinstance(tensor, nn.Parameter):
+            parameter = nn.Parameter(value, tensor.requires_grad)
+            value = parameters.setdefault(id(tensor), parameter)
+        elif name in tied:
+            value = value.clone()
+        replacements[name] = value
     with reparametrize_module(module, replacements):
         yield
 

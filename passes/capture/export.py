@@ -2,7 +2,7 @@
 
 import contextlib
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -187,23 +187,10 @@ def _export_step(
 
 
 def _export(step: TrainingStep, example: tuple[Any, ...], device: torch.device) -> ExportedProgram:
-    with exportable_tensors(step, step.tied), functional_collectives(), _without_gradients(step):
+    with exportable_tensors(step, step.tied), functional_collectives():
         while True:
             with contextlib.suppress(TraceAgain):
                 return export_below_autograd(step, example, device)
-
-
-@contextlib.contextmanager
-def _without_gradients(step: TrainingStep) -> Iterator[None]:
-    """Context in which parameters have no `.grad`, which a fake tensor may not take."""
-    gradients = [(parameter, parameter.grad) for parameter in step.parameters()]
-    for parameter, _ in gradients:
-        parameter.grad = None
-    try:
-        yield
-    finally:
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
 
 
 def describe(program: ExportedProgram, step: TrainingStep) -> StepGraph:

@@ -100,6 +100,8 @@ class InexactCalls(TorchFunctionMode):
         if func is require_fit:
             self.fits.append(args[0].detach())
             return None
+        if func == torch.Tensor.data.__set__:  # type: ignore[attr-defined]
+            _refuse_assigned_data(*args, line=users_line(sys._getframe(1)))
         attribute = _PARAMETER_STATE.get(func)
         is_state = attribute is not None and id(args[0]) in self._parameters
         if is_state and (attribute == _TRAINS or _is_read_by_user()):
@@ -126,12 +128,12 @@ _PARAMETER_STATE = {
 }
 
 
-def refuse_assigned_data(tensor: Tensor, value: Tensor) -> None:
+def _refuse_assigned_data(tensor: Tensor, value: Tensor, line: str) -> None:
     """Raises CaptureError for `tensor.data = value`, unless it is a conversion that changes
     nothing, as of Module.to."""
     forms = [(x.dtype, x.shape, x.stride(), storage_key(x)) for x in (tensor, value)]
     if forms[0] != forms[1]:
-        raise CaptureError(SETS_DATA.format(line=users_line(sys._getframe(1))))
+        raise CaptureError(SETS_DATA.format(line=line))
 
 
 def _is_list_of_tensors(value: Any) -> bool:

@@ -6,8 +6,7 @@ so a training step returns a flat list of tensors, and an OutputStructure rebuil
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -53,18 +52,19 @@ class OutputStructure:
     @property
     def constants(self) -> tuple[Any, ...]:
         """The leaves that are no tensors, such as numbers and None."""
-        return tuple(
-            leaf
-            for _, leaf, is_leaf in self._entries
-            if is_leaf and not isinstance(leaf, TensorPosition)
-        )
+        constants: list[Any] = []
 
-    @cached_property
-    def _entries(self) -> tuple[tuple[tuple[Any, ...], Any, bool], ...]:
-        return tuple(_entries(self.template, (), set()))
+        def collect(leaf: Any) -> Any:
+            constants.extend(() if isinstance(leaf, TensorPosition) else (leaf,))
+            return leaf
+
+        _map_leaves(self.template, collect, {})
+        return tuple(constants)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, OutputStructure) and self._entries == other._entries
+        if not isinstance(other, OutputStructure):
+            return False
+        return _description(self.template) == _description(other.template)
 
 
 def flatten_output(value: Any) -> tuple[list[Tensor], OutputStructure]:
@@ -89,19 +89,15 @@ def flatten_output(value: Any) -> tuple[list[Tensor], OutputStructure]:
     return tensors, OutputStructure(_map_leaves(value, without_tensor, {}))
 
 
-def _entries(
-    value: Any, path: tuple[Any, ...], seen: set[int]
-) -> Iterator[tuple[tuple[Any, ...], Any, bool]]:
-    """Yields (path, type, False) for containers and (path, value, True) for leaves."""
+def _description(value: Any, outer: tuple[int, ...] = ()) -> Any:
+    """Returns what is equal for containers of equal types, keys and leaves."""
     children = _children(value)
     if children is None:
-        yield path, value, True
-        return
-    yield path, type(value), False
-    if id(value) not in seen:
-        seen.add(id(value))
-        for key, child in children.items():
-            yield from _entries(child, (*path, key), seen)
+        return value
+    if id(value) in outer:
+        return outer.index(id(value))
+    inside = [(k, _description(child, (*outer, id(value)))) for k, child in children.items()]
+    return type(value), inside
 
 
 def _children(value: Any) -> dict[Any, Any] | None:

@@ -17,6 +17,7 @@ from zbcompile.passes.capture.checkpoint_hints import checkpoint_hints
 from zbcompile.passes.capture.dtensor_parameters import (
     Sharding,
     local_gradient,
+    named_tensors,
     shardings_of,
     tangent_like,
     without_sharding,
@@ -25,7 +26,7 @@ from zbcompile.passes.capture.known_values import KnownValues
 from zbcompile.passes.capture.losses import check_loss, loss_in, without_joined_loss
 from zbcompile.passes.capture.parameter_hooks import grad_versions, traced_hooks
 from zbcompile.passes.capture.python_effects import PythonEffects, TraceAgain
-from zbcompile.passes.capture.refusals import InexactCalls, Questions, refuse_assigned_data
+from zbcompile.passes.capture.refusals import InexactCalls, Questions
 from zbcompile.passes.capture.structures import OutputStructure, flatten_output, output_names
 from zbcompile.passes.capture.unsupported import (
     NO_METRICS,
@@ -41,7 +42,6 @@ from zbcompile.passes.graph.source_location import LINE
 from zbcompile.passes.torch_names import tensor_types, type_text
 from zbcompile.passes.torch_private import (
     compiling,
-    data_assignments,
     reparametrize_module,
     replaced,
     replaced_tolist,
@@ -134,7 +134,7 @@ class TrainingStep(nn.Module):
         with torch.set_grad_enabled(self.trains), self._tensors_of_eager_mode():
             buffers = {name: self._tensor(name) for name, _ in self.named_buffers()}
             parameters = {name: self._tensor(name) for name in self.trained}
-            with self._model_context(tensors):
+            with self._model_context(tensors) as calls:
                 returned = self._run_model(args, kwargs)
                 if self.trains:
                     loss, metrics = self._loss_of(returned, target)
@@ -147,7 +147,8 @@ class TrainingStep(nn.Module):
             if loss is not None and tangent is not None:
                 value = without_sharding(loss).detach()
                 self._progress.call = f"the backward of {type(self.model).__name__}"
-                grads = self._gradients(loss, tangent)
+                with calls:
+                    grads = self._gradients(loss, tangent)
                 self._progress.call = f"torch.export of {type(self.model).__name__}"
             elif not outputs:
                 raise CaptureError(RETURNS_NO_TENSOR.format(kind=type(returned).__name__))
@@ -172,8 +173,9 @@ class TrainingStep(nn.Module):
             return self.model(*args, **kwargs)
 
     @contextlib.contextmanager
-    def _model_context(self, tensors: Sequence[Tensor]) -> Iterator[None]:
-        """Context of the model and the loss: eager's path, known values and checkpoint hints."""
+    def _model_context(self, tensors: Sequence[Tensor]) -> Iterator[InexactCalls]:
+        """Context of the model and the loss: eager's path, known values and checkpoint hints.
+        Yields the mode that the backward runs in as well."""
         known = self._progress.known = KnownValues()
         for path, tensor in zip(self.batch.paths, tensors, strict=True):
             known.declare(tensor, path, self.static_inputs.get(path))
@@ -187,9 +189,9 @@ class TrainingStep(nn.Module):
         tolist = replaced_tolist(known.value_for_python, known.routed.numbers)
         modes = (checkpoint_hints(), regions.numbered(), inexact, tolist, known)
         with contextlib.ExitStack() as stack:
-            for context in (effects, *flags, data_assignments(refuse_assigned_data), *modes):
+            for context in (effects, *flags, *modes):
                 stack.enter_context(context)
-            yield
+            yield inexact
         set_node_annotation(LINE, "")  # the backward is of no line
         self.inexact_calls, self.fits = inexact.calls, inexact.fits
 
@@ -208,7 +210,6 @@ class TrainingStep(nn.Module):
         mark_backward_nodes(loss)
         with (
             traced_hooks(self._originals, params),
-            data_assignments(refuse_assigned_data),
             torch.autocast(loss.device.type, enabled=False),  # as recommended for eager mode
         ):
             grads = torch.autograd.grad(
@@ -342,9 +343,8 @@ def _tied_names(module: nn.Module) -> dict[str, str]:
     """Maps every further name of a tied parameter or buffer to its first name."""
     tied: dict[str, str] = {}
     first_names: dict[int, str] = {}
-    for named in (module.named_parameters, module.named_buffers):
-        for name, tensor in named(remove_duplicate=False):
-            first = first_names.setdefault(id(tensor), name)
-            if first != name:
-                tied[name] = first
+    for name, tensor in named_tensors(module):
+        first = first_names.setdefault(id(tensor), name)
+        if first != name:
+            tied[name] = first
     return tied
