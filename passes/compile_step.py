@@ -5,15 +5,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from zbcompile.passes.capture.autocast_casts import merge_autocast_casts
-from zbcompile.passes.capture.refusals import refuse_inexact
 from zbcompile.passes.check import check_pass_graphs
 from zbcompile.passes.compile_options import Policy
 from zbcompile.passes.cost.hardware import Hardware, default_hardware
-from zbcompile.passes.partition.assign_stages import (
-    assign_stages,
-    keep_updated_buffers,
-    parameter_owners,
-)
+from zbcompile.passes.errors import CaptureError
+from zbcompile.passes.partition.assign_stages import assign_stages, keep_updated_buffers
 from zbcompile.passes.partition.balance_stages import balanced_cuts, node_loads
 from zbcompile.passes.partition.cut_points import ForwardLine, forward_line
 from zbcompile.passes.recompute.recompute import policies_of, recompute as duplicate_recomputed
@@ -57,7 +53,6 @@ class CompiledStep:
         passes: F, B, W and E of every stage, in the order in which one microbatch runs them.
         fused: BW of every stage: B and W in one graph.
         ranks_of: The rank of each stage.
-        owners: The stages that read each parameter, lowest first.
         line: The forward operations in the order in which they are cut, and `cuts`: the numbers of
             operations before each cut.
         loads: The seconds of each operation of the line with its backward.
@@ -71,7 +66,6 @@ class CompiledStep:
     passes: Mapping[Label, PassGraph]
     fused: Mapping[int, PassGraph]
     ranks_of: tuple[int, ...]
-    owners: Mapping[str, list[int]]
     line: ForwardLine
     cuts: tuple[int, ...]
     loads: Sequence[float]
@@ -102,7 +96,8 @@ def compile_graph(
     """
     hardware = hardware or default_hardware(step.device_type)
     if exact:
-        refuse_inexact(step.inexact_calls)
+        for sentence in step.inexact_calls:
+            raise CaptureError(sentence)
     else:
         defer_sums(step)
         observe("defer_sums", step)
@@ -118,7 +113,6 @@ def compile_graph(
         cuts = balanced_cuts(step, line, ranks_of, hardware)
     loads = node_loads(step, line, hardware)
     stages = assign_stages(step, line, cuts)
-    parameter_stages = parameter_owners(step, line, stages)
     observe("assign_stages", step)
     keep_updated_buffers(step, stages)
     observe("keep_updated_buffers", step)
@@ -133,7 +127,4 @@ def compile_graph(
     observe("extract", [*passes.values(), *fused.values()])
     check_pass_graphs(step, passes)
     observe("check_pass_graphs", [*passes.values(), *fused.values()])
-    ranks = tuple(ranks_of)
-    return CompiledStep(
-        step, passes, fused, ranks, parameter_stages, line, cuts, loads, parts, saved
-    )
+    return CompiledStep(step, passes, fused, tuple(ranks_of), line, cuts, loads, parts, saved)

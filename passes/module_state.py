@@ -15,7 +15,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import is_dataclass
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -36,7 +36,7 @@ PLAIN = (
     *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
 )
 _IMMUTABLE = (*PLAIN, float, complex, types.FunctionType, types.BuiltinFunctionType, type, Enum)
-_MUTABLE = (list, tuple, dict, set, frozenset, deque, torch.Tensor, functools.partial)
+MUTABLE = (list, tuple, dict, set, frozenset, deque, torch.Tensor, functools.partial)
 # Of parameters, submodules and hooks; `training` is in the key of a program.
 _TABLES = frozenset(vars(nn.Module()))
 ABSENT = object()
@@ -44,51 +44,27 @@ Reader = Callable[[Any], Any]
 Value = tuple[str, Reader, Any]  # path, a function that returns the value, and its argument
 
 
-class StateEntry(NamedTuple):
-    """One value: `read(key)` returns it, `token` is equal for equal values. `text` shows a value
-    that may change in place; it is "" for others."""
-
-    read: Callable[[Any], Any]
-    key: Any
-    value: Any
-    token: Any
-    text: str
-
-
-class RegisteredBuffer(NamedTuple):
-    """A buffer of a loss module: a step reads its present value, so only which tensor it is
-    counts."""
-
-    tensor: torch.Tensor | None
-
-
 class ModuleState:
     """The state of a model and its loss, by paths such as `model.dropout.p`; `without` are the
     paths left out."""
 
     def __init__(self, model: nn.Module, loss: Any = None, without: Set[str] = frozenset()) -> None:
-        self.entries: dict[str, StateEntry] = {}
+        # By path: a function that returns a value, its argument, the value, its token, and for a
+        # value that may change in place its text.
+        self.entries: dict[str, tuple[Reader, Any, Any, Any, str]] = {}
         for path, read, key in state_values(model, loss):
             value = read(key)
             if value is not ABSENT and path not in without and path not in self.entries:
-                text = _text(value) if isinstance(value, _MUTABLE) else ""
-                self.entries[path] = StateEntry(read, key, value, token_of(value), text)
-
-    def hold(self) -> bool:
-        """Returns whether all values are what they were."""
-        for read, key, value, token, text in self.entries.values():
-            now = read(key)
-            if (text or now is not value) and token_of(now) != token:
-                return False
-        return True
+                text = _text(value) if isinstance(value, MUTABLE) else ""
+                self.entries[path] = read, key, value, token_of(value), text
 
     def change(self) -> str:
         """Returns the first value that differs, as `model.dropout.p: 0.1 -> 0.5`; "" if there is
         none."""
-        for path, entry in self.entries.items():
-            now = entry.read(entry.key)
-            if token_of(now) != entry.token:
-                return f"{path}: {entry.text or _text(entry.value)} -> {_text(now)}"
+        for path, (read, key, value, token, text) in self.entries.items():
+            now = read(key)
+            if (text or now is not value) and token_of(now) != token:
+                return f"{path}: {text or _text(value)} -> {_text(now)}"
         return ""
 
 
@@ -242,8 +218,10 @@ def read_cell(cell: types.CellType, _: str) -> Any:
         return ABSENT
 
 
-def _registered(table: Mapping[str, Any], key: str) -> RegisteredBuffer:
-    return RegisteredBuffer(table.get(key))
+def _registered(table: Mapping[str, Any], key: str) -> Any:
+    """Returns which tensor a buffer of a loss module is. A step reads its present value."""
+    tensor = table.get(key)
+    return None if tensor is None else (id(tensor), storage_key(tensor))
 
 
 def token_of(value: Any, depth: int = 0) -> Any:
@@ -252,8 +230,6 @@ def token_of(value: Any, depth: int = 0) -> Any:
         return type(value), repr(value)  # 0.0 and -0.0 are equal, their graphs are not
     if isinstance(value, _IMMUTABLE):
         return type(value), value
-    if isinstance(value, RegisteredBuffer):
-        return id(value.tensor), None if value.tensor is None else storage_key(value.tensor)
     if isinstance(value, torch.Tensor):  # Python may have decided by its value
         return id(value), storage_key(value), 0 if value.is_inference() else version_of(value)
     if isinstance(value, types.MethodType):

@@ -34,6 +34,7 @@ from zbcompile.passes.torch_private import (
     LazyGraphModule,
     OpOverload,
     annotations_of,
+    module_stack,
     storage_key,
 )
 from zbcompile.passes.torch_private_export import kernel_strides
@@ -99,7 +100,7 @@ class _Writer:
         line = annotations_of(node).get(LINE)
         if line:
             data["line"] = os.path.basename(line)  # without the folders of this machine
-        modules = list((node.meta.get(MODULES) or {}).values())
+        modules = list(module_stack(node).values())
         if modules and modules[-1][0]:
             data["module"] = str(modules[-1][0])
         if node.meta.get(RECOMPUTED):

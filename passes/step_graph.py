@@ -129,6 +129,11 @@ class StepGraph:
     def graph(self) -> Graph:
         return self.module.graph
 
+    @property
+    def updated_buffers(self) -> set[Node]:
+        """Returns the placeholders of the buffers that the step writes."""
+        return {self.buffers[name] for name in self.buffer_updates}
+
     def calls(self) -> list[Node]:
         """Returns the operations in the order of the trace."""
         return [node for node in self.graph.nodes if node.op == "call_function"]
@@ -157,6 +162,15 @@ class StepGraph:
             len(calls),
         )
         return dict.fromkeys(calls[begin:])
+
+    def batch_values(self) -> set[Node]:
+        """Returns all nodes that are computed from more than parameters, buffers and constants."""
+        state = {*self.parameters.values(), *self.buffers.values(), *self.constants.values()}
+        computed = set(self.graph.find_nodes(op="placeholder")) - state
+        for node in self.calls():
+            if not computed.isdisjoint(node.all_input_nodes):
+                computed.add(node)
+        return computed
 
     def inputs(self) -> dict[Node, Slot]:
         """Returns the slots of the placeholders."""

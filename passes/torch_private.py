@@ -172,6 +172,11 @@ def without_torch_function() -> contextlib.AbstractContextManager[None]:
     return torch._C.DisableTorchFunctionSubclass()
 
 
+def sharding_of(dtensor: Any) -> Any:
+    """Returns the mesh, the placements and the full shape of a DTensor, without its values."""
+    return dtensor._spec
+
+
 def storage_key(tensor: Tensor) -> int:
     """Returns a key that tensors with one storage share. Fake tensors have no data pointer."""
     return tensor.untyped_storage()._cdata

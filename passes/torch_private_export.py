@@ -26,6 +26,7 @@ from zbcompile.passes.torch_private import (
     FakeTensorMode,
     OpOverload,
     compiling,
+    pytree,
     replaced,
 )
 
@@ -156,52 +157,38 @@ def eager_kernels() -> Iterator[None]:
 # as the sum of the first two operands, as the second operand, or contiguous.
 _STRIDES_OF_SUM = frozenset(
     {
-        *(aten.copysign.Tensor, aten.xlogy.Tensor, aten.special_xlog1py.default),
-        *(aten.native_dropout_backward.default, aten.elu_backward.default),
-        *(aten.hardsigmoid_backward.default, aten.hardswish_backward.default),
-        *(aten.hardtanh_backward.default, aten.logit_backward.default),
-        *(aten.softplus_backward.default, aten.div.Tensor_mode, aten.floor_divide.default),
+        *("copysign.Tensor", "xlogy.Tensor", "special_xlog1py.default", "div.Tensor_mode"),
+        *("floor_divide.default", "native_dropout_backward.default", "elu_backward.default"),
+        *("hardsigmoid_backward.default", "hardswish_backward.default"),
+        *("hardtanh_backward.default", "logit_backward.default", "softplus_backward.default"),
     }
 )
-
-
-_STRIDES_OF_SECOND = frozenset({aten.binary_cross_entropy_backward.default})
-
-
+_STRIDES_OF_SECOND = "binary_cross_entropy_backward.default"
 _CONTIGUOUS = frozenset(
     {
-        *(aten.pow.Scalar, aten.isin.Tensor_Scalar, aten.log_sigmoid_forward.default),
-        *(aten.normal.float_Tensor, aten.poisson.default, aten.rrelu_with_noise.default),
-        *(aten.mse_loss_backward.default, aten.smooth_l1_loss_backward.default),
-        *(aten.huber_loss_backward.default, aten._log_softmax_backward_data.default),
-        aten.native_layer_norm_backward.default,
+        *("pow.Scalar", "isin.Tensor_Scalar", "log_sigmoid_forward.default"),
+        *("normal.float_Tensor", "poisson.default", "rrelu_with_noise.default"),
+        *("mse_loss_backward.default", "smooth_l1_loss_backward.default"),
+        *("huber_loss_backward.default", "_log_softmax_backward_data.default"),
+        "native_layer_norm_backward.default",
     }
 )
-
-
-# Kernels for the CPU whose result is contiguous or in the channels-last layout of this operand.
-_CHANNELS_LAST_OF = {
-    **dict.fromkeys(
-        (
-            *(aten.native_batch_norm.default, aten._native_batch_norm_legit.default),
-            *(
-                aten._native_batch_norm_legit.no_stats,
-                aten._native_batch_norm_legit_functional.default,
-            ),
-            *(
-                aten._batch_norm_with_update.default,
-                aten._batch_norm_with_update_functional.default,
-            ),
-            *(
-                aten._native_batch_norm_legit_no_training.default,
-                aten._batch_norm_no_update.default,
-            ),
-        ),
-        0,
-    ),
-    **dict.fromkeys((aten.native_batch_norm_backward.default, aten.batch_norm_backward.default), 1),
-    aten.native_group_norm_backward.default: 1,  # torch 2.14 takes inputs that are not contiguous
-}
+# Kernels for the CPU whose result is contiguous or in the channels-last layout of their first
+# operand, or their second.
+_CHANNELS_LAST_OF_FIRST = frozenset(
+    {
+        *("native_batch_norm.default", "_native_batch_norm_legit.default"),
+        *("_native_batch_norm_legit.no_stats", "_native_batch_norm_legit_functional.default"),
+        *("_batch_norm_with_update.default", "_batch_norm_with_update_functional.default"),
+        *("_native_batch_norm_legit_no_training.default", "_batch_norm_no_update.default"),
+    }
+)
+_CHANNELS_LAST_OF_SECOND = frozenset(
+    {
+        *("native_batch_norm_backward.default", "batch_norm_backward.default"),
+        "native_group_norm_backward.default",  # torch 2.14 takes inputs with gaps
+    }
+)
 
 
 @contextlib.contextmanager
@@ -213,20 +200,19 @@ def kernel_strides() -> Iterator[None]:
         mode: FakeTensorMode, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         result: Any = original(mode, func, types, args, kwargs)
-        if func in _CONTIGUOUS:
-            return torch.utils._pytree.tree_map_only(
-                Tensor, functools.partial(_contiguous_like, mode), result
-            )
-        if func in _CHANNELS_LAST_OF:
-            like = args[_CHANNELS_LAST_OF[func]]
+        name = func.__name__
+        if name in _CONTIGUOUS:
+            return pytree.tree_map_only(Tensor, functools.partial(_contiguous_like, mode), result)
+        if name in _CHANNELS_LAST_OF_FIRST or name in _CHANNELS_LAST_OF_SECOND:
+            like = args[name in _CHANNELS_LAST_OF_SECOND]
             first, *rest = result
             if first is not None and like.device.type == "cpu":
                 with mode:
                     first = torch.empty_like(first, memory_format=suggest_memory_format(like))
             return (first, *rest)
-        if func in _STRIDES_OF_SUM or func in _STRIDES_OF_SECOND:
+        if name in _STRIDES_OF_SUM or name == _STRIDES_OF_SECOND:
             with mode:
-                like = torch.add(args[0], args[1]) if func in _STRIDES_OF_SUM else args[1]
+                like = torch.add(args[0], args[1]) if name in _STRIDES_OF_SUM else args[1]
                 return torch.empty_like(like, dtype=result.dtype)
         return result
 

@@ -108,8 +108,8 @@ class Contender:
         executable = list(self.pipe._compiled.steps.plans.values())[-1]
         state = self.pipe._compiled.steps.entries[0].state
         assert state is not None
-        self.guards, self.guarded, self.whole = Timed(state.hold), list[float](), list[float]()
-        state.hold = self.guards  # type: ignore[method-assign]
+        self.guards, self.guarded, self.whole = Timed(state.change), list[float](), list[float]()
+        state.change = self.guards  # type: ignore[method-assign]
         self.clocks = time_graphs(executable.first.stages)  # type: ignore[arg-type]
         _, plans = executable.ordered()
         for plan in plans:

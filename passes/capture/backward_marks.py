@@ -63,11 +63,10 @@ def trace_backward_to_forward(step: StepGraph) -> None:
         number = forward_number(node)
         operands = [source for source in node.all_input_nodes if source in backward]
         source = sources.get(number) if number is not None else next(iter(operands), None)
-        source = source if source is not None else step.loss
-        node.meta[MODULES] = source.meta.get(MODULES, {}) if source is not None else {}
-        node.meta[ANNOTATIONS].pop(LINE, None)
-        if source is not None and LINE in annotations_of(source):
-            node.meta[ANNOTATIONS][LINE] = annotations_of(source)[LINE]
+        meta = (source or step.loss or node).meta
+        node.meta[MODULES] = meta.get(MODULES, {})
+        line = meta.get(ANNOTATIONS, {}).get(LINE, "")
+        node.meta[ANNOTATIONS] = {**node.meta[ANNOTATIONS], LINE: line}
 
 
 def _begin(number: int, grads: Any) -> None:

@@ -8,7 +8,6 @@ weight and microbatch, and other bits.
 import contextlib
 import warnings
 from collections.abc import Container, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,47 +19,28 @@ from zbcompile.passes.graph.process_groups import collective_name, group_of
 from zbcompile.passes.graph.source_location import line_of
 from zbcompile.passes.step_graph import StepGraph
 from zbcompile.passes.torch_collectives import is_dtensor
-from zbcompile.passes.torch_private import reparametrize_module
+from zbcompile.passes.torch_private import reparametrize_module, sharding_of
 
 
-@dataclass(frozen=True)
-class Sharding:
-    """The sharding of a parameter or buffer that is a DTensor.
-
-    Attributes:
-        dtensor: The class DTensor.
-        placements: One placement per mesh dimension.
-        shape: Of the full tensor, as `stride`.
-    """
-
-    dtensor: Any
-    mesh: Any
-    placements: tuple[Any, ...]
-    shape: torch.Size
-    stride: tuple[int, ...]
-
-    @classmethod
-    def of(cls, tensor: Any) -> "Sharding":
-        return cls(
-            type(tensor),
-            tensor.device_mesh,
-            tuple(tensor.placements),
-            tensor.shape,
-            tensor.stride(),
-        )
-
-    def wrap(self, local: Tensor) -> Tensor:
-        """Returns the DTensor of a local tensor."""
-        wrapped: Tensor = self.dtensor.from_local(
-            local, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride
-        )
-        return wrapped
-
-
-def shardings_of(module: nn.Module) -> dict[str, Sharding]:
-    """Returns the sharding of every parameter and buffer of a module that is a DTensor, by name."""
+def shardings_of(module: nn.Module) -> dict[str, Any]:
+    """Returns the sharding of every parameter and buffer of a module that is a DTensor, by name:
+    its `mesh`, and one of its `placements` per mesh dimension."""
     dtensors = {name: whole_tensor(tensor) for name, tensor in named_tensors(module)}
-    return {name: Sharding.of(dtensor) for name, dtensor in dtensors.items() if is_dtensor(dtensor)}
+    return {name: sharding_of(dtensor) for name, dtensor in dtensors.items() if is_dtensor(dtensor)}
+
+
+def to_dtensor(local: Tensor, sharding: Any) -> Tensor:
+    """Returns the DTensor of a local tensor."""
+    full = sharding.tensor_meta
+    dtensor: Tensor = torch.distributed.tensor.DTensor.from_local(
+        local,
+        sharding.mesh,
+        sharding.placements,
+        run_check=False,
+        shape=full.shape,
+        stride=full.stride,
+    )
+    return dtensor
 
 
 def named_tensors(module: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -102,9 +82,7 @@ def without_sharding(value: Any) -> Tensor:
     return value.full_tensor() if is_dtensor(value) else value  # type: ignore[no-any-return]
 
 
-def local_gradient(
-    gradient: Any, sharding: Sharding | None
-) -> tuple[Tensor | None, tuple[Any, ...] | None]:
+def local_gradient(gradient: Any, sharding: Any) -> tuple[Tensor | None, tuple[Any, ...] | None]:
     """Returns the local tensor of a gradient and its placements, None if it is not a DTensor.
 
     It is distributed as its parameter. Only a sum over ranks that replicate the parameter

@@ -34,6 +34,7 @@ from zbcompile.passes.capture.unsupported import (
     WRITES_AN_INPUT,
 )
 from zbcompile.passes.errors import CaptureError
+from zbcompile.passes.graph.fx import operator_name
 from zbcompile.passes.graph.process_groups import groups_of_meshes, name_process_groups
 from zbcompile.passes.graph.source_location import LINE, line_of
 from zbcompile.passes.step_graph import StepGraph
@@ -48,7 +49,6 @@ from zbcompile.passes.torch_private import (
 )
 from zbcompile.passes.torch_private_export import export_below_autograd
 
-aten = torch.ops.aten
 _ANNOTATIONS = (LINE, CHECKPOINT, REENTRANT, BACKWARD_OF, AUTOCAST)
 
 
@@ -145,17 +145,19 @@ def _export_step(
         for path, tensor in zip(structure.paths, tensors, strict=True)
         if path in _static_paths(options.static_inputs)
     }
-    arguments: dict[str, Any] = {
-        "batch": structure,
-        "trains": trains,
-        "static_inputs": static_inputs,
-        "returns": options.returns,
-    }
     device = options.device or _device_of(model, tensors)
     example = (tensors, torch.ones((), device=device)) if trains else (tensors,)
     failures, running = list[Exception](), ""
     for path in PATHS:
-        step = TrainingStep(model, function, path=path, **arguments)
+        step = TrainingStep(
+            model,
+            function,
+            batch=structure,
+            trains=trains,
+            path=path,
+            static_inputs=static_inputs,
+            returns=options.returns,
+        )
         try:
             program = _export(step, example, device)
             break
@@ -212,7 +214,9 @@ def describe(program: ExportedProgram, step: TrainingStep) -> StepGraph:
             raise CaptureError(LOSS_WRITES_ITS_BUFFER.format(name=_name_in_loss(name)))
         constants[name], constant_values[name] = buffers.pop(name), step.get_buffer(name)
     inputs = [nodes[str(name)] for name in signature.user_inputs]
-    loss, gradients, outputs, fits = _results(program, step, nodes)
+    values = signature.user_outputs
+    results = [_copied_value(nodes[v]) if isinstance(v, str) else None for v in values]
+    loss, trained, fits = results[0], len(step.trained) + 1, len(results) - len(step.fits)
     tangent = inputs.pop() if step.trains else None
     if tangent is not None and loss is not None:
         _cast_outside(tangent, loss.meta["val"].dtype)
@@ -225,10 +229,10 @@ def describe(program: ExportedProgram, step: TrainingStep) -> StepGraph:
         batch_inputs=dict(zip(step.batch.paths, inputs, strict=True)),
         tangent=tangent,
         loss=loss,
-        gradients=gradients,
+        gradients=dict(zip(map(public_name, step.trained), results[1:trained], strict=True)),
         buffer_updates=updates,
-        outputs=[*outputs],
-        fits=fits,
+        outputs=[node for node in results[trained:fits] if node is not None],
+        fits=[node for node in results[fits:] if node is not None],
         output_structure=step.output_structure,
         tied_names={public_name(a): public_name(b) for a, b in step.tied.items()},
         changed_state=step.python_effects.changed,
@@ -268,23 +272,6 @@ def _name_in_loss(name: str) -> str:
     return attribute if module == LOSS_MODULE else ""
 
 
-def _results(
-    program: ExportedProgram, step: TrainingStep, nodes: Mapping[str, Node]
-) -> tuple[Node | None, dict[str, Node | None], list[Node], list[Node]]:
-    """Returns the nodes of the loss, of each gradient, of the outputs and of `require_fit`."""
-    user_outputs = [
-        _copied_value(nodes[value]) if isinstance(value, str) else None
-        for value in program.graph_signature.user_outputs
-    ]
-    loss, *rest = user_outputs
-    count, fits = len(step.trained), len(rest) - len(step.fits)
-    gradients = {
-        public_name(name): node for name, node in zip(step.trained, rest[:count], strict=True)
-    }
-    outputs = [node for node in rest[count:fits] if node is not None]
-    return loss, gradients, outputs, [node for node in rest[fits:] if node is not None]
-
-
 def _clean(step: StepGraph) -> None:
     """Removes assertions on shapes and dead code, and makes the graph return results by role."""
     for node in step.calls():
@@ -312,8 +299,8 @@ def _copied_value(node: Node) -> Node:
     No cut is possible between the reads of a buffer and the copy at the end of the step. If the
     model adds to its loss in place, the loss is detached behind the backward.
     """
-    while node.target in (aten.copy.default, aten.detach.default, aten.alias.default):
-        source = node.args[1] if node.target is aten.copy.default else node.args[0]
+    while operator_name(node) in ("copy", "detach", "alias"):
+        source = node.args[operator_name(node) == "copy"]
         if not isinstance(source, Node) or source.op != "call_function":
             break
         before, after = source.meta["val"], node.meta["val"]

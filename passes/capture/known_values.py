@@ -50,19 +50,19 @@ class KnownValues(TorchDispatchMode):
     """A dispatch mode around a model's forward and its loss.
 
     Args:
-        static_values: Real tensors by the traced input whose values the model may read.
+        questions: Receives the inputs whose values are not known and asked for.
     """
 
     supports_higher_order_operators = True  # torch.cond, flex_attention
 
-    def __init__(self) -> None:
+    def __init__(self, questions: Questions) -> None:
         super().__init__()
+        self.questions = questions
         self._real = WeakTensorKeyDictionary()
         self.routed = RoutedExchanges(lambda tensor: self.value_of(tensor) is None)
         self._overwritten: set[int] = set()  # storages whose real values are out of date
         self._protected: dict[int, str] = {}
         self._inputs = WeakTensorKeyDictionary()  # paths of the batch inputs that it depends on
-        self.questions = Questions()
 
     @classmethod
     def is_infra_mode(cls) -> bool:
@@ -184,13 +184,12 @@ class KnownValues(TorchDispatchMode):
     ) -> tuple[OpOverload, tuple[Any, ...]]:
         """Returns a call in which masks with known values are the places of their True entries."""
         if func is aten.masked_select.default:
-            shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
-            mask = self.value_of(args[1])
+            mask, shape = self.value_of(args[1]), torch.broadcast_shapes(*(x.shape for x in args))
             if mask is not None:
                 with real_mode():
-                    positions = mask.expand(shape).nonzero().unbind(1)
+                    mask = mask.expand(shape)
                 expanded = aten.expand.default(args[0], shape)
-                return aten.index.Tensor, (expanded, [*map(self._constant, positions)])
+                return aten.index.Tensor, (expanded, self._places(mask, shape))
         if func is aten.index.Tensor:
             places, dim = list[Tensor | None](), 0
             for index in args[1]:

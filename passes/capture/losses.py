@@ -73,7 +73,7 @@ def join_loss(model: nn.Module, loss: Any) -> None:
 def without_joined_loss(model: nn.Module) -> Iterator[None]:
     """Context in which a model does not have the loss that it was joined with."""
     attributes, modules = vars(model), vars(model)["_modules"]
-    before, loss = list(modules), attributes.get(_JOINED)
+    loss = attributes.get(_JOINED)
     if loss is None or modules.get("loss") is not loss:
         yield
         return
@@ -81,7 +81,4 @@ def without_joined_loss(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        now = {"loss": loss, **modules}
-        modules.clear()  # in the same order as before
-        modules.update({name: now[name] for name in (*before, *now) if name in now})
-        attributes[_JOINED] = loss
+        modules["loss"] = attributes[_JOINED] = loss

@@ -12,7 +12,6 @@ from zbcompile.passes.capture.unsupported import (
     INSIDE_CONTEXT_PARALLEL,
     IS_A_WRAPPER,
     IS_LAZY,
-    MOMENTUM_IS_NONE,
     SHARES_MEMORY,
 )
 from zbcompile.passes.errors import CaptureError
@@ -21,7 +20,6 @@ from zbcompile.passes.graph.storage import byte_range
 from zbcompile.passes.torch_private import storage_key
 from zbcompile.passes.torch_private_hooks import function_modes, global_hooks
 
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _REPLICAS = (
     'Replicas are the dimension "dp" of mesh=, and pipe.optimizer(zero=1) shards the optimizer.'
 )
@@ -61,12 +59,8 @@ def model_problems(model: nn.Module) -> Iterator[str]:
     yield from _wrappers(model)
     yield from _lost_hooks(model)
     for name, module in model.named_modules():
-        where = _described(name, module)
         if any(nn.parameter.is_lazy(tensor) for tensor in module.parameters(recurse=False)):
-            yield IS_LAZY.format(module=where)
-        averages = isinstance(module, _BATCH_NORMS) and module.running_mean is not None
-        if averages and module.training and module.momentum is None:
-            yield MOMENTUM_IS_NONE.format(module=where)
+            yield IS_LAZY.format(module=_described(name, module))
     yield from _shared_memory(model)
 
 

@@ -101,7 +101,7 @@ class InexactCalls(TorchFunctionMode):
             self.fits.append(args[0].detach())
             return None
         if func == torch.Tensor.data.__set__:  # type: ignore[attr-defined]
-            _refuse_assigned_data(*args, line=users_line(sys._getframe(1)))
+            _refuse_assigned_data(args[0], args[1], users_line(sys._getframe(1)))
         attribute = _PARAMETER_STATE.get(func)
         is_state = attribute is not None and id(args[0]) in self._parameters
         if is_state and (attribute == _TRAINS or _is_read_by_user()):
@@ -239,9 +239,3 @@ def _line_of(error: Exception) -> str:
             line = f"{frame.tb_frame.f_code.co_filename}:{frame.tb_lineno}"
         frame = frame.tb_next
     return line
-
-
-def refuse_inexact(calls: Sequence[str]) -> None:
-    """Raises CaptureError if `exact=True` cannot hold."""
-    if calls:
-        raise CaptureError(calls[0])

@@ -11,6 +11,7 @@ from torch import nn
 
 from zbcompile.passes.module_state import (
     MAX_DEPTH,
+    MUTABLE,
     Reader,
     items_of,
     modules_of,
@@ -91,7 +92,7 @@ class StateSnapshot:
 
 
 def _is_flag(value: Any) -> bool:
-    return not isinstance(value, torch.Tensor | nn.Module | list | tuple | dict | set | deque)
+    return not isinstance(value, (*MUTABLE, nn.Module))
 
 
 def _containers(value: Any, depth: int = 0) -> Iterator[Any]:

@@ -15,11 +15,11 @@ from zbcompile.passes.capture.backward_marks import grad_fns_below, mark_backwar
 from zbcompile.passes.capture.batch_inputs import BatchStructure
 from zbcompile.passes.capture.checkpoint_hints import checkpoint_hints
 from zbcompile.passes.capture.dtensor_parameters import (
-    Sharding,
     local_gradient,
     named_tensors,
     shardings_of,
     tangent_like,
+    to_dtensor,
     without_sharding,
 )
 from zbcompile.passes.capture.known_values import KnownValues
@@ -78,13 +78,13 @@ class TrainingStep(nn.Module):
     def __init__(
         self,
         model: nn.Module,
-        loss_fn: LossFunction | None = None,
+        loss_fn: LossFunction | None,
         *,
         batch: BatchStructure,
-        trains: bool = True,
-        path: str = "eager",
-        static_inputs: Mapping[str, Tensor] | None = None,
-        returns: str = "",
+        trains: bool,
+        path: str,
+        static_inputs: Mapping[str, Tensor],
+        returns: str,
     ) -> None:
         super().__init__()
         self.model = model
@@ -95,10 +95,10 @@ class TrainingStep(nn.Module):
         self.batch = batch
         self.trains = trains
         self.path = path
-        self.static_inputs = dict(static_inputs or {})
+        self.static_inputs = static_inputs
         self.returns = returns
         self.tied = _tied_names(self)
-        self.shardings: dict[str, Sharding] = shardings_of(self)
+        self.shardings = shardings_of(self)
         self.gradient_placements: dict[str, tuple[Any, ...]] = {}
         self.trained = tuple(
             name for name, param in self.named_parameters() if trains and param.requires_grad
@@ -109,8 +109,9 @@ class TrainingStep(nn.Module):
         self.unused_outputs: tuple[str, ...] = ()
         self.fits: list[Tensor] = []
         # torch.export restores lists and other containers, but no attributes of other objects.
-        self._progress = SimpleNamespace(call=f"torch.export of {type(model).__name__}", known=None)
-        self._progress.predicts, self._progress.exist = not self.shardings, None
+        self.questions = Questions()
+        self._progress = SimpleNamespace(call=f"torch.export of {type(model).__name__}", exist=None)
+        self._progress.predicts = not self.shardings
         self._originals = {name: self._tensor(name) for name in self.trained}
 
     def named_modules(
@@ -160,12 +161,6 @@ class TrainingStep(nn.Module):
         """The call that the trace ran last, with the tensors that it received."""
         return str(self._progress.call)
 
-    @property
-    def questions(self) -> Questions:
-        """The values of inputs that the last trace asked for."""
-        known: KnownValues | None = self._progress.known
-        return Questions() if known is None else known.questions
-
     def _run_model(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = type(self.model).__name__
         self._progress.call = f"forward of {name}, called with {tensor_types(args, kwargs)},"
@@ -176,7 +171,7 @@ class TrainingStep(nn.Module):
     def _model_context(self, tensors: Sequence[Tensor]) -> Iterator[InexactCalls]:
         """Context of the model and the loss: eager's path, known values and checkpoint hints.
         Yields the mode that the backward runs in as well."""
-        known = self._progress.known = KnownValues()
+        known = KnownValues(self.questions)
         for path, tensor in zip(self.batch.paths, tensors, strict=True):
             known.declare(tensor, path, self.static_inputs.get(path))
         flags = (
@@ -289,11 +284,7 @@ class TrainingStep(nn.Module):
     def _returned(self, output: Any, metrics: tuple[Any, ...]) -> Any:
         if self.returns == "metrics":
             if not metrics:
-                alone = self.loss_function is not None
-                missing = (
-                    "the loss function returned a loss alone" if alone else "there is no loss="
-                )
-                raise CaptureError(NO_METRICS.format(missing=missing))
+                raise CaptureError(NO_METRICS)
             return metrics[0]
         if self.returns == "outputs":
             return (output, *metrics) if metrics else output
@@ -308,7 +299,7 @@ class TrainingStep(nn.Module):
         torch.export takes local tensors, and makes one tensor per name.
         """
         tensors = {
-            name: sharding.wrap(self._tensor(name))
+            name: to_dtensor(self._tensor(name), sharding)
             for name, sharding in self.shardings.items()
             if name not in self.tied
         }

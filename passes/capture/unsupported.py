@@ -11,8 +11,8 @@ WRITES_A_PARAMETER = (
     "after the optimizer's step, or compute with a changed copy."
 )
 NO_METRICS = (
-    "return_metrics=True, but {missing}. Pass loss=fn(output, target) that returns (loss, "
-    "metrics), or leave out return_metrics."
+    "return_metrics=True, but no loss function returned metrics. Pass loss=fn(output, target) that "
+    "returns (loss, metrics), or leave out return_metrics."
 )
 IS_A_WRAPPER = "{module} is a {kind}, which cannot be captured. {remedy}"
 HAS_GLOBAL_HOOKS = (
@@ -26,10 +26,6 @@ FUNCTION_MODE_IS_ON = (
 IS_LAZY = (
     "{module} is lazy and has no shapes yet. Call the model once with a batch before compiling, or "
     "give the layer its sizes."
-)
-MOMENTUM_IS_NONE = (
-    "{module} has momentum=None: it divides by the number of batches so far, which it reads out of "
-    "a tensor in every forward. Give it a momentum, such as 0.1."
 )
 SHARES_MEMORY = (
     "the {kind} {first!r} and {second!r} are different tensors over the same memory; on different "
@@ -116,7 +112,8 @@ READS_A_VALUE = (
     "forward or the loss reads a value that depends on its inputs{at}. A compiled step runs "
     "no Python, so it cannot decide by values. Compute with tensors instead (torch.where, masks; "
     "use torch.stack for lists){static}. "
-    "Remove an assert, or guard it with `if not torch.compiler.is_compiling()`."
+    "Remove an assert, or guard it with `if not torch.compiler.is_compiling()`. Give a batch norm "
+    "a momentum: without one it reads the number of batches so far."
 )
 DRAWS_IN_BACKWARD = (
     "the backward draws random numbers ({operator}, of {line}): under a pipeline the backwards of "

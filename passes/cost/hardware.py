@@ -2,13 +2,12 @@
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from difflib import get_close_matches
+from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from os import PathLike
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from zbcompile.field_check import TEXT, Field, wrong_field, wrong_names
 from zbcompile.passes.errors import CompileError
@@ -16,7 +15,8 @@ from zbcompile.passes.torch_names import NAMED
 from zbcompile.untrusted_text import read_text
 
 
-class Connection(NamedTuple):
+@dataclass(frozen=True)
+class Connection:
     """A message of n bytes takes `latency` + n / `bandwidth` seconds."""
 
     latency: float
@@ -81,12 +81,8 @@ class Hardware:
             return cls.read(Path(name))
         if name in (names := hardware_names()):
             return _profile(name)
-        near = [other for other in names if name.lower() in other]
-        near = near or get_close_matches(name.lower(), names)
-        near.sort(key=lambda other: "sxm" not in other)  # most machines have these
-        hint = f"did you mean {' or '.join(near)}? " if near else ""
         raise CompileError(
-            f"no profile is called {name!r}; {hint}expected {', '.join(names)}, or a FILE.toml."
+            f"no profile is called {name!r}; expected {', '.join(names)}, or a FILE.toml."
         )
 
     @classmethod
@@ -101,21 +97,11 @@ class Hardware:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "Hardware":
-        """Returns a profile from what `to_dict` returns. Raises CompileError for an unknown or
-        missing name, or a figure that is not possible."""
+        """Returns a profile from its figures by name. Raises CompileError for an unknown or missing
+        name, or a figure that is not possible."""
         if (wrong := wrong_names(_FIGURES, {"name", "peak", "bandwidth"}, data)) is not None:
             raise CompileError(wrong)
         return cls(**data)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns plain data, without figures that are None."""
-        links = {
-            name: link._asdict()
-            for name in ("within", "between")
-            if (link := getattr(self, name)) is not None
-        }
-        figures = {name: value for name, value in asdict(self).items() if value is not None}
-        return {**figures, **links}
 
     def peak_of(self, dtype: str) -> float:
         """Returns the FLOP/s of a dtype; if unknown those of float32, else the lowest."""
@@ -148,7 +134,7 @@ def _is_amount(value: Any) -> bool:
 
 
 def _is_connection(value: Any) -> bool:
-    fields = value._asdict() if isinstance(value, Connection) else value
+    fields = vars(value) if isinstance(value, Connection) else value
     return (
         isinstance(fields, Mapping)
         and fields.keys() == {"latency", "bandwidth"}

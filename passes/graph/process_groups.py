@@ -8,11 +8,11 @@ Every process substitutes its own names when it prepares to run.
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 
 from zbcompile.passes.capture.unsupported import COMMUNICATES_IN_A_BRANCH
 from zbcompile.passes.errors import CaptureError
-from zbcompile.passes.graph.fx import copy_graph, tensors_of, with_graph
+from zbcompile.passes.graph.fx import argument_of, copy_graph, tensors_of, with_graph
 from zbcompile.passes.torch_collectives import COLLECTIVES
 from zbcompile.passes.torch_private import FUNCTIONAL_COLLECTIVES, OpOverload, schema_of
 
@@ -31,7 +31,8 @@ def name_process_groups(module: GraphModule, dimensions: Mapping[str, str]) -> d
     """
     for child in module.modules():
         if isinstance(child, GraphModule) and child is not module:
-            _refuse_collectives(child.graph)
+            for node in filter(is_collective, child.graph.nodes):
+                raise CaptureError(COMMUNICATES_IN_A_BRANCH.format(operator=node.target))
     labels: dict[str, str] = {}
     for node in filter(is_collective, module.graph.nodes):
         group = str(group_of(node))
@@ -63,16 +64,12 @@ def groups_of_meshes(meshes: Iterable[Any]) -> dict[str, str]:
 
 def group_of(node: Node) -> Any:
     """Returns the process group that a node communicates over; None for other nodes."""
-    position = _position(node)
-    if position is None:
-        return None
-    return node.args[position] if position < len(node.args) else node.kwargs.get(GROUP)
+    return argument_of(node, GROUP) if isinstance(node.target, OpOverload) else None
 
 
 def set_group(node: Node, group: str) -> None:
     """Changes the process group of a collective."""
-    position = _position(node)
-    assert position is not None
+    position = [argument.name for argument in schema_of(node.target).arguments].index(GROUP)
     if position < len(node.args):
         node.update_arg(position, group)
     else:
@@ -94,7 +91,7 @@ def is_wait(node: Node) -> bool:
 
 def is_collective(node: Node) -> bool:
     """Returns True for a node that begins a communication."""
-    return _position(node) is not None
+    return group_of(node) is not None
 
 
 def is_async_collective(node: Node) -> bool:
@@ -108,16 +105,3 @@ def exchanged_bytes(node: Node) -> int:
     """Returns the bytes that a collective takes or returns, whichever are more."""
     operands = [tensor for source in node.all_input_nodes for tensor in tensors_of(source)]
     return max(sum(tensor.nbytes for tensor in tensors) for tensors in (operands, tensors_of(node)))
-
-
-def _position(node: Node) -> int | None:
-    if not isinstance(node.target, OpOverload):
-        return None
-    names = [argument.name for argument in schema_of(node.target).arguments]
-    return names.index(GROUP) if GROUP in names else None
-
-
-def _refuse_collectives(graph: Graph) -> None:
-    for node in graph.nodes:
-        if is_collective(node):
-            raise CaptureError(COMMUNICATES_IN_A_BRANCH.format(operator=node.target))

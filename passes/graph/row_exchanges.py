@@ -10,11 +10,12 @@ given to an all-to-all. Its result has room for all rows that may come.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from zbcompile.passes.torch_private import group_called
 
@@ -91,19 +92,12 @@ class RoutedCount:
         return int
 
 
-class _Sizes(NamedTuple):
-    """The rows of a tensor whose first ones `counts` divides among ranks."""
-
-    counts: Tensor
-    rows: int
-
-
 class RoutedExchanges:
     """The exchanges of one trace. `is_open` returns True for tensors that depend on parameters."""
 
     def __init__(self, is_open: Callable[[Tensor], bool]) -> None:
         self.is_open = is_open
-        self.sizes: dict[int, _Sizes] = {}
+        self.rows = WeakTensorKeyDictionary()  # of the tensors that counts divide among ranks
 
     def numbers(self, counts: Tensor) -> "list[RoutedCount] | None":
         """Returns stand-ins for the numbers of a list that an all-to-all may take; None for other
@@ -130,9 +124,8 @@ class RoutedExchanges:
         if not _are_routed(output_sizes):
             return NotImplemented
         sent, arriving = input_sizes[0].counts, output_sizes[0].counts
-        sizes = self.sizes.get(id(arriving))
-        count = len(input_sizes) * rows.shape[0] if sizes is None else sizes.rows
-        self.sizes |= {id(sent): _Sizes(sent, rows.shape[0]), id(arriving): _Sizes(arriving, count)}
+        count = self.rows.get(arriving, len(input_sizes) * rows.shape[0])
+        self.rows[sent], self.rows[arriving] = rows.shape[0], count
         return exchange_rows(rows, sent, arriving, count, group)
 
     def _repeated(

@@ -77,9 +77,6 @@ class Origin:
         """The line: `examples/gpt.py:27  return self.mlp_out(x)`."""
         return f"{shown_path(self.file)}:{self.line}  {self.code}" if self.file else ""
 
-    def __str__(self) -> str:
-        return f"{self.owner}  {self.text}"
-
 
 def origin_of(node: Node) -> Origin | None:
     """Returns the origin of a node; None if no module or line of the model produced it."""

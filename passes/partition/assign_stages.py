@@ -51,9 +51,9 @@ def keep_updated_buffers(step: StepGraph, stages: Stages) -> None:
     """
     backward = step.backward_nodes()
     for name, update in step.buffer_updates.items():
-        holder = step.buffers.get(name)
-        readers = [node for node in holder.users if node in backward] if holder else []
-        if holder is None or not readers:
+        holder = step.buffers[name]
+        readers = [node for node in holder.users if node in backward]
+        if not readers:
             continue
         first = next(iter(step.calls()))
         with step.graph.inserting_before(first):
@@ -120,15 +120,6 @@ def _cuts_between(
             )
         cuts.append(min(places, key=lambda cut: (line.crossing_bytes[cut], cut)))
     return tuple(cuts)
-
-
-def parameter_owners(step: StepGraph, line: ForwardLine, stages: Stages) -> dict[str, list[int]]:
-    """Returns the stages that read each parameter in the forward, lowest first."""
-    owners = {}
-    for name, holder in step.parameters.items():
-        readers = reached(holder.users, lambda node: node.users if node in line.free else ())
-        owners[name] = sorted({stages[node] for node in readers if node in stages})
-    return owners
 
 
 def _parameters_read(node: Node, through: Mapping[Node, None], parameters: set[Node]) -> set[Node]:

@@ -69,9 +69,10 @@ def best_cuts(row: LoadRow, edges: Sequence[int]) -> tuple[float, list[int]] | N
     are too few edges."""
     if len(edges) <= row.stages:
         return None
-    start = cuts = even_cuts(row, edges)
+    low = high = row.totals[-1] / row.stages
+    while (cuts := cuts_within(row, edges, high)) is None:
+        low, high = high, high * 1.25
     high = row.heaviest(cuts)
-    low = row.totals[-1] / row.stages
     while high - low > COARSE * high:
         middle = (low + high) / 2
         candidate = cuts_within(row, edges, middle)
@@ -80,20 +81,7 @@ def best_cuts(row: LoadRow, edges: Sequence[int]) -> tuple[float, list[int]] | N
         )
     while high > 0 and (better := cuts_within(row, edges, high * (1 - 4 * SAME))) is not None:
         high, cuts = row.heaviest(better), better
-    if cuts is start:  # of all as light, those nearest to equal shares
-        cuts = cuts_within(row, edges, high) or cuts
     return high, cuts
-
-
-def even_cuts(row: LoadRow, edges: Sequence[int]) -> list[int]:
-    """Returns cuts at inner `edges` near equal shares. There must be enough edges."""
-    inner, chosen, last = edges[1:-1], [], -1
-    for stage in range(1, row.stages):
-        share = row.totals[-1] * stage / row.stages
-        near = bisect_left(inner, share, key=lambda edge: row.totals[edge])
-        last = min(max(near, last + 1), len(inner) - (row.stages - stage))
-        chosen.append(inner[last])
-    return chosen
 
 
 def cuts_within(row: LoadRow, edges: Sequence[int], limit: float) -> list[int] | None:

@@ -11,9 +11,7 @@ from zbcompile.passes.cost.node_cost import node_flops
 from zbcompile.passes.graph.fx import is_random, is_view, operator_name, tensors_of
 from zbcompile.passes.graph.storage import storage_bytes
 from zbcompile.passes.step_graph import StepGraph
-from zbcompile.passes.torch_private import TO_COPY
 
-CASTS = (TO_COPY, torch.ops.aten.detach.default)
 _LARGE = 1 << 24  # FLOPs of a product whose result is worth sending instead of computing again
 PARAMETER, BATCH, STATE = "parameter", "batch", "state"  # kinds of values that a node depends on
 
@@ -39,12 +37,6 @@ class ForwardLine:
     crossing_bytes: tuple[int, ...]
     buffer_spans: Mapping[str, tuple[int, int]]
 
-    @property
-    def allowed(self) -> list[bool]:
-        """Returns for each node whether a cut is possible right after it."""
-        places = set(self.cuts)
-        return [index + 1 in places for index in range(len(self.nodes))]
-
 
 def forward_line(step: StepGraph) -> ForwardLine:
     """Returns the forward operations of a step as a line with the places where it can be cut."""
@@ -69,8 +61,9 @@ def forward_line(step: StepGraph) -> ForwardLine:
     for index, node in enumerate(nodes[:-1]):
         live = {value: None for value in (*live, node) if last_use[value] > index}
         crossing_bytes.append(storage_bytes(live))
-        full = not is_view(node) or node.target is torch.ops.aten.detach.default
-        if index not in forbidden and live and not _has_tuple(live) and full:
+        full = not is_view(node) or operator_name(node) == "detach"
+        tensors = all(isinstance(value.meta.get("val"), torch.Tensor) for value in live)
+        if index not in forbidden and live and tensors and full:
             cuts.append(index + 1)
     return ForwardLine(tuple(nodes), free, tuple(homes), tuple(cuts), tuple(crossing_bytes), spans)
 
@@ -81,11 +74,10 @@ def _unplaced_nodes(
     """Returns the free nodes, the nodes with a home, and of the other nodes those that depend on
     parameters and not on the batch: by random numbers, or by a buffer that the step writes."""
     results = {node for _, node in step.results()}
-    updated = {step.buffers[name] for name in step.buffer_updates if name in step.buffers}
     kinds: dict[Node, frozenset[str]] = {
         **dict.fromkeys(step.parameters.values(), frozenset({PARAMETER})),
         **dict.fromkeys(step.batch_inputs.values(), frozenset({BATCH})),
-        **dict.fromkeys(updated, frozenset({STATE})),
+        **dict.fromkeys(step.updated_buffers, frozenset({STATE})),
     }
     if step.vocabulary_values.lookup is not None:
         kinds[step.vocabulary_values.lookup] = frozenset({STATE, BATCH})  # the first stage gets it
@@ -95,11 +87,8 @@ def _unplaced_nodes(
     for node in forward:
         inputs = node.all_input_nodes
         kinds[node] = frozenset().union(*(kinds.get(source, frozenset()) for source in inputs))
-        placed = any(source.op == "call_function" and source not in free for source in inputs)
-        on_line = any(
-            source.op == "call_function" and source not in free and source not in homes
-            for source in inputs
-        )
+        placed = [n for n in inputs if n.op == "call_function" and n not in free]
+        on_line = any(source not in homes for source in placed)
         if is_random(node) or node in results or on_line or STATE in kinds[node]:
             if PARAMETER in kinds[node] and BATCH not in kinds[node]:
                 by_parameters.append(node)
@@ -108,15 +97,11 @@ def _unplaced_nodes(
             if node_flops(node) <= _LARGE:
                 free[node] = None
         elif BATCH not in kinds[node]:
-            if not placed and (is_view(node) or node.target in CASTS):
+            if not placed and (is_view(node) or operator_name(node) in ("_to_copy", "detach")):
                 free[node] = None
             else:
                 homes[node] = None
     return free, homes, by_parameters
-
-
-def _has_tuple(values: Mapping[Node, None]) -> bool:
-    return any(not isinstance(value.meta.get("val"), torch.Tensor) for value in values)
 
 
 def _indivisible(step: StepGraph, nodes: list[Node], position: Mapping[Node, int]) -> set[int]:
@@ -131,6 +116,8 @@ def _indivisible(step: StepGraph, nodes: list[Node], position: Mapping[Node, int
     numbers = {forward_number(node) for node in backward}
     first_of: dict[int, int] = {}
     for index, node in enumerate(nodes):
+        if operator_name(node) == "getitem" and node.args[0] in position:
+            forbidden.update(range(position[node.args[0]], index))  # type: ignore[index]
         number = node.meta.get("seq_nr")
         if number not in numbers or number is None:
             continue
@@ -138,9 +125,6 @@ def _indivisible(step: StepGraph, nodes: list[Node], position: Mapping[Node, int
         saved = any(user in backward for user in node.users)
         if saved or operator_name(node) == "getitem" or trained & set(node.all_input_nodes):
             forbidden.update(range(first, index))
-    for index, node in enumerate(nodes):
-        if operator_name(node) == "getitem" and node.args[0] in position:
-            forbidden.update(range(position[node.args[0]], index))  # type: ignore[index]
     hidden = step.vocabulary_values.hidden
     if hidden is not None and hidden in position:
         forbidden.update(range(position[hidden], len(nodes)))
@@ -153,8 +137,7 @@ def _buffer_spans(step: StepGraph, position: Mapping[Node, int]) -> dict[str, tu
     """Returns where each buffer that the step writes is read and written."""
     spans = {}
     for name, update in step.buffer_updates.items():
-        holder = step.buffers.get(name)
-        users = (*holder.users, update) if holder is not None else (update,)
+        users = (*step.buffers[name].users, update)
         touched = [position[node] for node in users if node in position]
         if touched:
             spans[name] = min(touched), max(touched)

@@ -53,21 +53,19 @@ def _edge(line: ForwardLine, name: str) -> int:
 
 def _allowed(line: ForwardLine, edge: int, name: str) -> int:
     """Returns the nearest place before or after `edge` with only views in between."""
-    place = ahead = edge - 1
-    allowed, last = line.allowed, len(line.nodes) - 1
-    while place > 0 and not allowed[place] and _is_view(line.nodes[place]):
-        place -= 1
-    while 0 <= ahead < last and not allowed[ahead] and _is_view(line.nodes[ahead + 1]):
-        ahead += 1
-    if 0 <= place <= last and not allowed[place] and allowed[ahead]:
-        place = ahead
-    if 0 <= place <= last and allowed[place]:
-        return place + 1
-    places = [i for i, ok in enumerate(allowed) if ok]
-    nearest = min(places, key=lambda i: abs(i - place), default=None)
+    nodes, allowed = line.nodes, set(line.cuts)
+    before = after = edge
+    while before > 1 and before not in allowed and _is_view(nodes[before - 1]):
+        before -= 1
+    while 0 < after < len(nodes) and after not in allowed and _is_view(nodes[after]):
+        after += 1
+    for place in (before, after):
+        if place in allowed:
+            return place
     instead = ""
-    if nearest is not None:
-        instead = f" The nearest place is after {line.nodes[nearest].name}."
+    if line.cuts:
+        nearest = min(line.cuts, key=lambda place: abs(place - edge))
+        instead = f" The nearest place is after {nodes[nearest - 1].name}."
     raise PartitionError(
         f"balance= asks for a cut at {name!r}, where no gradient flows back, or a tuple or a view "
         f"would cross.{instead}"

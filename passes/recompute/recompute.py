@@ -5,7 +5,7 @@ are in B even if only W reads them, so the bytes between B and W do not change. 
 never drawn again, and buffers that the step writes are never read again.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 
 import torch
 from torch.fx import Node
@@ -47,81 +47,77 @@ def recompute(
         CompileError: A stage cannot keep as few bytes as its int says.
     """
     saved = saved_bytes(step, labels)
+    of_batch = step.batch_values()
+    changing = {*step.updated_buffers, step.vocabulary_values.lookup}  # F alone receives it
+
+    def may_recompute(node: Node, policy: Policy) -> bool:
+        if not can_recompute(node) or changing.intersection(node.all_input_nodes):
+            return False
+        if (
+            policy not in ("hints", "selective")
+            or _is_part(node)
+            or checkpoint_region(node) is not None
+        ):
+            return True
+        by_parameter = not of_batch.issuperset(node.all_input_nodes)  # transposed, cast, too
+        return policy == "selective" and not (by_parameter and node_flops(node))
+
     for stage, policy in enumerate(policies):
         if policy == "off":
             continue
-        forward = StageForward(step, labels, stage, hardware)
-        if policy == "hints" and not any(map(_is_hinted, forward.computed)):
+        inputs, readers = _forward_values(step, labels, stage)
+        computed = [node for node in inputs if labels[node].stage == stage]
+        if policy == "hints" and not any(checkpoint_region(node) is not None for node in computed):
             continue
-        candidates = forward.candidates("full" if isinstance(policy, int | float) else policy)
+        allowed = {node: None for node in computed if may_recompute(node, policy)}
+        candidates = Candidates(
+            backward_inputs=frozenset(readers),
+            inputs=inputs,
+            bytes={  # keeping a view keeps its base
+                node: storage_bytes([node])
+                for node in inputs
+                if isinstance(node.meta.get("val"), torch.Tensor)
+                and not (is_view(node) and node in allowed)
+            },
+            cost={node: int(1e12 * node_seconds(node, hardware)) for node in allowed},  # in ps
+        )
         choice = _choose(candidates, policy, stage, saved.get(stage, 0))
-        if choice.recomputed:
-            _duplicate(step, labels, forward, choice)
+        chosen: set[Node] = set()
+        for node in computed:  # to keep a view of a value that is kept takes no bytes
+            if not _is_part(node) or chosen.intersection(node.all_input_nodes):
+                chosen |= choice.recomputed & {node}
+        _duplicate(step, labels, Label(stage, BACKWARD), chosen, readers)
     return saved
 
 
-class StageForward:
-    """The forward of one stage as its backward sees it.
-
-    Attributes:
-        computed: Nodes that F computes.
-        received: Values of earlier stages that this stage reads.
-        backward_readers: The nodes of B and W of this stage that read a value of either kind.
-    """
-
-    def __init__(self, step: StepGraph, labels: Labels, stage: int, hardware: Hardware) -> None:
-        self.hardware, self.backward = hardware, Label(stage, BACKWARD)
-        self.computed: list[Node] = []
-        self.received: list[Node] = []
-        self.backward_readers: dict[Node, list[Node]] = {}
-        forward, weight = Label(stage, FORWARD), Label(stage, WEIGHT)
-        for node in step.calls():
-            label = labels.get(node)
-            if label is None or label.kind != FORWARD or label.stage > stage:
-                continue
-            users = {user: labels[user] for user in node.users if user in labels}
-            readers = [user for user, kind in users.items() if kind in (self.backward, weight)]
-            if readers:
-                self.backward_readers[node] = readers
-            if label == forward:
-                self.computed.append(node)
-            elif readers or forward in users.values():
-                self.received.append(node)
-        self._changing = {
-            step.buffers[name] for name in step.buffer_updates if name in step.buffers
-        }
-        if step.vocabulary_values.lookup is not None:
-            self._changing.add(step.vocabulary_values.lookup)  # F alone receives it
-        self._trained = _values_of_parameters(step)
-
-    def candidates(self, policy: str) -> Candidates:
-        """Returns the values of the forward with what it costs to keep and to recompute each."""
-        values = (*self.received, *self.computed)
-        allowed = {n: None for n in self.computed if self._may_recompute(n, policy)}
-        inputs: dict[Node, tuple[Node, ...]] = dict.fromkeys(self.received, ())
-        for node in self.computed:
-            inputs[node] = tuple(s for s in node.all_input_nodes if s in inputs)
-        return Candidates(
-            backward_inputs=frozenset(self.backward_readers),
-            inputs=inputs,
-            bytes={
-                node: storage_bytes([node]) for node in values if _can_keep(node, node in allowed)
-            },
-            cost={node: int(1e12 * node_seconds(node, self.hardware)) for node in allowed},  # in ps
-        )
-
-    def _may_recompute(self, node: Node, policy: str) -> bool:
-        if not can_recompute(node) or self._changing.intersection(node.all_input_nodes):
-            return False
-        free = is_view(node) or operator_name(node) == "getitem"
-        if policy == "full" or free or _is_hinted(node):
-            return True
-        product_with_parameter = node_flops(node) and self._trained & set(node.all_input_nodes)
-        return policy == "selective" and not product_with_parameter
+def _forward_values(
+    step: StepGraph, labels: Labels, stage: int
+) -> tuple[dict[Node, tuple[Node, ...]], dict[Node, list[Node]]]:
+    """Returns the forward of a stage as its backward sees it: the values that the stage receives
+    and then those that it computes, each with the values that computing it reads, and the nodes of
+    B and W that read each."""
+    received: dict[Node, tuple[Node, ...]] = {}
+    computed: list[Node] = []
+    readers: dict[Node, list[Node]] = {}
+    for node in step.calls():
+        label = labels.get(node)
+        if label is None or label.kind != FORWARD or label.stage > stage:
+            continue
+        users = [user for user in node.users if user in labels and labels[user].stage == stage]
+        backward = [user for user in users if labels[user].kind in (BACKWARD, WEIGHT)]
+        if backward:
+            readers[node] = backward
+        if label.stage == stage:
+            computed.append(node)
+        elif backward or any(labels[user].kind == FORWARD for user in users):
+            received[node] = ()
+    values = {*received, *computed}
+    inside = {n: tuple(s for s in n.all_input_nodes if s in values) for n in computed}
+    return {**received, **inside}, readers
 
 
-def _is_hinted(node: Node) -> bool:
-    return checkpoint_region(node) is not None
+def _is_part(node: Node) -> bool:
+    return is_view(node) or operator_name(node) == "getitem"
 
 
 _UNINITIALIZED = frozenset(
@@ -164,16 +160,14 @@ def _choose(candidates: Candidates, policy: Policy, stage: int, without: int) ->
     return smallest
 
 
-def _duplicate(step: StepGraph, labels: Labels, forward: StageForward, saved: SavedValues) -> None:
-    """Duplicates the recomputed nodes that the backward reads, each before its first use.
-
-    Views of kept values are not duplicated: to keep them takes no bytes.
-    """
-    chosen: set[Node] = set()
-    for node in forward.computed:
-        is_part = is_view(node) or operator_name(node) == "getitem"
-        if node in saved.recomputed and (not is_part or chosen.intersection(node.all_input_nodes)):
-            chosen.add(node)
+def _duplicate(
+    step: StepGraph,
+    labels: Labels,
+    label: Label,
+    chosen: Set[Node],
+    backward_readers: Mapping[Node, Sequence[Node]],
+) -> None:
+    """Duplicates the chosen nodes that the backward reads, each before its first use."""
     position = {node: index for index, node in enumerate(step.graph.nodes)}
     copies: dict[Node, Node] = {}
 
@@ -186,13 +180,13 @@ def _duplicate(step: StepGraph, labels: Labels, forward: StageForward, saved: Sa
             with step.graph.inserting_before(place):
                 copy = step.graph.node_copy(source, lambda value: copies.get(value, value))
             copy.meta = {**source.meta, RECOMPUTED: True, "pass": "recompute"}
-            labels[copy] = forward.backward
+            labels[copy] = label
             copies[source] = copy
         return copies[node]
 
     readers = {
         reader: None
-        for node, node_readers in forward.backward_readers.items()
+        for node, node_readers in backward_readers.items()
         if node in chosen
         for reader in node_readers
     }
@@ -200,23 +194,6 @@ def _duplicate(step: StepGraph, labels: Labels, forward: StageForward, saved: Sa
         for node in reader.all_input_nodes:
             if node in chosen:
                 reader.replace_input_with(node, copy_before(reader, node))
-
-
-def _can_keep(node: Node, may_recompute: bool) -> bool:
-    """Returns True for a tensor that is no view of another: keeping a view keeps its base."""
-    is_tensor = isinstance(node.meta.get("val"), torch.Tensor)
-    return is_tensor and not (is_view(node) and may_recompute)
-
-
-def _values_of_parameters(step: StepGraph) -> set[Node]:
-    """Returns parameters and values of parameters alone: transposed and cast weights."""
-    constant = {*step.buffers.values(), *step.constants.values()}
-    constant_values = set(step.parameters.values())
-    for node in step.calls():
-        inputs = set(node.all_input_nodes)
-        if inputs & constant_values and inputs - constant_values <= constant:
-            constant_values.add(node)
-    return constant_values
 
 
 def saved_bytes(step: StepGraph, labels: Labels) -> dict[int, int]:

@@ -5,14 +5,11 @@ models sum the parts in every microbatch. The sum over ranks of what each has ac
 same, up to rounding, so the engine reduces `.grad` at the end of the step instead.
 """
 
-import torch
 from torch.fx import Node
 
-from zbcompile.passes.graph.fx import is_view
+from zbcompile.passes.graph.fx import is_view, operator_name
 from zbcompile.passes.graph.process_groups import collective_name, group_of, is_wait
 from zbcompile.passes.step_graph import StepGraph
-
-_COPIES = (torch.ops.aten.copy.default,)  # of an in-place collective: copy(summand, sum)
 
 
 def defer_sums(step: StepGraph) -> None:
@@ -40,7 +37,9 @@ def defer_sums(step: StepGraph) -> None:
 
 def _sum_behind(node: Node | None) -> Node | None:
     """Returns the wait for a sum over ranks if a gradient is a view of it and its only reader."""
-    while node is not None and len(node.users) == 1 and (is_view(node) or node.target in _COPIES):
+    while node is not None and len(node.users) == 1:
+        if not is_view(node) and operator_name(node) != "copy":
+            break  # an in-place collective ends in copy(summand, sum)
         node = node.all_input_nodes[-1]
     if node is None or not is_wait(node) or len(node.users) != 1:
         return None

@@ -6,7 +6,7 @@ of views that only they read, and of bias sums of values that they read anyway. 
 rule is the same on every stage. W then reads exactly the operands of its products.
 """
 
-from collections.abc import Iterator
+from collections import defaultdict
 from typing import Any
 
 import torch
@@ -15,18 +15,17 @@ from torch.fx import GraphModule, Node
 from zbcompile.passes.capture.backward_marks import is_gradient_sum
 from zbcompile.passes.capture.unsupported import DRAWS_IN_BACKWARD
 from zbcompile.passes.errors import CaptureError
-from zbcompile.passes.graph.fx import is_random, is_view, operator_name, tensors_of
+from zbcompile.passes.graph.fx import is_random, is_view, operator_name
 from zbcompile.passes.graph.source_location import line_of
+from zbcompile.passes.graph.storage import storages_behind
 from zbcompile.passes.partition.assign_stages import Stages
 from zbcompile.passes.step_graph import BACKWARD, FORWARD, WEIGHT, Label, Labels, StepGraph
-from zbcompile.passes.torch_private import GROUPED_MM, storage_key
 
 aten = torch.ops.aten
 PRODUCTS = frozenset(
     {
-        *(aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default),
-        *(aten.mv.default, aten.dot.default, GROUPED_MM.default),
-        *(aten.embedding_dense_backward.default, aten.convolution_backward.default),
+        *("mm", "bmm", "addmm", "baddbmm", "mv", "dot", "_grouped_mm"),
+        *("embedding_dense_backward", "convolution_backward"),
     }
 )
 # Operations through which the gradient of a product may pass on its way to a parameter.
@@ -42,28 +41,26 @@ LAYOUT = frozenset(
 def split_backward(step: StepGraph, stages: Stages) -> Labels:
     """Returns a label for every node that has a stage: F, B or W."""
     backward = step.backward_nodes()
-    _refuse_random(backward)
+    for node in filter(is_random, backward):
+        raise CaptureError(DRAWS_IN_BACKWARD.format(operator=node.target, line=line_of(node)))
     ends = _nodes_that_end_in_gradients(step, stages, backward)
-    weight = {node for node in backward if node.target in PRODUCTS and ends[node]}
+    weight = {node for node in backward if operator_name(node) in PRODUCTS and ends[node]}
     _add_followers(weight, backward)
     for node in reversed(backward):
         readers = [user in weight and stages[user] == stages[node] for user in node.users]
         if is_view(node) and readers and all(readers):
             weight.add(node)
-    read = _storages_read(weight, stages)
+    read: dict[int, set[int]] = defaultdict(set)  # the storages that W reads, by stage
+    for node in weight:
+        read[stages[node]] |= storages_behind(node.all_input_nodes)
     for node in backward:
-        shared = read.get(stages[node], set()) & set(map(storage_key, _operands(node)))
+        shared = read[stages[node]] & storages_behind(node.all_input_nodes)
         weight_only = all(user in weight and stages[user] == stages[node] for user in node.users)
         if operator_name(node) == "sum" and (ends[node] or weight_only) and shared:
             weight.add(node)
     _add_followers(weight, backward)
-    labels: Labels = {}
-    for node, stage in stages.items():
-        if node not in backward:
-            labels[node] = Label(stage, FORWARD)
-        else:
-            labels[node] = Label(stage, WEIGHT if node in weight else BACKWARD)
-    return labels
+    kinds = {**dict.fromkeys(backward, BACKWARD), **dict.fromkeys(weight, WEIGHT)}
+    return {node: Label(stage, kinds.get(node, FORWARD)) for node, stage in stages.items()}
 
 
 def split_convolutions(step: StepGraph) -> None:
@@ -130,7 +127,7 @@ def _nodes_that_end_in_gradients(
     """
     ends: dict[Node, bool] = {}
     by_layout: set[Node] = set()
-    of_batch = _of_batch(step)
+    of_batch = step.batch_values()
     sent = set(step.vocabulary_values.results())
     for node in reversed(backward):
         readers = [user for user in node.users if user.op != "output"]
@@ -147,38 +144,7 @@ def _nodes_that_end_in_gradients(
     return ends
 
 
-def _of_batch(step: StepGraph) -> set[Node]:
-    """Returns all nodes that are computed from more than parameters, buffers and constants."""
-    state = {*step.parameters.values(), *step.buffers.values(), *step.constants.values()}
-    computed = set(step.graph.find_nodes(op="placeholder")) - state
-    for node in step.calls():
-        if not computed.isdisjoint(node.all_input_nodes):
-            computed.add(node)
-    return computed
-
-
 def _add_followers(weight: set[Node], backward: dict[Node, None]) -> None:
     for node in backward:
         if node not in weight and any(source in weight for source in node.all_input_nodes):
             weight.add(node)
-
-
-def _storages_read(weight: set[Node], stages: Stages) -> dict[int, set[int]]:
-    """Returns the storages that the W of each stage reads."""
-    read: dict[int, set[int]] = {}
-    for node in weight:
-        keys = read.setdefault(stages[node], set())
-        keys.update(map(storage_key, _operands(node)))
-    return read
-
-
-def _operands(node: Node) -> Iterator[torch.Tensor]:
-    for source in node.all_input_nodes:
-        yield from tensors_of(source)
-
-
-def _refuse_random(backward: dict[Node, None]) -> None:
-    for node in backward:
-        if is_random(node):
-            line = line_of(node)
-            raise CaptureError(DRAWS_IN_BACKWARD.format(operator=node.target, line=line))

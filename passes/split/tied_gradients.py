@@ -7,13 +7,11 @@ and the engine adds the stages' sums once after the step.
 
 from collections.abc import Mapping
 
-import torch
 from torch.fx import Node
 
 from zbcompile.passes.capture.backward_marks import is_gradient_sum
-from zbcompile.passes.graph.fx import reached
+from zbcompile.passes.graph.fx import operator_name, reached
 from zbcompile.passes.step_graph import BACKWARD, END, WEIGHT, Label, Labels, StepGraph
-from zbcompile.passes.torch_private import TO_COPY
 
 
 def label_tied_gradients(step: StepGraph, labels: Labels, exact: bool) -> dict[str, frozenset[int]]:
@@ -22,14 +20,20 @@ def label_tied_gradients(step: StepGraph, labels: Labels, exact: bool) -> dict[s
     Returns the stages of the parts of every sum that is labeled E, by parameter.
     """
     end = _sums_over_stages(step, labels)
+
+    def inside(node: Node) -> list[Node]:
+        return node.all_input_nodes if node in end else []
+
     if exact:
         for node in reversed(end):  # all sums of one gradient run on one stage
             stages = [labels[user].stage for user in node.users if user in end]
             labels[node] = Label(min(stages, default=labels[node].stage), END)
         return {
-            name: frozenset(labels[part].stage for part in _parts_of_end(gradient, end))
+            name: frozenset(
+                labels[part].stage for part in reached([gradient], inside).keys() - end.keys()
+            )
             for name, gradient in step.gradients.items()
-            if gradient in end
+            if gradient is not None and gradient in end
         }
     for name, gradient in list(step.gradients.items()):
         if gradient is not None and gradient in end:
@@ -43,50 +47,30 @@ def label_tied_gradients(step: StepGraph, labels: Labels, exact: bool) -> dict[s
     return {}
 
 
-def _parts_of_end(gradient: Node, end: Mapping[Node, None]) -> set[Node]:
-    """Returns the values of other passes that a gradient of label E is computed from."""
-    sources = reached([gradient], lambda node: node.all_input_nodes if node in end else ())
-    return sources.keys() - end.keys()
-
-
 def _sums_over_stages(step: StepGraph, labels: Labels) -> dict[Node, None]:
     """Returns the sums of gradients of several stages and what follows them, in order."""
     end: dict[Node, None] = {}
     for node in step.backward_nodes():
         if any(source in end for source in node.all_input_nodes):
             end[node] = None
-        elif is_gradient_sum(node) and _reaches_gradients_only(node, labels):
+        elif is_gradient_sum(node) and _reaches_gradients_only(node):
             sources = [labels[source] for source in node.all_input_nodes if source in labels]
             if any(source.stage != labels[node].stage for source in sources):
                 end[node] = None
     return end
 
 
-def _reaches_gradients_only(node: Node, labels: Labels) -> bool:
+def _reaches_gradients_only(node: Node) -> bool:
     """Returns True if gradients of parameters are all that is computed from a sum."""
 
     def is_simple(value: Node) -> bool:
-        return value in labels and (is_gradient_sum(value) or value.target in _TAIL)
+        return is_gradient_sum(value) or operator_name(value) in _TAIL
 
-    values = reached(
-        [node], lambda value: [*value.users] if value is node or is_simple(value) else ()
-    )
-    return all(
-        value.op == "output" or (value.users and (value is node or is_simple(value)))
-        for value in values
-    )
+    values = reached([node], lambda value: [*value.users] if is_simple(value) else ())
+    return all(value.op == "output" or (value.users and is_simple(value)) for value in values)
 
 
-_TAIL = frozenset(
-    {
-        TO_COPY,
-        torch.ops.aten.t.default,
-        torch.ops.aten.view.default,
-        torch.ops.aten.permute.default,
-        torch.ops.aten.transpose.int,
-        torch.ops.aten.detach.default,
-    }
-)
+_TAIL = frozenset({"_to_copy", "t", "view", "permute", "transpose", "detach"})
 
 
 def _sum_per_stage(

@@ -10,7 +10,7 @@ whole gradients, and the engine adds them, as autograd's AccumulateGrad does.
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -19,13 +19,13 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from zbcompile.passes.graph.fx import copy_graph, with_graph
+from zbcompile.passes.graph.fx import copy_graph, operator_name, with_graph
 from zbcompile.passes.graph.roles import ACCUMULATOR, WEIGHT_GRADIENT, Slot
+from zbcompile.passes.graph.storage import storages_behind
 from zbcompile.passes.stage.pass_graph import PassGraph
-from zbcompile.passes.torch_private import UNSAFE_VIEW, OpOverload, storage_key
+from zbcompile.passes.torch_private import OpOverload, is_in_place, storage_key
 
 aten = torch.ops.aten
-View = tuple[Any, tuple[Any, ...]]  # operator and its further arguments
 
 
 def accumulate(graph: PassGraph, buffers: Mapping[str, Tensor]) -> PassGraph:
@@ -72,7 +72,7 @@ def gradients_of_their_own(graph: PassGraph) -> PassGraph:
     """
     copied = copy_graph(graph.module.graph)
     results = list(copied.output_node().args[0])  # type: ignore[arg-type]
-    shared = {storage_key(node.meta["val"]) for node in copied.find_nodes(op="placeholder")}
+    shared = storages_behind(copied.find_nodes(op="placeholder"))
     for index, (slot, node) in enumerate(zip(graph.outputs, results, strict=True)):
         key = storage_key(node.meta["val"])
         if slot.role == WEIGHT_GRADIENT and key in shared:
@@ -90,8 +90,8 @@ def _parts(place: Node, gradient: Node, shared: set[Node]) -> list[tuple[Node, N
     undivided = [(place, gradient)]
     if gradient.op != "call_function" or len(gradient.users) > 1 or gradient in shared:
         return undivided
-    if gradient.target in _INVERSES:
-        operator, arguments = _INVERSES[gradient.target](gradient)
+    if (inverse := _inverse_view(gradient)) is not None:
+        operator, arguments = inverse
         try:
             view = _call(gradient, operator, place, *arguments)
         except (RuntimeError, ValueError):  # the strides do not allow it
@@ -108,7 +108,7 @@ def _adds_itself(place: Node, gradient: Node) -> bool:
     """Returns True if the operation that computes a gradient can add it into the place."""
     if gradient.op != "call_function" or len(gradient.users) > 1:
         return False
-    if gradient.target in _PRODUCTS:
+    if operator_name(gradient) in _PRODUCTS:
         return bool(place.meta["val"].dtype == gradient.meta["val"].dtype)
     by_frequency = len(gradient.args) > 4 and gradient.args[4]
     return gradient.target is aten.embedding_dense_backward.default and not by_frequency
@@ -118,8 +118,8 @@ def _add(place: Node, gradient: Node) -> None:
     """Inserts the addition of a gradient into its place."""
     if not _adds_itself(place, gradient):
         _call(gradient, aten.add_.Tensor, place, gradient)
-    elif gradient.target in _PRODUCTS:
-        _call(gradient, _PRODUCTS[gradient.target], place, *gradient.args)
+    elif operator_name(gradient) in _PRODUCTS:
+        _call(gradient, _PRODUCTS[operator_name(gradient)], place, *gradient.args)
     else:
         _add_rows(place, gradient)
 
@@ -140,9 +140,11 @@ def _add_rows(place: Node, gradient: Node) -> None:
 
 
 def _call(source: Node, operator: OpOverload, *arguments: Any) -> Node:
-    """Inserts a call with the module and the line of `source`."""
+    """Inserts a call with the module and the line of `source`. What works in place returns its
+    first argument."""
     with torch.no_grad():
-        value = operator(*map_arg(arguments, lambda node: node.meta["val"]))
+        values = map_arg(arguments, lambda node: node.meta["val"])
+        value = values[0] if is_in_place(operator) else operator(*values)
     node = source.graph.call_function(operator, arguments)
     node.meta = {**source.meta, "val": value}
     return node
@@ -156,29 +158,20 @@ def _is_sum(node: Node) -> bool:
     return len({(value.shape, value.dtype) for value in values}) == 1
 
 
-def _shape_before(node: Node) -> View:
-    return aten.view.default, (list(node.all_input_nodes[0].meta["val"].shape),)
+def _inverse_view(node: Node) -> tuple[Any, tuple[Any, ...]] | None:
+    """Returns the operator and its arguments for a view of a buffer whose gradient goes through the
+    view `node`; None if it is no view."""
+    name = operator_name(node)
+    if name in ("t", "transpose"):
+        return node.target, node.args[1:]
+    if name == "permute":
+        order: Any = node.args[1]
+        dims = range(len(order))
+        return aten.permute.default, (sorted(dims, key=lambda dim: order[dim] % len(order)),)
+    if name in ("view", "_unsafe_view", "unsqueeze", "squeeze"):
+        return aten.view.default, (list(node.all_input_nodes[0].meta["val"].shape),)
+    return None
 
 
-def _unpermuted(node: Node) -> View:
-    order: Any = node.args[1]
-    dims = range(len(order))
-    return aten.permute.default, (sorted(dims, key=lambda dim: order[dim] % len(order)),)
-
-
-# The view to take of a buffer for the view that its gradient goes through.
-_INVERSES: Mapping[Any, Callable[[Node], View]] = {
-    aten.t.default: lambda node: (aten.t.default, ()),
-    aten.transpose.int: lambda node: (aten.transpose.int, node.args[1:]),
-    aten.permute.default: _unpermuted,
-    aten.view.default: _shape_before,
-    UNSAFE_VIEW: _shape_before,
-    aten.unsqueeze.default: _shape_before,
-    aten.squeeze.dim: _shape_before,
-    aten.squeeze.dims: _shape_before,
-}
 # The product that adds to its first argument, for each product.
-_PRODUCTS: Mapping[Any, Any] = {
-    aten.mm.default: aten.addmm_.default,
-    aten.bmm.default: aten.baddbmm_.default,
-}
+_PRODUCTS = {"mm": aten.addmm_.default, "bmm": aten.baddbmm_.default}

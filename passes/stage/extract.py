@@ -7,6 +7,7 @@ B to W. Stages between pass it through.
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 from torch.fx import Graph, Node
 
@@ -50,7 +51,8 @@ class Extraction:
         for node in self.nodes:
             if node in labels:
                 for label in dict.fromkeys(labels[user] for user in node.users if user in labels):
-                    self._add_route(node, labels[node], label)
+                    for edge in pairwise(_route(labels[node], label)):
+                        self.edges[edge][node] = None
         self.order = self._order()
         self.inputs, self.results = step.inputs(), step.results()
 
@@ -64,8 +66,9 @@ class Extraction:
         graph, copies = Graph(), dict[Node, Node]()
         inputs: list[Slot] = []
         body = [node for node in self.nodes if node in nodes or node in needed]
-        for source in _external_inputs(body, relayed, nodes | needed):
-            if source.op == "get_attr":
+        sources = [source for node in body for source in node.all_input_nodes]
+        for source in dict.fromkeys((*sources, *relayed)):
+            if source in nodes or source in needed or source.op == "get_attr":
                 continue
             slot = arrivals.get(source) or self.inputs.get(source)
             assert slot is not None, f"{source.name} is computed by no stage"
@@ -99,13 +102,6 @@ class Extraction:
         ends = (Label(stage, END) for stage in stages)
         return order + [label for label in ends if label in self.members]
 
-    def _add_route(self, node: Node, start: Label, end: Label) -> None:
-        current = start
-        while current != end:
-            following = _next_hop(current, end)
-            self.edges[current, following][node] = None
-            current = following
-
     def _arrivals(self, group: Sequence[Label]) -> dict[Node, Slot]:
         return {
             node: Slot(_role(start, end), node.name)
@@ -137,20 +133,16 @@ class Extraction:
         return set(filter(is_free, sources))
 
 
-def _next_hop(current: Label, end: Label) -> Label:
-    """Returns the next pass on the route of a value from one pass to another."""
-    stage, kind = current
-    if end.kind == END:
-        return end
-    if kind == FORWARD:
-        if stage < end.stage:
-            return Label(stage + 1, FORWARD)
-        if stage == end.stage:
-            return end
-        return Label(stage, BACKWARD)
-    assert kind == BACKWARD, f"no way from {current} to {end}"
-    assert stage >= end.stage, f"no way from {current} to {end}"
-    return end if stage == end.stage else Label(stage - 1, BACKWARD)
+def _route(start: Label, end: Label) -> Iterable[Label]:
+    """Returns the passes on the way of a value: up the stages in F, and down them in B."""
+    if start == end or end.kind == END:
+        return start, end
+    way = [Label(stage, FORWARD) for stage in range(start.stage, end.stage + 1)]
+    if start.kind == BACKWARD or not way:
+        way = [Label(stage, BACKWARD) for stage in range(start.stage, end.stage - 1, -1)]
+    assert way, f"no way from {start} to {end}"
+    assert start.kind != WEIGHT, f"no way from {start} to {end}"
+    return dict.fromkeys([start, *way, end])
 
 
 def _role(start: Label, end: Label) -> Role:
@@ -159,14 +151,3 @@ def _role(start: Label, end: Label) -> Role:
     if start.stage == end.stage:
         return SAVED
     return ACTIVATION if start.kind == FORWARD else GRADIENT
-
-
-def _external_inputs(
-    body: Iterable[Node], relayed: Iterable[Node], inside: set[Node]
-) -> dict[Node, None]:
-    """Returns the values that a pass reads from outside, in the order of their first use."""
-    sources: dict[Node, None] = {}
-    for node in body:
-        sources.update(dict.fromkeys(n for n in node.all_input_nodes if n not in inside))
-    sources.update(dict.fromkeys(node for node in relayed if node not in inside))
-    return sources

@@ -16,7 +16,7 @@ from typing import Any
 from torch.fx import Graph, GraphModule, Node
 
 from zbcompile.passes.cost.node_cost import node_bytes
-from zbcompile.passes.graph.fx import reached, with_graph
+from zbcompile.passes.graph.fx import copy_graph, reached, with_graph
 from zbcompile.passes.graph.process_groups import is_collective, is_wait
 from zbcompile.passes.graph.roles import GRADIENT
 from zbcompile.passes.stage.pass_graph import PassGraph
@@ -213,10 +213,8 @@ def sink_waits(graph: PassGraph) -> PassGraph:
     later = set(weight_only_nodes(graph))
     urgent = [node for node in graph.calls if node not in later]
     order = interleave(urgent, [], [node for node in graph.calls if node in later])
-    reordered, copies = Graph(), dict[Node, Node]()
-    inputs = [node for node in graph.module.graph.nodes if node.op in ("placeholder", "get_attr")]
-    for node in [*inputs, *order]:
-        copies[node] = reordered.node_copy(node, copies.__getitem__)
-    reordered.output(tuple(copies[node] for node in graph.results))
-    reordered.lint()
+    copies: dict[Node, Node] = {}
+    reordered = copy_graph(graph.module.graph, copies)
+    for node in order:
+        reordered.output_node().prepend(copies[node])
     return replace(graph, module=with_graph(graph.module, reordered))

@@ -6,7 +6,6 @@ from functools import cached_property
 from torch.fx import GraphModule, Node
 
 from zbcompile.passes.cost.node_cost import node_flops
-from zbcompile.passes.graph.fx import graph_text
 from zbcompile.passes.graph.roles import Slot
 
 
@@ -68,8 +67,3 @@ class PassGraph:
     @cached_property
     def flops(self) -> int:
         return sum(map(node_flops, self.calls))
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """A text that equal graphs share."""
-        return graph_text(self.module)

@@ -1,6 +1,7 @@
 """Stage programs: the pass graphs of every stage as the runtime takes them."""
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -10,7 +11,7 @@ from zbcompile.passes.compile_step import CompiledStep, Observer, no_observer
 from zbcompile.passes.cost.node_cost import node_flops
 from zbcompile.passes.errors import PartitionError
 from zbcompile.passes.graph import roles
-from zbcompile.passes.graph.fx import is_random
+from zbcompile.passes.graph.fx import graph_text, is_random
 from zbcompile.passes.graph.roles import Role, Slot, TensorSpec
 from zbcompile.passes.graph.storage import storage_bytes
 from zbcompile.passes.graph.strides import overlaps
@@ -40,10 +41,13 @@ def stage_programs(
     ]
     observe("accumulate", [graph for graphs in accumulating for graph in graphs.values()])
     programs: list[StageProgram] = []
-    distinct: dict[tuple[str, ...], int] = {}
+    distinct: dict[Any, int] = {}
     for stage, (graphs, finished) in enumerate(zip(waiting, accumulating, strict=True)):
-        texts = tuple(f"{_roles(graph)}\n{graph.fingerprint}" for graph in finished.values())
-        original = distinct.setdefault(texts, stage)
+        work = tuple(
+            (graph_text(graph.module), *(slot.role for slot in (*graph.inputs, *graph.outputs)))
+            for graph in finished.values()
+        )
+        original = distinct.setdefault(work, stage)
         programs.append(_stage_program(compiled, stage, original, graphs, finished))
     return tuple(programs)
 
@@ -59,10 +63,9 @@ def end_graphs(compiled: CompiledStep) -> dict[int, PassGraph]:
 
 
 def _graphs_of(compiled: CompiledStep, stage: int) -> dict[str, PassGraph]:
-    if compiled.step.tangent is None:
-        return {"F": compiled.passes[Label(stage, "F")]}
-    graphs = {kind: compiled.passes[Label(stage, kind)] for kind in ("F", "B", "W")}
-    return {**graphs, "BW": compiled.fused[stage]}
+    fused = {"BW": compiled.fused[stage]} if stage in compiled.fused else {}
+    labels = [label for label in compiled.passes if label.stage == stage and label.kind != END]
+    return {label.kind: compiled.passes[label] for label in labels} | fused
 
 
 def _gradient_buffers(step: StepGraph, choices: CompileOptions) -> dict[str, torch.Tensor]:
@@ -86,10 +89,6 @@ def _finish(
     return gradients_of_their_own(graph) if choices.exact else accumulate(graph, sums)
 
 
-def _roles(graph: PassGraph) -> list[tuple[str, ...]]:
-    return [tuple(slot.role for slot in slots) for slots in (graph.inputs, graph.outputs)]
-
-
 def _stage_program(
     compiled: CompiledStep,
     stage: int,
@@ -100,14 +99,10 @@ def _stage_program(
     step = compiled.step
     values = step.vocabulary_values
     input_slots = [slot for graph in finished.values() for slot in graph.inputs]
-    trained = [
-        slot.name
-        for graph in graphs.values()
-        for slot in graph.outputs
-        if slot.role == roles.WEIGHT_GRADIENT
-    ]
-    trained += [name for name, stages in compiled.parts.items() if stage in stages]
-    updates = [slot.name for slot in graphs["F"].outputs if slot.role == roles.BUFFER_UPDATE]
+    output_slots = [slot for graph in graphs.values() for slot in graph.outputs]
+    trained = dict.fromkeys(_names(output_slots, roles.WEIGHT_GRADIENT))
+    trained |= {name: None for name, stages in compiled.parts.items() if stage in stages}
+    updates = _names(output_slots, roles.BUFFER_UPDATE)
     return StageProgram(
         stage=stage,
         original=original,
@@ -122,10 +117,10 @@ def _stage_program(
         buffers=tuple(dict.fromkeys((*_names(input_slots, roles.BUFFER), *updates))),
         random=any(map(is_random, graphs["F"].calls)) and step.tangent is not None,
         flops={kind: graphs[kind].flops if kind in graphs else 0 for kind in ("F", "B", "W", "BW")},
-        trained=tuple(dict.fromkeys(trained)),
+        trained=tuple(trained),
         crossing=_crossing(graphs),
         recomputed=_recomputation(graphs, compiled.saved_without_recompute.get(stage, 0)),
-        parts=_names([s for graph in finished.values() for s in graph.outputs], roles.PART),
+        parts=_names(output_slots, roles.PART),
         deferred={n: d for n, d in _summed_over(compiled.step).items() if n in trained},
     )
 

@@ -74,8 +74,7 @@ class RowLoss:
         self.rows, self.words = sum(self.counts), shape_of(layer.products[0])[1]
         self.has_total = LOGIT_SUM in layer.statistics.values()
         self.derived = set(layer.products)
-        self.trained = set(step.parameters.values())
-        self.trained |= {step.buffers[name] for name in step.buffer_updates if name in step.buffers}
+        self.trained = {*step.parameters.values(), *step.updated_buffers}
         for node in step.calls():
             sources = set(node.all_input_nodes)
             if sources & self.derived:

@@ -25,6 +25,7 @@ from tests.support.pool import Pool
 from zbcompile import schedules
 from zbcompile.passes.capture.export import ExportOptions, export_training_step
 from zbcompile.passes.errors import CaptureError
+from zbcompile.passes.graph.fx import graph_text
 from zbcompile.passes.graph.process_groups import collective_name, groups_of_meshes, is_collective
 
 MICROBATCHES = 2
@@ -226,7 +227,7 @@ def texts() -> str:
     torch.manual_seed(1)
     passes = compile_step(model, *text(), loss_of, ranks_of=[0, 1]).passes
     return "\n".join(
-        f"{label} {graph.inputs} {graph.outputs}\n{graph.fingerprint}"
+        f"{label} {graph.inputs} {graph.outputs}\n{graph_text(graph.module)}"
         for label, graph in passes.items()
     )
 

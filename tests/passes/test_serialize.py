@@ -54,7 +54,7 @@ def specs(module: GraphModule) -> list[Any]:
 def assert_round_trip(graph: PassGraph) -> None:
     written = json.dumps(graph_to_data(graph.module))
     read = graph_from_data(json.loads(written), CPU)
-    assert graph_text(read) == graph.fingerprint
+    assert graph_text(read) == graph_text(graph.module)
     assert specs(read) == specs(graph.module)
     assert json.dumps(graph_to_data(read)) == written
 
@@ -75,7 +75,7 @@ def assert_round_trip(graph: PassGraph) -> None:
     ],
 )
 def test_graphs_come_back(make: Callable[[], tuple[CompiledStep, nn.Module]]) -> None:
-    compiled, model = make()
+    compiled, _ = make()
     buffers = {n: torch.zeros_like(p.meta["val"]) for n, p in compiled.step.parameters.items()}
     for graph in (*compiled.passes.values(), *compiled.fused.values()):
         assert_round_trip(graph)

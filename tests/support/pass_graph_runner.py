@@ -48,6 +48,17 @@ def output_bytes(graph: PassGraph, role: str) -> int:
     return storage_bytes(node for slot, node in pairs if slot.role == role)
 
 
+def owners_of(compiled: CompiledStep) -> dict[str, list[int]]:
+    """Returns the stages that read each parameter, lowest first."""
+    readers = {
+        (slot.name, label.stage)
+        for label, graph in compiled.passes.items()
+        for slot in graph.inputs
+        if slot.role == PARAMETER
+    }
+    return {n: sorted(s for name, s in readers if name == n) for n in compiled.step.parameters}
+
+
 @dataclass
 class StepResult:
     """Losses, gradients, buffers and outputs of a step over several microbatches."""

@@ -104,7 +104,9 @@ def _links(program: Program, hardware: Hardware) -> dict[str, Any]:
     pairs = {(rank(stage), rank(stage + 1)) for stage in range(stages - 1)}
     pairs |= {pair[::-1] for pair in pairs}
     connections = [(pair, hardware.connection(*pair) or within) for pair in sorted(pairs)]
-    links = tuple(Link(*pair, *link) for pair, link in connections if link != within)
+    links = tuple(
+        Link(*pair, link.latency, link.bandwidth) for pair, link in connections if link != within
+    )
     return {"comm": within.latency, "bandwidth": within.bandwidth, "links": links}
 
 

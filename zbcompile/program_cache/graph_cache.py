@@ -107,7 +107,7 @@ class CompiledGraphs:
     key: Any = None
 
     def is_valid(self) -> bool:
-        return self.state is None or self.state.hold()
+        return not self.change()
 
     def change(self) -> str:
         """Returns the first value of the module state that has changed, "" if none has."""

@@ -1,5 +1,6 @@
 """Profiles of hardware: what cannot be is refused when one is made, whole files are read back."""
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,7 @@ def test_whatever_is_wrong_is_one_kind_of_error(case: Any) -> None:
 
 def test_profiles_come_back_from_files_and_plain_data(tmp_path: Path) -> None:
     linked = Hardware(**GOOD, within=Connection(1e-5, 1e9))
-    assert Hardware.from_dict(linked.to_dict()) == linked
+    assert Hardware.from_dict(asdict(linked)) == linked
     file = tmp_path / "mine.toml"
     file.write_text(
         'name="mine"\nbandwidth=1e11\n[peak]\nfloat32=1e12\n[within]\nlatency=1e-5\nbandwidth=1e9\n'
@@ -74,7 +75,7 @@ def test_profiles_come_back_from_files_and_plain_data(tmp_path: Path) -> None:
     assert Hardware.read(file) == linked
     for name in hardware_names():
         profile = Hardware.find(name)
-        assert Hardware.from_dict(profile.to_dict()) == profile
+        assert Hardware.from_dict(asdict(profile)) == profile
 
 
 def test_ranks_of_two_nodes_have_another_connection() -> None:
@@ -85,6 +86,6 @@ def test_ranks_of_two_nodes_have_another_connection() -> None:
     assert machine.collective_seconds(1e9, "all_reduce") == pytest.approx(2 + 1e-5)
 
 
-def test_a_name_that_is_part_of_one_suggests_it() -> None:
-    with pytest.raises(CompileError, match="did you mean h100-sxm or h100-pcie"):
+def test_an_unknown_profile_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(CompileError, match=r"no profile is called .*h100-pcie, h100-sxm"):
         Hardware.find("H100")

@@ -209,7 +209,7 @@ REFUSED = (
     Refused(
         average_of_all_batches,
         CAPTURE,
-        r"module between \(BatchNorm1d\) has momentum=None.*Give it a momentum",
+        r"reads a value that depends on its inputs \(.*Give a batch norm a momentum",
     ),
     Refused(
         loss_that_trains,

@@ -115,12 +115,10 @@ def test_metrics_that_cannot_be_returned() -> None:
         made(loss=with_accuracy).step(*EIGHT.args, target=EIGHT.target, return_metrics="all")  # type: ignore[arg-type]
     with pytest.raises(zbcompile.PipelineError, match="return_outputs='first'; expected one of"):
         made(loss=with_accuracy).step(*EIGHT.args, target=EIGHT.target, return_outputs="first")
-    with pytest.raises(
-        zbcompile.CaptureError,
-        match="return_metrics=True, but the loss function returned a loss alone",
-    ):
+    no_metrics = "return_metrics=True, but no loss function returned metrics"
+    with pytest.raises(zbcompile.CaptureError, match=no_metrics):
         made().step(*EIGHT.args, **both)
-    with pytest.raises(zbcompile.CaptureError, match="return_metrics=True, but there is no loss="):
+    with pytest.raises(zbcompile.CaptureError, match=no_metrics):
         zbcompile.pipeline(Own(), schedule="1f1b", ranks=2, microbatches=4).step(
             torch.randn(8, 4), return_metrics=True
         )
