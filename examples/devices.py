@@ -1,13 +1,12 @@
 """The device of an example: on the GPU of its process, if the machine has GPUs, else on the CPU."""
 
 import argparse
+import os
 import time
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-
-from zbcompile.distributed.gpus import take_gpu
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:
@@ -26,7 +25,7 @@ def device_of_rank(name: str) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise SystemExit("--device cuda: torch finds no GPU on this machine; use --device cpu")
-    take_gpu()
+    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     return torch.device("cuda", torch.cuda.current_device())
 
 

@@ -303,3 +303,9 @@ def buffer_table(module: torch.nn.Module) -> dict[str, Tensor | None]:
 def group_called(name: str) -> torch.distributed.ProcessGroup:
     """Returns the process group of a name, by which functional collectives find it."""
     return torch.distributed.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type, no-any-return]
+
+
+def profiler_is_on() -> bool:
+    """Returns True if a profiler records in this thread. `record_function` costs microseconds even
+    without one."""
+    return torch.autograd._profiler_enabled()

@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
 
@@ -157,10 +157,6 @@ class Pipeline(ModelState):
     @record.setter
     def record(self, value: bool) -> None:
         self.observation.record = value
-
-    def recording(self) -> AbstractContextManager[list[StepRecord]]:
-        """Record the steps inside; the list that it gives fills with them."""
-        return self.observation.recording()
 
     @property
     def compilations(self) -> tuple[Compilation, ...]:

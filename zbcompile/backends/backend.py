@@ -9,12 +9,14 @@ takes are in `zbcompile.options.BACKENDS`.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 
 from zbcompile.backends.cuda_graphs import record
-from zbcompile.backends.types import GraphCompiler, How, Run
+from zbcompile.backends.inductor import compile_by_inductor, require_inductor
+from zbcompile.backends.types import GraphCompiler, Run
 from zbcompile.errors import PipelineError
 from zbcompile.options import backend_name
 from zbcompile.passes import gpu
@@ -53,13 +55,8 @@ class Compilation:
         return f"{text}: {', '.join(parts)}" if parts else text
 
 
-class Compiler(Protocol):
-    """Compiles distinct graphs, by their texts. `first` is the number of the rank, by which several
-    share the work."""
-
-    def compile(
-        self, graphs: Mapping[str, BareGraph], first: int
-    ) -> Mapping[str, tuple[Run, How]]: ...
+# A graph's code, and whether a cache had it.
+Compiler = Callable[[BareGraph], tuple[Run, bool]]
 
 
 @dataclass
@@ -74,23 +71,25 @@ class Backend:
     def compile(
         self, pieces: Mapping[Key, PassGraph], first: int = 0
     ) -> tuple[dict[Key, Run], Compilation]:
-        """Returns the code of each piece, and a report. `first`: see `Compiler`."""
+        """Returns the code of each piece, and a report. `first` is the number of the rank: ranks
+        begin at different graphs, so that a shared cache has most of a rank's when it gets there.
+        """
         if self.compiler is None:
-            return {place: _fx(piece) for place, piece in pieces.items()}, Compilation(
-                self.name, len(pieces), 0
-            )
-        compiled = {place: piece for place, piece in pieces.items() if not piece.empty}
-        graphs = {place: bare(piece.module) for place, piece in compiled.items()}
-        missing = {graph.text: graph for graph in graphs.values() if graph.text not in self.made}
-        results = self.compiler.compile(missing, first)
-        self.made |= {key: run for key, (run, _) in results.items()}
-        runs = {place: self.made[graph.text] for place, graph in graphs.items()}
-        hows = [how for _, how in results.values()]
-        distinct = len({graph.text for graph in graphs.values()})
-        counts = len(graphs), distinct, hows.count("compiled"), hows.count("loaded")
-        return runs | {p: _fx(pieces[p]) for p in pieces if p not in runs}, Compilation(
-            self.name, *counts
-        )
+            report = Compilation(self.name, len(pieces), 0)
+            return {place: _fx(piece) for place, piece in pieces.items()}, report
+        graphs = {place: bare(piece.module) for place, piece in pieces.items() if not piece.empty}
+        distinct = {graph.text: graph for graph in graphs.values()}
+        missing = [text for text in distinct if text not in self.made]
+        begin, loaded = first % max(len(missing), 1), 0
+        for text in (*missing[begin:], *missing[:begin]):
+            self.made[text], is_loaded = self.compiler(distinct[text])
+            loaded += is_loaded
+        runs = {
+            place: self.made[graphs[place].text] if place in graphs else _fx(piece)
+            for place, piece in pieces.items()
+        }
+        counts = len(graphs), len(distinct), len(missing) - loaded, loaded
+        return runs, Compilation(self.name, *counts)
 
     def later(self, piece: PassGraph) -> Run:
         """Returns code that is compiled at its first call."""
@@ -105,31 +104,22 @@ def _fx(piece: PassGraph) -> Run:
     return boxed(piece.module).forward  # type: ignore[no-any-return]
 
 
-@dataclass(frozen=True)
-class ByFunction:
-    """A user's backend: `function(graph_module, example_inputs)` returns what is called in place of
-    the graph."""
-
-    function: GraphCompiler
-    name: str
-
-    def compile(self, graphs: Mapping[str, BareGraph], first: int) -> Mapping[str, tuple[Run, How]]:
-        return {key: (self._call(graph), "compiled") for key, graph in graphs.items()}
-
-    def _call(self, graph: BareGraph) -> Run:
-        try:
-            compiled = self.function(graph.module, graph.inputs)
-        except Exception as error:
-            raise CompileError(
-                f"backend {self.name} failed on {graph.title}: {type(error).__name__}: {error}"
-            ) from error
-        if not callable(compiled):
-            raise CompileError(
-                f"backend {self.name} returned a {type(compiled).__name__} for {graph.title};"
-                " expected a function to call in place of the graph."
-            )
-        run = compiled if takes_a_list(compiled) else _unpacking(compiled)
-        return _counted(run, len(output_values(graph.module.graph)), self.name)
+def _compile_by(function: GraphCompiler, name: str, graph: BareGraph) -> tuple[Run, bool]:
+    """Compiles by a user's `function(graph_module, example_inputs)`, which returns what is called
+    in place of the graph."""
+    try:
+        compiled = function(graph.module, graph.inputs)
+    except Exception as error:
+        raise CompileError(
+            f"backend {name} failed on {graph.title}: {type(error).__name__}: {error}"
+        ) from error
+    if not callable(compiled):
+        raise CompileError(
+            f"backend {name} returned a {type(compiled).__name__} for {graph.title};"
+            " expected a function to call in place of the graph."
+        )
+    run = compiled if takes_a_list(compiled) else _unpacking(compiled)
+    return _counted(run, len(output_values(graph.module.graph)), name), False
 
 
 def _unpacking(function: Callable[..., Any]) -> Run:
@@ -167,11 +157,11 @@ def make_backend(backend: str | GraphCompiler, device: torch.device) -> Backend:
     if backend == "fx":
         return Backend("fx")
     if backend == "inductor":
-        from zbcompile.backends.inductor import make_inductor
-
-        return Backend("inductor", make_inductor(device))
+        require_inductor(device)
+        return Backend("inductor", compile_by_inductor)
     assert callable(backend)
-    return Backend(backend_name(backend), ByFunction(backend, backend_name(backend)))
+    name = backend_name(backend)
+    return Backend(name, partial(_compile_by, backend, name))
 
 
 @dataclass(frozen=True)

@@ -1,30 +1,20 @@
 """backend="inductor": graphs compiled by torch's inductor. Its cache on disk, in the folder of the
 environment variable TORCHINDUCTOR_CACHE_DIR, is shared by ranks and runs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from zbcompile.backends.types import How, Run
+from zbcompile.backends.types import Run
 from zbcompile.errors import PipelineError
 from zbcompile.passes.errors import CompileError
 from zbcompile.passes.stage.anonymous_graph import BareGraph
 from zbcompile.torch_private import has_cpp_compiler, inductor_compile
 
 
-class Inductor:
-    """Compiles graphs through inductor's cache."""
-
-    def compile(self, graphs: Mapping[str, BareGraph], first: int) -> Mapping[str, tuple[Run, How]]:
-        """Compiles the graphs in turn. Ranks begin at different ones, so most graphs of a rank are
-        in the cache when it reaches them."""
-        keys = list(graphs)
-        begin = first % max(len(keys), 1)
-        return {key: _compile(graphs[key]) for key in (*keys[begin:], *keys[:begin])}
-
-
-def _compile(graph: BareGraph) -> tuple[Run, How]:
+def compile_by_inductor(graph: BareGraph) -> tuple[Run, bool]:
+    """Returns the code of a graph, and whether inductor's cache had it."""
     try:
         run, cached = inductor_compile(graph.module, graph.inputs)
     except Exception as error:
@@ -33,7 +23,7 @@ def _compile(graph: BareGraph) -> tuple[Run, How]:
             f"inductor cannot compile {graph.title} ({type(error).__name__}: {reason}). Use"
             ' backend="fx".'
         ) from error
-    return _checked(run, graph), "loaded" if cached else "compiled"
+    return _checked(run, graph), cached
 
 
 def _checked(run: Run, graph: BareGraph) -> Run:
@@ -53,7 +43,7 @@ def _checked(run: Run, graph: BareGraph) -> Run:
     return call
 
 
-def make_inductor(device: torch.device) -> Inductor:
+def require_inductor(device: torch.device) -> None:
     """Raises PipelineError if inductor has no C++ compiler for the CPU."""
     if device.type == "cpu" and not has_cpp_compiler():
         raise PipelineError(
@@ -61,4 +51,3 @@ def make_inductor(device: torch.device) -> Inductor:
             " (it tries the environment variable CXX, g++ and clang++). Install one, or use"
             ' backend="fx".'
         )
-    return Inductor()

@@ -1,7 +1,7 @@
 """The types of a backend's arguments and results."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch.fx import GraphModule
@@ -12,4 +12,3 @@ Run = Callable[
 GraphCompiler = Callable[
     [GraphModule, Sequence[torch.Tensor]], Callable[..., Any]
 ]  # as torch.compile's backends
-How = Literal["compiled", "loaded"]  # here and now, or from a cache

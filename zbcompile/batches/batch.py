@@ -1,7 +1,7 @@
 """A batch as a flat list of leaves, and its microbatches."""
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +12,7 @@ from torch import nn
 from zbcompile.batches.batch_split import Cut, Split, choose_cuts
 from zbcompile.errors import PipelineError
 from zbcompile.passes.errors import CaptureError
+from zbcompile.passes.torch_names import type_text
 from zbcompile.torch_private import pytree
 
 
@@ -110,11 +111,21 @@ class Microbatch:
         return pytree.tree_unflatten(list(self.leaves), self.structure)  # type: ignore[no-any-return]
 
     @property
-    def signature(self) -> tuple[Any, ...]:
-        """The key by which graphs are specialised: structure, shapes, dtypes, strides, every
-        non-tensor value, and the values of static inputs."""
-        values = (tensor.flatten().tolist() for tensor in self.static_tensors.values())
-        return (str(self.structure), *(_describe(leaf) for leaf in self.leaves), *map(str, values))
+    def signature(self) -> tuple[str, ...]:
+        """The form for which graphs are specialised: the structure, then every input with its path
+        and the values of static ones."""
+        inputs = zip(self.paths, self.leaves, strict=True)
+        values = (f"{path} = {tensor.tolist()}" for path, tensor in self.static_tensors.items())
+        return (
+            str(self.structure),
+            *(f"{path}: {_described(leaf)}" for path, leaf in inputs),
+            *values,
+        )
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """The form, with the devices of the inputs."""
+        return self.signature, *(tensor.device for tensor in self.tensors.values())
 
     @property
     def static_tensors(self) -> dict[str, torch.Tensor]:
@@ -127,10 +138,16 @@ class Microbatch:
         return ", ".join(shapes) or "no tensors"
 
 
-def _describe(leaf: Any) -> Any:
-    if isinstance(leaf, torch.Tensor):
-        return tuple(leaf.shape), leaf.stride(), str(leaf.dtype), str(leaf.device)
-    return repr(leaf)
+def _described(leaf: Any) -> str:
+    if not isinstance(leaf, torch.Tensor):
+        return repr(leaf)
+    return f"{type_text(leaf)} strides {list(leaf.stride())}"
+
+
+def listed(signature: tuple[str, ...]) -> str:
+    """The form of a microbatch, for messages."""
+    structure, *inputs = signature
+    return f"{', '.join(inputs)} (in {' '.join(structure.split())})"
 
 
 @dataclass(frozen=True)
@@ -229,53 +246,38 @@ def static_paths(
     return tuple(entries)
 
 
-def hint_at_target(model: nn.Module, microbatch: Microbatch, loss: Any) -> str:
-    """Returns advice for a loss whose target was forgotten, or passed to forward. It is "" if that
-    explains no failure."""
-    args, kwargs, target = microbatch.example
-    if loss is None or target is not None:
-        return ""
-    try:
-        inspect.signature(model.forward).bind(*args, **kwargs)
-    except TypeError:
-        return (
-            "What loss=fn(output, target) compares with is passed as target=: pipe.step(inputs,"
-            " target=labels)."
-        )
-    return "The step got no target=, so loss=fn(output, target) received None."
-
-
-def hint_at_device(microbatch: Microbatch, device: torch.device) -> str:
-    """Returns a sentence about inputs that are on another device than the model, or "". Such inputs
-    are not an error: forward may move them."""
-    far = [
-        f"{path} is on {t.device}"
-        for path, t in microbatch.tensors.items()
-        if t.dim() and t.device != device
-    ]
-    return (
-        f"{', '.join(far)} and the model on {device}: pass tensor.to(pipe.device)." if far else ""
-    )
-
-
-def refuse_meta_inputs(microbatch: Microbatch, device: torch.device) -> None:
-    """Raise CaptureError for an input on the meta device, which a capture would take for one on
-    `device`."""
-    if any(tensor.is_meta for tensor in microbatch.tensors.values()) and device.type != "meta":
-        raise CaptureError(hint_at_device(microbatch, device))
-
-
 @contextmanager
-def hinting(*hints: Callable[[], str]) -> Iterator[None]:
-    """Add the first hint that there is to a capture that fails."""
+def explained(
+    model: nn.Module, microbatch: Microbatch, loss: Any, device: torch.device
+) -> Iterator[None]:
+    """Context for a capture. If it fails, its error says that inputs are on another device than the
+    model (which is no error by itself: forward may move them), or that the target was forgotten or
+    passed to forward.
+
+    Raises CaptureError for an input on the meta device, which a capture would take for one on
+    `device`.
+    """
+    tensors = microbatch.tensors.items()
+    far = [f"{path} is on {t.device}" for path, t in tensors if t.dim() and t.device != device]
+    hint = f"{', '.join(far)} and the model on {device}: pass tensor.to(pipe.device)."
+    if any(tensor.is_meta for _, tensor in tensors) and device.type != "meta":
+        raise CaptureError(hint)
     try:
         yield
     except CaptureError as error:
-        hint_text = next(filter(None, (hint() for hint in hints)), "")
-        if not hint_text:
-            raise
-        text = str(error).removesuffix(".")
-        raise CaptureError(f"{text}. {hint_text}") from error
+        args, kwargs, target = microbatch.example
+        if not far:
+            if loss is None or target is not None:
+                raise
+            hint = "The step got no target=, so loss=fn(output, target) received None."
+            try:
+                inspect.signature(model.forward).bind(*args, **kwargs)
+            except TypeError:
+                hint = (
+                    "What loss=fn(output, target) compares with is passed as target=:"
+                    " pipe.step(inputs, target=labels)."
+                )
+        raise CaptureError(f"{str(error).removesuffix('.')}. {hint}") from error
 
 
 def refuse_input_gradients(batch: Batch) -> None:

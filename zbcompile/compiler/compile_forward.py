@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from zbcompile.batches.batch import Batch, Microbatch
+from zbcompile.batches.batch import Batch, Microbatch, listed
 from zbcompile.compiler.compile_model import (
     choose_cuts,
     groups_of,
@@ -35,7 +35,7 @@ from zbcompile.passes.vocabulary.shard_program import VocabularyProgram, even_bo
 from zbcompile.passes.vocabulary.trunk import ShardedStep, cut_output_layer
 from zbcompile.program.directory import save_here
 from zbcompile.program.output import FORWARDS
-from zbcompile.program.program import Program, call_of, listed
+from zbcompile.program.program import Program
 from zbcompile.schedules import Placement, Schedule, lower
 from zbcompile.schedules.generators.forward_only import forward_only
 
@@ -124,7 +124,7 @@ def compile_forward(
         inputs={path: (tuple(t.shape), str(t.dtype)) for path, t in microbatch.tensors.items()},
         vocabulary=vocabulary,
         line_operators=operators_of(compiled.line),
-        call=call_of(microbatch),
+        call=microbatch.signature,
         groups=groups_of(step, programs),
         changed_state=frozenset(step.changed_state),
         output=output_of(computes, step, programs),
@@ -173,12 +173,12 @@ def require_words(batch: Batch, program: Program) -> None:
 def microbatches_like(program: Program, batch: Batch) -> int:
     """Returns the number of microbatches like those of a program that a batch divides into."""
     counts = [n for n in range(1, batch.size + 1) if batch.divides_into(n)] or [1]
-    count = next((n for n in counts if call_of(batch.microbatch(0, n)) == program.call), None)
+    count = next((n for n in counts if batch.microbatch(0, n).signature == program.call), None)
     if count is None:
         raise PipelineError(
-            f"the forward was compiled for microbatches of {listed(program.call)}; received "
-            f"{listed(call_of(batch.whole))}, which does not divide into these. Pad it, or compile "
-            "and save another."
+            f"the forward was compiled for microbatches of {listed(program.call)}; received"
+            f" {listed(batch.whole.signature)}, which does not divide into these. Pad it, or"
+            " compile and save another."
         )
     output = program.returns
     fixed = output.computes == "eval" and any(value is not None for value in output.constants)

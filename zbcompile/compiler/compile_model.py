@@ -33,7 +33,7 @@ from zbcompile.passes.vocabulary.shard_program import VocabularyProgram
 from zbcompile.passes.vocabulary.trunk import ShardedStep
 from zbcompile.program.directory import save_here
 from zbcompile.program.output import Output
-from zbcompile.program.program import Program, call_of
+from zbcompile.program.program import Program
 from zbcompile.schedules import Placement, Schedule
 
 
@@ -153,7 +153,7 @@ def compile_program(
         inputs={path: (tuple(t.shape), str(t.dtype)) for path, t in microbatch.tensors.items()},
         vocabulary=vocabulary,
         line_operators=operators_of(compiled.line),
-        call=call_of(microbatch),
+        call=microbatch.signature,
         groups=groups_of(compiled.step, programs),
         output=output_of("outputs", exported.step, programs) if exported.keep else None,
         changed_state=frozenset(compiled.step.changed_state),

@@ -1,14 +1,14 @@
 """Finds the ranks: from a mesh, a process group, torchrun's environment, or this process alone."""
 
 import os
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from zbcompile.distributed.gpus import require_distinct_gpus, take_gpu, warn_of_few_queues
 from zbcompile.distributed.mesh import PARTS, Mesh, Replicas, mesh_of
 from zbcompile.distributed.ranks import GroupRanks, Ranks
 from zbcompile.distributed.transport import patience
@@ -21,6 +21,9 @@ from zbcompile.passes import gpu
 from zbcompile.passes.meta_device import is_on_meta
 
 FindDevice = Callable[[], torch.device]
+QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
+# CUDA's default. Two neighbours have four channels, and each channel has a stream
+FEWEST_QUEUES = 8
 
 
 def find_ranks(find_device: FindDevice, ranks: int | None, mesh: Any, timeout: float) -> Ranks:
@@ -84,7 +87,9 @@ def start_group(find_device: FindDevice, timeout: float) -> None:
             " them as it does."
         )
     if gpu.is_available():
-        take_gpu()
+        # If processes see one GPU each, it is the first one. NCCL refuses two ranks on one GPU.
+        number = int(os.environ.get("LOCAL_RANK", "0")) % gpu.device_count()
+        gpu.make_current(torch.device(gpu.KIND, number))
     backend = gpu.BACKEND if gpu.is_gpu(find_device()) else "gloo"
     try:
         dist.init_process_group(backend, timeout=patience(backend, timeout))
@@ -136,7 +141,6 @@ def _group_ranks(
     try:
         with watch.region("the start"), watch.position.waiting("the making of groups"):
             if gpu.is_gpu(device):
-                require_distinct_gpus(store.all_gather("gpu", gpu.identity(device)), device)
                 warn_of_few_queues(os.environ)
             everyone = mesh.group(*mesh.names) or mesh.only_me()
             for name in mesh.names:
@@ -160,3 +164,19 @@ def _group_ranks(
         backend=backend,
         ordered=ordered or backend == gpu.BACKEND,
     )
+
+
+def warn_of_few_queues(environment: Mapping[str, str]) -> None:
+    """Warn if the streams of the channels have to share hardware queues with the passes. Then a
+    second receive, which waits in its stream for the first, also holds back the pass whose result
+    the sender of the first one needs.
+    """
+    value = environment.get(QUEUES, "")
+    if value.isdecimal() and int(value) < FEWEST_QUEUES:
+        warnings.warn(
+            f"{QUEUES}={value}: streams that share a hardware queue of the GPU wait for each other,"
+            " and a pipeline whose receives are posted early can stand still. Unset it (CUDA takes"
+            f" {FEWEST_QUEUES}), or set it to 32.",
+            RuntimeWarning,
+            stacklevel=2,
+        )

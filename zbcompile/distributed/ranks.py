@@ -19,8 +19,8 @@ from zbcompile.distributed.transport import (
 )
 from zbcompile.env import OF_MESSAGES
 from zbcompile.errors import PipelineError
-from zbcompile.faults.rank_status import RankStatus
-from zbcompile.faults.watch import LocalWatch, Watch
+from zbcompile.faults.rank_status import LocalWatch, RankStatus
+from zbcompile.faults.watch import Watch
 from zbcompile.passes.torch_private import group_called
 from zbcompile.program.edges import channels_of
 from zbcompile.schedules.ir.schedule import Schedule

@@ -10,7 +10,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import groupby
 
 import torch
 import torch.distributed as dist
@@ -172,15 +171,12 @@ class Reduction:
         """
         for slices in self.divided:
             slices.reduce(stage, self.gradients, self.observe)
-        names = self._undivided(self.plan.early[stage])
-        names.sort(key=lambda name: self.routes[self._route(name)])
-        for route, group in groupby(names, key=self._route):
-            gradients = []
-            for name in group:
-                total = self.gradients[name].total()
-                gradients.append(
-                    (name, self.gradients[name].buffer(stage) if total is None else total)
-                )
+        by_route: dict[Route, list[tuple[str, torch.Tensor]]] = {}  # in one order on all ranks
+        for name in self._undivided(self.plan.early[stage]):
+            total = self.gradients[name].total()
+            gradient = self.gradients[name].buffer(stage) if total is None else total
+            by_route.setdefault(self._route(name), []).append((name, gradient))
+        for route, gradients in by_route.items():
             self._send(stage, route, gradients)
 
     def _send(
@@ -230,8 +226,3 @@ class Reduction:
     def _route(self, name: str) -> Route:
         dtypes = [slices.reduce_dtype for slices in self.slices if name in slices.local_names]
         return self.plan.over[name].group, dtypes[0] if dtypes else None
-
-    @cached_property
-    def routes(self) -> dict[Route, int]:
-        """The routes, numbered as on all ranks of a group: in the order of the parameters."""
-        return {route: i for i, route in enumerate(dict.fromkeys(map(self._route, self.plan.over)))}

@@ -28,12 +28,14 @@ from zbcompile.engine.step_agreement import integer_marks, require_same_integers
 from zbcompile.engine.tied import reduce_tied
 from zbcompile.engine.vocabulary import ShardStep
 from zbcompile.errors import PipelineError
-from zbcompile.faults.watch import LocalWatch, Watch
+from zbcompile.faults.rank_status import LocalWatch
+from zbcompile.faults.watch import Watch
 from zbcompile.model.seeds import microbatch_seed
 from zbcompile.passes import gpu
+from zbcompile.passes.torch_private import profiler_is_on
+from zbcompile.profiling.observation import ActionTimes
 from zbcompile.schedules import Schedule
 from zbcompile.schedules.ir.actions import Action
-from zbcompile.torch_private import profiler_is_on
 
 OVERFLOW = (
     "more tokens chose the experts of one rank than an exchange has room for, so that the step"
@@ -87,7 +89,7 @@ class Engine:
         }
         schedule, number = channels or program.schedule, executable.first.number
         transport = ranks.transport(schedule, program.schedule.microbatches, number)
-        runs = self._rank_runs(executable, step, reductions, transport)
+        runs, times = self._rank_runs(executable, step, reductions, transport)
         losses, outputs = Losses(()), Outputs()
         waiting = ranks.watch.position.waiting
         with gpu.forked_generators(ranks.device), torch.no_grad():
@@ -104,9 +106,9 @@ class Engine:
             if step.outputs:
                 with waiting("the exchange of outputs"):
                     outputs = self._collect_outputs(executable, step, runs)
-        if step.recorder is not None:
+        if step.recorder is not None and times is not None:
             with waiting("the end"):
-                step.recorder.end()
+                step.recorder.end(times)
         return StepResult(losses, outputs)
 
     def _reduction(
@@ -128,8 +130,8 @@ class Engine:
         step: StepInput,
         reductions: Mapping[int, Reduction],
         transport: Transport,
-    ) -> list[RankRun]:
-        """Returns the ranks of this process, ready to run."""
+    ) -> tuple[list[RankRun], ActionTimes | None]:
+        """Returns the ranks of this process, ready to run, and what records their times."""
         ops = {op for op, hooks in step.actions.items() if hooks}
         if any(reduction.reduces for reduction in reductions.values()):
             ops.add("REDUCE")
@@ -139,10 +141,10 @@ class Engine:
         collectives = None if vocabulary is None else vocabulary.collectives(transport)
         stages = self._stage_runs(executable, step, reductions)
         if collectives is not None:
-            for rank, runs in stages.items():
+            for rank, shards in stages.items():
                 first = min(executable.sums[rank].complete)
-                collectives.shards[rank] = ShardStep(first, runs[SHARD], runs.get(LOOKUPS))
-        return [
+                collectives.shards[rank] = ShardStep(first, shards[SHARD], shards.get(LOOKUPS))
+        runs = [
             RankRun(
                 program,
                 stages[program.rank],
@@ -155,6 +157,7 @@ class Engine:
             )
             for program in programs
         ]
+        return runs, times
 
     def _stage_runs(
         self, executable: Executable, step: StepInput, reductions: Mapping[int, Reduction]
@@ -226,7 +229,13 @@ class Engine:
         parameters although another one has failed.
         """
         ranks, mesh, count = self.ranks, self.ranks.mesh, len(executable.graphs)
-        losses = {microbatch: loss for run in runs for microbatch, loss in run.losses().items()}
+        owner = partial(executable.program.rank_of, executable.program.schedule.stages - 1)
+        losses = {  # every shard of an output layer knows the loss
+            microbatch: loss
+            for run in runs
+            for microbatch, loss in run.losses().items()
+            if run.rank == owner(microbatch)
+        }
         if ranks.group is None:
             return Losses([losses[i].detach() for i in range(count)])
         # [replicas x microbatches, tp]: as every rank along "tp" computed them

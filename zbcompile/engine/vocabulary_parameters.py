@@ -5,7 +5,7 @@ that is one rank of a group has a separate parameter with the rows of that rank.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from zbcompile.engine.vocabulary import Collectives, EndRanks, GroupCollectives,
 from zbcompile.model.materialize import Share
 from zbcompile.model.tensor_shard import Chunk
 from zbcompile.passes import gpu
-from zbcompile.passes.graph.roles import LOSS, Slot
+from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.vocabulary.shard_program import VocabularyProgram
 
 
@@ -162,12 +162,5 @@ def make_executable_shards(
         compiled[rank] = {
             number: prepare_stage(stage, tensors, device, SHARD, runs) for number, stage in stages
         }
-        if rank != ends.last:  # every shard knows the loss, which has one owner
-            shard = compiled[rank][SHARD]
-            calls = {
-                name: replace(call, results=tuple(r for r in call.results if r[0].role != LOSS))
-                for name, call in shard.calls.items()
-            }
-            compiled[rank][SHARD] = replace(shard, calls=calls)
     stream = gpu.new_stream(device) if group is not None and gpu.is_gpu(device) else None
     return VocabularyExecutable(program, compiled, ends, group, shards, stream)

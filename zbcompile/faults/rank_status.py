@@ -1,10 +1,10 @@
 """The position of a rank, and the fault that ended the step of all ranks."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
-from zbcompile.errors import FaultError
+from zbcompile.errors import FaultError, PipelineError
 from zbcompile.schedules.ir.actions import Action
 
 
@@ -81,6 +81,38 @@ class RankStatus:
             yield
         finally:
             self.waits, self.waited = True, self.waited + 1
+
+
+@dataclass
+class LocalWatch:
+    """All ranks are in this process: nothing can be lost; a failure names its rank and action."""
+
+    position: RankStatus
+    fault: None = None
+
+    @contextmanager
+    def region(self, doing: str) -> Iterator[None]:
+        self.position.enter(doing)
+        try:
+            yield
+        except Exception as error:
+            if isinstance(error, PipelineError) or not isinstance(self.position.action, Action):
+                raise
+            raise local_fault(self.position, error).error() from error
+        self.position.leave()
+
+    def outside_calls(self, what: str) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def on_all_ranks(self, error: Exception) -> Exception:
+        return error
+
+    def close(self) -> None:
+        pass
+
+
+def local_fault(position: RankStatus, error: BaseException) -> Fault:
+    return Fault(position.rank, position.where, f"{type(error).__name__}: {error}")
 
 
 def find_straggler(

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from zbcompile.errors import PipelineError
 from zbcompile.faults.abort import abort_group
 from zbcompile.faults.fault_store import FaultStore
-from zbcompile.faults.rank_status import Fault, RankStatus, find_straggler
+from zbcompile.faults.rank_status import Fault, RankStatus, find_straggler, local_fault
 from zbcompile.passes import gpu
 from zbcompile.schedules.ir.actions import Action
 
@@ -32,38 +32,6 @@ SILENCE = 4 * INTERVAL
 # process end kills the others.
 LEAVING = 3 * INTERVAL
 ANSWER = 10.0  # seconds for a report to a store that may be frozen
-
-
-@dataclass
-class LocalWatch:
-    """All ranks are in this process: nothing can be lost; a failure names its rank and action."""
-
-    position: RankStatus
-    fault: None = None
-
-    @contextlib.contextmanager
-    def region(self, doing: str) -> Iterator[None]:
-        self.position.enter(doing)
-        try:
-            yield
-        except Exception as error:
-            if isinstance(error, PipelineError) or not isinstance(self.position.action, Action):
-                raise
-            raise _local_fault(self.position, error).error() from error
-        self.position.leave()
-
-    def outside_calls(self, what: str) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def on_all_ranks(self, error: Exception) -> Exception:
-        return error
-
-    def close(self) -> None:
-        pass
-
-
-def _local_fault(position: RankStatus, error: BaseException) -> Fault:
-    return Fault(position.rank, position.where, f"{type(error).__name__}: {error}")
 
 
 @dataclass(eq=False)
@@ -177,7 +145,7 @@ class Watch:
             if self.fault is not None or self._lost_connection(error):
                 fault = self.fault or self.store.report(region, self._find_cause(region, error))
             else:
-                fault = self.store.report(region, _local_fault(self.position, error))
+                fault = self.store.report(region, local_fault(self.position, error))
                 if not isinstance(action, Action) or not isinstance(error, Exception):
                     self._leave(region)  # no message was sent: the connections are good
                     return error

@@ -6,7 +6,7 @@
 torch's `set_optimizer_state_dict` reads it with `flatten_optimizer_state_dict=True`.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +38,13 @@ class NamedParameter:
 def state_entries(member: NamedParameter, state: Mapping[Any, Any]) -> Values:
     """Returns the entries `state.NAME.KEY` of a parameter; state of a part of it as shards."""
     entries: Values = {}
-    for key, value in _flatten(state):
+    for key, value in state.items():
+        if isinstance(value, Mapping):
+            raise PipelineError(
+                f"the optimizer keeps a mapping {key} for {member.name}, and a state dict holds"
+                " tensors and numbers alone. Use an optimizer whose state has one level, such as"
+                " AdamW."
+            )
         if is_distributed(value):
             value = shard_of(value)
         elif member.chunk is not None and isinstance(value, torch.Tensor) and value.dim():
@@ -68,13 +74,10 @@ def by_name(entries: Mapping[str, Any], section: str, names: Collection[str]) ->
     """
     values: dict[str, Values] = {name: {} for name in names}
     for entry, value in entries.items():
-        head, _, rest = entry.partition(".")
-        words = rest.split(".")
-        for cut in range(len(words) - 1, 0, -1) if head == section else ():
-            name = ".".join(words[:cut])
-            if name in values:
-                values[name][".".join(words[cut:])] = value
-                break
+        title, _, key = entry.rpartition(".")
+        name = title.removeprefix(f"{section}.")
+        if name != title and name in values:
+            values[name][key] = value
     return values
 
 
@@ -102,7 +105,7 @@ def torch_state_dict(
     A group gets the options of its first member that has any: a frozen parameter may have none.
     """
     pairs = enumerate(zip(members, states, strict=True))
-    state = {number: _nest(_like(member, values)) for number, (member, values) in pairs if values}
+    state = {number: _like(member, values) for number, (member, values) in pairs if values}
     saved_groups = []
     for number, group in enumerate(groups):
         group_members = [
@@ -134,22 +137,3 @@ def _like(member: NamedParameter, state: Mapping[str, Any]) -> Values:
                     value, user_tensor.device_mesh, user_tensor.placements, **layout
                 )
     return plain
-
-
-def _flatten(state: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
-    for key, value in state.items():
-        if isinstance(value, Mapping):
-            yield from ((f"{key}.{inner}", inner_value) for inner, inner_value in _flatten(value))
-        else:
-            yield str(key), value
-
-
-def _nest(state: Values) -> Values:
-    nested: Values = {}
-    for key, value in state.items():
-        *path, last = key.split(".")
-        inner = nested
-        for word in path:
-            inner = inner.setdefault(word, {})
-        inner[last] = value
-    return nested

@@ -6,10 +6,8 @@ were idle.
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -82,33 +80,26 @@ def offset_to_first(group: dist.ProcessGroup, device: torch.device) -> float:
     return float(ahead[rank])
 
 
-@dataclass
-class ProcessRecord:
-    """The recorded actions of one process's ranks, on a clock that all ranks share."""
+class Mark(NamedTuple):
+    """An action with its begin and end, in seconds or as marks of a `Clock`, and the bytes of
+    activations that its rank holds behind it."""
 
-    begin: float
-    end: float
-    timed: dict[int, list[RecordedSpan]]
-    live_bytes: dict[int, list[int]]
-    sent: dict[int, int]
+    action: str
+    begin: Any
+    end: Any
+    live_bytes: int
 
 
 @dataclass
 class ActionTimes:
-    """The actions of the ranks in this process during one step.
-
-    `marks` are the begin and end of each, `live_bytes` the bytes of activations after it,
-    `sent` the bytes that each rank has sent.
-    """
+    """The actions of the ranks in this process during one step, and the bytes that each of these
+    has sent."""
 
     program: Program
     schedule: Schedule
     clock: Clock = field(default_factory=Clock)
     started: float = field(default_factory=time.perf_counter)
-    marks: defaultdict[int, list[tuple[Action, Any, Any]]] = field(
-        default_factory=lambda: defaultdict(list)
-    )
-    live_bytes: defaultdict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
+    marks: defaultdict[int, list[Mark]] = field(default_factory=lambda: defaultdict(list))
     sent: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))
     running: dict[tuple[int, Action], Any] = field(default_factory=dict)
 
@@ -118,47 +109,25 @@ class ActionTimes:
 
     def end(self, action: Action, rank: int, live_bytes: int) -> None:
         """Records the end of an action, behind which the rank holds `live_bytes` bytes."""
-        self.marks[rank].append((action, self.running.pop((rank, action)), self.clock.mark()))
-        self.live_bytes[rank].append(live_bytes)
+        begin, end = self.running.pop((rank, action)), self.clock.mark()
+        self.marks[rank].append(Mark(str(action), begin, end, live_bytes))
 
-    def record(self, ahead: float = 0.0) -> ProcessRecord:
-        """Returns the record. This process's clock is `ahead` seconds of that of the first rank.
-        Synchronizes with the device."""
+    def read(self, ahead: float) -> tuple[float, float, dict[int, tuple[list[Mark], int]]]:
+        """Returns the begin and the end of the step on this process, and the marks and the bytes
+        sent of its ranks, in seconds on the clock of the first rank, of which this process's is
+        `ahead` seconds. Synchronizes with the device."""
 
         def at(mark: Any) -> float:
             return self.clock.seconds(mark) - ahead
 
-        timed = {
-            rank: [RecordedSpan(str(action), at(begin), at(end)) for action, begin, end in marks]
+        ranks = {
+            rank: (
+                [Mark(a, at(begin), at(end), live) for a, begin, end, live in marks],
+                self.sent[rank],
+            )
             for rank, marks in self.marks.items()
         }
-        end = time.perf_counter() - ahead
-        sent = {rank: self.sent[rank] for rank in timed}
-        return ProcessRecord(self.started - ahead, end, timed, dict(self.live_bytes), sent)
-
-
-def make_record(times: ActionTimes, parts: Sequence[ProcessRecord], in_process: bool) -> StepRecord:
-    """Returns one record of the records of all processes, on one clock."""
-    started = min(part.begin for part in parts)
-    timed = _merged([part.timed for part in parts])
-    spans = {
-        r: [RecordedSpan(a, s - started, e - started) for a, s, e in spans]
-        for r, spans in timed.items()
-    }
-    return StepRecord(
-        spans=spans,
-        held_bytes=_merged([part.live_bytes for part in parts]),
-        bytes_sent=_merged([part.sent for part in parts]),
-        step_time=max(part.end for part in parts) - started,
-        started=started,
-        in_process=in_process,
-        schedule=times.schedule,
-        program=times.program.manifest,
-    )
-
-
-def _merged(parts: Sequence[Mapping[int, Any]]) -> dict[int, Any]:
-    return dict(sorted((rank, spans) for part in parts for rank, spans in part.items()))
+        return self.started - ahead, time.perf_counter() - ahead, ranks
 
 
 class Observation:
@@ -171,8 +140,6 @@ class Observation:
         self._ranks = ranks
         # seconds by which this host's clock is ahead of the first rank's
         self._ahead: float | None = None
-        self._times: ActionTimes | None = None
-        self._records: list[StepRecord] | None = None
 
     def begin(self, program: Program, schedule: Schedule) -> ActionTimes:
         """Starts to record a step, after a barrier of all ranks, whose clocks are compared once."""
@@ -183,24 +150,23 @@ class Observation:
                     self._ahead = offset_to_first(ranks.everyone, ranks.device)
                 dist.barrier(ranks.group)
         clock = DeviceClock(ranks.device) if gpu.is_gpu(ranks.device) else Clock()
-        self._times = ActionTimes(program, schedule, clock)
-        return self._times
+        return ActionTimes(program, schedule, clock)
 
-    def end(self) -> None:
+    def end(self, times: ActionTimes) -> None:
         """Sets `last_step` to the record of all ranks of the pipeline, on every rank."""
-        assert self._times is not None
-        parts = self._ranks.gather_here(self._times.record(self._ahead or 0.0))
-        self.last_step = make_record(self._times, parts, in_process=self._ranks.group is None)
-        self._times = None
-        if self._records is not None:
-            self._records.append(self.last_step)
-
-    @contextmanager
-    def recording(self) -> Iterator[list[StepRecord]]:
-        """Records the steps inside, and appends them to the list that it yields."""
-        before = self.record, self._records
-        self.record, self._records = True, []
-        try:
-            yield self._records
-        finally:
-            self.record, self._records = before
+        parts = self._ranks.gather_here(times.read(self._ahead or 0.0))
+        started = min(begin for begin, _, _ in parts)
+        ranks = dict(sorted(item for _, _, ranks in parts for item in ranks.items()))
+        self.last_step = StepRecord(
+            spans={
+                rank: [RecordedSpan(a, b - started, e - started) for a, b, e, _ in marks]
+                for rank, (marks, _) in ranks.items()
+            },
+            held_bytes={rank: [m.live_bytes for m in marks] for rank, (marks, _) in ranks.items()},
+            bytes_sent={rank: sent for rank, (_, sent) in ranks.items()},
+            step_time=max(end for _, end, _ in parts) - started,
+            started=started,
+            in_process=self._ranks.group is None,
+            schedule=times.schedule,
+            program=times.program.manifest,
+        )

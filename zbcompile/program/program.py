@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 
 import torch
 
-from zbcompile.batches.batch import Microbatch
 from zbcompile.errors import PipelineError
 from zbcompile.model.model_info import ModelFacts
 from zbcompile.model.placements import PARTIAL, placement_of
@@ -18,7 +17,6 @@ from zbcompile.passes.compile_options import CompileOptions
 from zbcompile.passes.graph.fx import on_any_device
 from zbcompile.passes.stage.pass_graph import PassGraph
 from zbcompile.passes.stage.stage_program import StageProgram, collectives_of
-from zbcompile.passes.torch_names import type_text
 from zbcompile.passes.vocabulary.shard_program import VocabularyProgram
 from zbcompile.program.output import FORWARDS, Output
 from zbcompile.schedules.ir.schedule import Schedule
@@ -39,8 +37,8 @@ class Program:
     * The order: `lowered.orders[rank]` are the actions of a rank with their communication.
     * The model: `model` describes it, `homes` are the stages that use each parameter and buffer
       (tied ones under their first name).
-    * What it is right for: `call` is the form of a microbatch (see `call_of`), `changed_state` the
-      module state that forward changes.
+    * What it is right for: `call` is the signature of a microbatch, `changed_state` the module
+      state that forward changes.
     * What it returns: `output` says what of its forward, by a step besides the loss; None: nothing.
     * `ends`: with `exact=True`, the graph by stage that adds the gradients of several stages for
       one microbatch, at the end of a step.
@@ -243,30 +241,6 @@ class Program:
         graphs = [_digest(module.code + _types(module)) for module in modules]
         bounds = list(map(list, vocabulary.bounds))
         return [vocabulary.parameters[0], vocabulary.barriers, bounds, graphs]
-
-
-def call_of(microbatch: Microbatch) -> tuple[str, ...]:
-    """The form of a microbatch as a compiled program sees it: its structure, then every input with
-    its path."""
-    inputs = zip(microbatch.paths, microbatch.leaves, strict=True)
-    values = (f"{path} = {tensor.tolist()}" for path, tensor in microbatch.static_tensors.items())
-    return (
-        str(microbatch.structure),
-        *(f"{path}: {_described(leaf)}" for path, leaf in inputs),
-        *values,
-    )
-
-
-def listed(call: tuple[str, ...]) -> str:
-    """The form of a microbatch, for messages."""
-    structure, *inputs = call
-    return f"{', '.join(inputs)} (in {' '.join(structure.split())})"
-
-
-def _described(leaf: Any) -> str:
-    if not isinstance(leaf, torch.Tensor):
-        return repr(leaf)
-    return f"{type_text(leaf)} strides {list(leaf.stride())}"
 
 
 def _types(module: torch.fx.GraphModule) -> str:

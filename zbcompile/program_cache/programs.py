@@ -15,15 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zbcompile.batches.batch import (
-    Batch,
-    Microbatch,
-    Microbatches,
-    hint_at_device,
-    hint_at_target,
-    hinting,
-    refuse_meta_inputs,
-)
+from zbcompile.batches.batch import Batch, Microbatch, Microbatches, explained, listed
 from zbcompile.compiler.compile_forward import (
     ForwardOptions,
     compile_forwards,
@@ -46,9 +38,10 @@ from zbcompile.passes.compile_options import CompileOptions
 from zbcompile.passes.errors import PartitionError
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.module_state import ModuleState
+from zbcompile.passes.torch_private_hooks import fingerprint
 from zbcompile.prediction.memory_limit import compile_within_memory
 from zbcompile.program.directory import save_program
-from zbcompile.program.program import Program, call_of, listed
+from zbcompile.program.program import Program
 from zbcompile.program_cache.binding import ModelBinding
 from zbcompile.program_cache.graph_cache import (
     CompiledGraphs,
@@ -61,7 +54,6 @@ from zbcompile.program_cache.graph_cache import (
 from zbcompile.program_cache.orders import step_order
 from zbcompile.progress import LONG, Progress
 from zbcompile.schedules import Schedule
-from zbcompile.torch_private import fingerprint
 
 
 class ProgramCache:
@@ -143,7 +135,7 @@ class ProgramCache:
     def _agree(self, step: Microbatches, distinct: Sequence[Microbatch]) -> None:
         """Begins to compare what replicas are about to do. Before a message outside of the step's
         actions, and if they exchange tensors within a microbatch, the result is waited for."""
-        key = self._step_key if self.saved is None else call_of
+        key = self._step_key if self.saved is None else lambda microbatch: microbatch.signature
         compiles = not self.steps.entries or any(
             self.steps.find(key(microbatch)) is None for microbatch in distinct
         )
@@ -189,11 +181,11 @@ class ProgramCache:
         """Returns the graphs of microbatches of one shape."""
         first = microbatches[0]
         if self.saved is not None:
-            entry = self.steps.find(call_of(first))
+            entry = self.steps.find(first.signature)
             if entry is None:
                 raise PipelineError(
                     f"the program was compiled for microbatches of {listed(self.saved.call)};"
-                    f" received {listed(call_of(first))}. Pass such batches, or compile and save a"
+                    f" received {listed(first.signature)}. Pass such batches, or compile and save a"
                     " program for these."
                 )
             return entry
@@ -203,7 +195,7 @@ class ProgramCache:
 
     def _step_key(self, microbatch: Microbatch) -> GraphKey:
         modes, returns = torch_modes(self.ranks.device), returned_values(self.outputs)
-        return GraphKey(microbatch.signature, self.binding.checked_state, modes, returns)
+        return GraphKey(microbatch.key, self.binding.checked_state, modes, returns)
 
     def _find(
         self,
@@ -308,10 +300,7 @@ class ProgramCache:
         together."""
 
         def export_() -> ExportedModel:
-            device = partial(hint_at_device, microbatch, self.ranks.device)
-            target = partial(hint_at_target, self._model, microbatch, self._options.loss)
-            refuse_meta_inputs(microbatch, self.ranks.device)
-            with hinting(device, target):
+            with explained(self._model, microbatch, self._options.loss, self.ranks.device):
                 return export_step(
                     self._model,
                     microbatch,
@@ -402,7 +391,7 @@ class ProgramCache:
 
     def _forward_key(self, batch: Batch, computes: str, count: int) -> tuple[Any, ...]:
         model = fingerprint(self._model, modes=False)
-        return computes, count, model, batch.whole.signature, torch_modes(self.ranks.device)
+        return computes, count, model, batch.whole.key, torch_modes(self.ranks.device)
 
     def _compile_forwards(
         self, batch: Batch, computes: str, count: int, change: str
@@ -414,7 +403,7 @@ class ProgramCache:
             options = replace(options, like=self._place_rows(batch, options))
 
         def compile_() -> tuple[Program, ...]:
-            with self._hinting(batch):
+            with explained(self._model, batch.whole, None, self.ranks.device):
                 return compile_forwards(self._model, batch, count, computes, options)
 
         programs = together(self.ranks, "compiling a forward", compile_)
@@ -424,19 +413,12 @@ class ProgramCache:
         state = ModuleState(self._model, without=unread)
         return CompiledGraphs(tuple(graphs[id(program)] for program in programs), state)
 
-    @contextmanager
-    def _hinting(self, batch: Batch) -> Iterator[None]:
-        """Context in which a failing export names tensors of a batch on another device."""
-        refuse_meta_inputs(batch.whole, self.ranks.device)
-        with hinting(partial(hint_at_device, batch.whole, self.ranks.device)):
-            yield
-
     def _place_rows(self, batch: Batch, options: ForwardOptions) -> Program:
         """Places the parameters for an evaluation, with the rows of the output layer on all
         ranks."""
 
         def compile_() -> Program:
-            with self._hinting(batch):
+            with explained(self._model, batch.whole, None, self.ranks.device):
                 return compile_placement(self._model, batch.whole, options)
 
         program = together(self.ranks, "placing the output layer", compile_)

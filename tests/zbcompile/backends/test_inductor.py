@@ -25,7 +25,7 @@ from tests.support.training import (
     train,
 )
 from zbcompile.backends.backend import Compilation
-from zbcompile.backends.inductor import make_inductor
+from zbcompile.backends.inductor import compile_by_inductor
 from zbcompile.backends.types import Run
 from zbcompile.errors import PipelineError
 from zbcompile.passes.graph.fx import output_values
@@ -182,7 +182,7 @@ def test_all_uses_of_a_weight_add_up(cache: Path) -> None:
 def compiled(function: Callable[..., Any], *inputs: torch.Tensor) -> tuple[Run, GraphModule]:
     """A function of ATen operations compiled, and its graph."""
     graph = make_fx(function, tracing_mode="fake")(*inputs)
-    return make_inductor(torch.device("cpu")).compile({"": bare(graph)}, 0)[""][0], graph
+    return compile_by_inductor(bare(graph))[0], graph
 
 
 def random_mask(like: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -238,7 +238,7 @@ def test_results_have_the_strides_that_other_passes_expect(cache: Path) -> None:
     graph = make_fx(function, tracing_mode="fake")(*inputs)
     (result,) = output_values(graph.graph)
     result.meta["val"] = images
-    run, _ = make_inductor(torch.device("cpu")).compile({"": bare(graph)}, 0)[""]
+    run, _ = compile_by_inductor(bare(graph))
     ours = run(list(inputs))[0]
     torch.testing.assert_close(ours, graph(*inputs)[0])
     assert ours.stride() == images.stride() != inputs[0].stride()
