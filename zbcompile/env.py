@@ -44,11 +44,6 @@ class Folder:
         return f"{self.name}=DIR  {self.help}; now {self.read() or 'not set'}"
 
 
-DEBUG_NAN = Switch(
-    "ZBCOMPILE_DEBUG_NAN",
-    "stop at the first operation that produces a NaN or infinity, and name its stage, pass,"
-    " microbatch and line (slow)",
-)
 DUMP = Folder(
     "ZBCOMPILE_DUMP", "write the graphs of every pass of the compiler into files of this folder"
 )
@@ -63,4 +58,4 @@ TORCH_LOGS = Switch(
     " that fails",
 )
 OF_MESSAGES = (ORDERED,)  # these change what ranks send, or when: all ranks set them alike
-VARIABLES = (DEBUG_NAN, DUMP, ORDERED, TORCH_LOGS)
+VARIABLES = (DUMP, ORDERED, TORCH_LOGS)

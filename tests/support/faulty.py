@@ -520,13 +520,6 @@ SCENARIOS = (
         DIFFERENT + "ZBCOMPILE_ORDERED is False on rank 0 and True on rank 1",
     ),
     Scenario(
-        "another ZBCOMPILE_DEBUG_NAN",
-        1,
-        other_program,
-        (1, "ZBCOMPILE_DEBUG_NAN"),
-        DIFFERENT + "debug_nan is False on rank 0 and True on rank 1",
-    ),
-    Scenario(
         "another torch",
         1,
         other_program,

@@ -161,7 +161,6 @@ def pipeline(
         debug_nan: Stop at the first operation of a step or of `eval` that makes a NaN or an
             infinity. Names its stage, pass, microbatch and line, or the input, parameter or buffer
             that holds a NaN (slow; the graphs run as they are, whatever the backend).
-            ZBCOMPILE_DEBUG_NAN=1 does the same.
         warm_up: Run every pass of this rank once on zeros when a program is compiled, so that all
             ranks build their kernels in parallel. Random state, buffers and gradients stay equal.
         example: `(args, kwargs)` of one batch (`target` among the keywords). Compiles immediately.

@@ -79,13 +79,6 @@ def start_group(find_device: FindDevice, timeout: float) -> None:
     """
     if "RANK" not in os.environ:
         raise PipelineError("there are no other processes. Start the command with torchrun.")
-    if missing := [
-        name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ
-    ]:
-        raise PipelineError(
-            f"RANK is set, {' and '.join(missing)} not. Start the processes with torchrun, or set"
-            " them as it does."
-        )
     if gpu.is_available():
         # If processes see one GPU each, it is the first one. NCCL refuses two ranks on one GPU.
         number = int(os.environ.get("LOCAL_RANK", "0")) % gpu.device_count()
@@ -93,13 +86,13 @@ def start_group(find_device: FindDevice, timeout: float) -> None:
     backend = gpu.BACKEND if gpu.is_gpu(find_device()) else "gloo"
     try:
         dist.init_process_group(backend, timeout=patience(backend, timeout))
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         raise PipelineError(
-            f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} found no process group"
+            f"rank {os.environ['RANK']} of {os.environ.get('WORLD_SIZE')} found no process group"
             f" (timeout={timeout:g}): {str(error).partition(chr(10))[0]} Start all processes, with"
             " the same MASTER_ADDR and MASTER_PORT, on machines that reach each other (set"
             " GLOO_SOCKET_IFNAME to the interface; `ip address` shows them), or give them more"
-            " timeout=."
+            " timeout=. torchrun sets what the environment must have."
         ) from error
 
 

@@ -154,20 +154,14 @@ def plan_step(graphs: Sequence[BoundGraphs], lowered: Schedule, ranks: Sequence[
         problem = _problem(programs)
         if problem:
             raise PipelineError(
-                f"the microbatches of this step differ in their {_difference(programs)}, and"
-                f" {problem}, so they cannot share a step. Put samples that are alike in that into"
-                " one batch."
+                f"the microbatches of this step differ in their shapes, and {problem}, so they"
+                " cannot share a step. Put samples that are alike in that into one batch."
             )
         program = replace(program, stages=_trained_by_any(program, programs))
     if program.lowered is not lowered:
         program = replace(program, lowered=lowered)
     sums = {rank: plan_sums(program, rank, graphs[0].sums) for rank in ranks}
     return Executable(program, tuple(graphs), distinct, sums)
-
-
-def _difference(programs: Sequence[Program]) -> str:
-    shapes = {tuple(sorted(program.inputs.items())) for program in programs}
-    return "shapes" if len(shapes) > 1 else "graphs"
 
 
 def _problem(programs: Sequence[Program]) -> str:

@@ -28,33 +28,26 @@ def require_same_tensors(model: nn.Module, bound: Mapping[Slot, tuple[torch.Tens
 
     `bound` has every tensor with its kind at the time of compiling.
     """
-    if not bound:
-        return
-    for slot in resident_tensors(model, {}).keys() - bound.keys():
-        raise PipelineError(
-            f"{slot} is new since the model was compiled, so that no rank holds it. Add it before"
-            " zbcompile.pipeline, or make a new pipeline."
-        )
     both = (model.named_parameters, model.named_buffers)  # with every name of a tied tensor
     by_name = {name: value for named in both for name, value in named(remove_duplicate=False)}
-    for slot, (tensor, kind) in bound.items():
+    for slot in {**bound, **resident_tensors(model, {})} if bound else ():
+        tensor, kind = bound.get(slot, (None, ""))
         now = by_name.get(slot.name)
-        if now is None:
-            raise PipelineError(
-                f"{slot} was there when the model was compiled and is gone. For fewer layers let"
-                " forward skip some (self.layers[: self.active]), or make a new pipeline."
-            )
-        if now is not tensor:
-            raise PipelineError(
-                f"{slot} was replaced by another tensor after compiling; the pipeline would keep"
-                " using the old one. Change it in place (tensor.copy_), use pipe.load_state_dict,"
-                " or make a new pipeline."
-            )
-        if kind_of(now) != kind:
-            raise PipelineError(
-                f"{slot} was {kind} when it was compiled and is {kind_of(now)} now (model.to,"
-                " .double, .half?). Convert the model first and make a new pipeline."
-            )
+        if tensor is None:
+            change = "is new since the model was compiled"
+        elif now is None:
+            change = "is gone since the model was compiled"
+        elif now is not tensor:
+            change = "was replaced by another tensor after the model was compiled"
+        elif kind_of(now) != kind:
+            change = f"was {kind} when it was compiled and is {kind_of(now)} now"
+        else:
+            continue
+        raise PipelineError(
+            f"{slot} {change}. Change values in place (tensor.copy_, pipe.load_state_dict), and let"
+            " forward skip layers (self.layers[: self.active]). For other tensors, data types or"
+            " devices make a new pipeline."
+        )
 
 
 def kind_of(tensor: torch.Tensor) -> str:

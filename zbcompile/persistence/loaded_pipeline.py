@@ -14,7 +14,6 @@ from zbcompile.distributed.agreement import agree, together
 from zbcompile.distributed.process_group import find_ranks, is_alone, own_device
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.engine.step import Engine
-from zbcompile.env import DEBUG_NAN
 from zbcompile.errors import PipelineError
 from zbcompile.model.materialize import Init
 from zbcompile.model.model_info import has_values, module_of
@@ -107,7 +106,7 @@ def load(
             "torch": torch.__version__,
             "threads": torch.get_num_threads(),
             "digest": program.saved["digest"],
-            "debug_nan": debug_nan or DEBUG_NAN.read(),
+            "debug_nan": debug_nan,
         }
         agree(here, same, "loaded different programs", SAME)
     with here.watch.region(f"filling {folder}"):

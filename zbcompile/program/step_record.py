@@ -2,7 +2,7 @@
 rank."""
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -44,17 +44,14 @@ class RecordedSpan(NamedTuple):
 Spans = Mapping[int, Sequence[RecordedSpan]]
 
 
-def mean_seconds(
-    spans: Spans, middle: Callable[[Iterable[float]], float] = mean
-) -> dict[tuple[str, int], float]:
-    """The mean (or another `middle`) time of each operation on each stage over its microbatches,
-    without messages."""
+def mean_seconds(spans: Spans) -> dict[tuple[str, int], float]:
+    """The mean time of each operation on each stage over its microbatches, without messages."""
     durations: dict[tuple[str, int], list[float]] = {}
     for action, start, end in (span for rank in spans.values() for span in rank):
         step = parse_step(action)
         if isinstance(step, Action) and step.op in COMPUTE:
             durations.setdefault((step.op, step.stage), []).append(end - start)
-    return {key: middle(times) for key, times in durations.items()}
+    return {key: mean(times) for key, times in durations.items()}
 
 
 def recorded_costs(schedule: Schedule, spans: Spans) -> Costs:

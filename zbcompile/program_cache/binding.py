@@ -22,7 +22,6 @@ from zbcompile.engine.vocabulary_parameters import (
     VocabularyShards,
     make_executable_shards,
 )
-from zbcompile.env import DEBUG_NAN
 from zbcompile.errors import PipelineError
 from zbcompile.model.distributed_tensors import Parts
 from zbcompile.model.materialize import Share
@@ -69,7 +68,7 @@ class ModelBinding:
         self.share = Share(model, ranks.device, options.init, options.seed)
         self.shards: VocabularyShards | None = None
         self.model, self.parts, self._options, self.ranks = model, parts, options, ranks
-        self.debug_nan = options.debug_nan or DEBUG_NAN.read()
+        self.debug_nan = options.debug_nan
         self._backend = make_backend("fx" if self.debug_nan else options.backend, ranks.device)
         check_cuda_graphs(options.cuda_graphs, ranks.device)
         self.compilations: list[Compilation] = []

@@ -180,12 +180,8 @@ def test_a_nan_that_was_there_before() -> None:
         pipe.step(x, target=x)
 
 
-def test_the_switch_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ZBCOMPILE_DEBUG_NAN", "yes")
-    with pytest.raises(zbcompile.PipelineError, match="ZBCOMPILE_DEBUG_NAN='yes'; expected 0 or 1"):
-        pipeline_of(CASE)
-    monkeypatch.setenv("ZBCOMPILE_DEBUG_NAN", "1")
-    pipe = pipeline_of(Case("mlp", "1f1b", 2, 2))
+def test_the_pass_that_makes_a_nan() -> None:
+    pipe = pipeline_of(Case("mlp", "1f1b", 2, 2), debug_nan=True)
     nan = torch.full((4, WIDTH), torch.nan)
     with pytest.raises(
         zbcompile.FaultError,
