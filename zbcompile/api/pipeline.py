@@ -255,10 +255,6 @@ class Pipeline(ModelState):
         An output without a row per sample (a loss) is computed on the whole batch. Raises
         PipelineError and CompileError.
         """
-        if not args and not kwargs and not isinstance(microbatches, Sequence):
-            raise PipelineError(
-                "eval runs a batch, and got none; for the modes of the modules use model.eval()."
-            )
         return self._runner.evaluate(
             "eval", outputs, self.step_index, args, kwargs, None, microbatches
         )
@@ -287,10 +283,6 @@ class Pipeline(ModelState):
 
         >>> logp = pipe.log_probs(tokens[:, :-1], labels=tokens[:, 1:])  # doctest: +SKIP
         """
-        if not args and not kwargs and not isinstance(microbatches, Sequence):
-            raise PipelineError(
-                "log_probs runs a batch, and got no inputs besides labels=. Pass those of eval."
-            )
         return self._runner.evaluate(
             "log_probs", outputs, self.step_index, args, kwargs, labels, microbatches
         )

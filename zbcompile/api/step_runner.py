@@ -230,6 +230,11 @@ class StepRunner:
                 count, has_batch = None, bool(args or kwargs or labels is not None)
                 batches = split_batches(microbatches, computes, has_batch, static)
             else:
+                if not args and not kwargs:
+                    raise PipelineError(
+                        f"{computes} runs a batch, and got no inputs. For the modes of the modules"
+                        " use model.eval()."
+                    )
                 count = checked("microbatches", microbatches)
                 batches = [flatten_batch(args, kwargs, labels, self.options.split, True, static)]
             _require_same_calls(ranks, computes, outputs, count, recorder is not None, batches)

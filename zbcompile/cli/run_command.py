@@ -13,7 +13,7 @@ from zbcompile.api.pipeline import Pipeline
 from zbcompile.batches.batch import amount
 from zbcompile.cli.parsers import flag_of
 from zbcompile.cli.target import load_object
-from zbcompile.distributed.agreement import gathered, together
+from zbcompile.distributed.agreement import together
 from zbcompile.errors import PipelineError
 from zbcompile.model.seeds import restore_random_state, seed_everything
 from zbcompile.persistence.checkpoint import Checkpoint, load_state, save_checkpoint
@@ -166,9 +166,8 @@ def _first_state(options: argparse.Namespace, pipe: Pipeline, optimizer: Any) ->
     """Fills the parameters: from the newest checkpoint when resuming, else from what the command
     names."""
     with pipe.ranks.watch.region("looking for checkpoints"):
-        existing = gathered(
-            pipe.ranks, options.checkpoint and latest_checkpoint(options.checkpoint)
-        )[0]
+        newest = options.checkpoint and latest_checkpoint(options.checkpoint)
+        existing = pipe.ranks.gather(newest)[0]
     if existing is not None and not options.resume:
         raise PipelineError(
             f"{options.checkpoint} holds checkpoints up to {existing.name}. Pass --resume to"

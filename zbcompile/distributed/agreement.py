@@ -27,8 +27,7 @@ def together(ranks: Ranks, what: str, make: Callable[[], Result]) -> Result:
     except Exception as caught:
         error = caught
     report = None if error is None else f"{type(error).__name__}: {error}"
-    with ranks.watch.position.waiting("the agreement"):
-        reports = ranks.gather(report)
+    reports = ranks.gather(report)
     if error is not None:
         raise ranks.watch.on_all_ranks(error)
     failed = [(rank, text) for rank, text in zip(ranks.members, reports, strict=True) if text]
@@ -37,16 +36,10 @@ def together(ranks: Ranks, what: str, make: Callable[[], Result]) -> Result:
     return result  # type: ignore[return-value]
 
 
-def gathered(ranks: Ranks, value: Result) -> list[Result]:
-    """The value of every rank, on every rank."""
-    with ranks.watch.position.waiting("the exchange"):
-        return ranks.gather(value)
-
-
 def from_first(ranks: Ranks, what: str, make: Callable[[], Result]) -> Result:
     """Returns on every rank the result of `make` on the first rank of all. If it fails, every rank
     raises."""
-    report = gathered(ranks, together(ranks, what, lambda: make() if ranks.is_first else None))
+    report = ranks.gather(together(ranks, what, lambda: make() if ranks.is_first else None))
     return next(result for result in report if result is not None)
 
 
@@ -66,7 +59,7 @@ def agree(
         Digests(ranks, (shared, ()), ([local.get(key) for key in of_a_place], PLACE)).differ
     ):
         return
-    every = gathered(ranks, local)
+    every = ranks.gather(local)
     places = [ranks.mesh.index_of(ranks.mesh.place_of(rank), PLACE) for rank in ranks.members]
     reports = [
         {(key, place if key in of_a_place else None): value for key, value in report.items()}

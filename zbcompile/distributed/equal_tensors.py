@@ -24,8 +24,7 @@ def require_equal_tensors(ranks: Ranks, tensors: Mapping[str, torch.Tensor]) -> 
     """Raise PipelineError on every rank if two ranks hold different values under one name. One
     exchange of a number per tensor; ranks may hold different names."""
     local = {name: checksum(tensor) for name, tensor in tensors.items()}
-    with ranks.watch.position.waiting("the comparison of shared tensors"):
-        reports = ranks.gather(local)
+    reports = ranks.gather(local)
     different: dict[str, tuple[int, int]] = {}
     for name, first, rank, _, _ in unlike(ranks.members, reports):
         different.setdefault(name, (first, rank))

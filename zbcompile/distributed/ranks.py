@@ -78,10 +78,6 @@ class Ranks:
     def broadcast(self, tensor: torch.Tensor, rank: int) -> None:
         """Overwrite `tensor` with the one of pipeline rank `rank`."""
 
-    def add_up(self, tensor: torch.Tensor) -> None:
-        """Overwrite `tensor` with its sum over the processes that train on this batch: of all
-        dimensions but "dp"."""
-
     def begin_largest(self, numbers: torch.Tensor) -> tuple[torch.Tensor, dist.Work | None]:
         """Begin to form the elementwise maximum over the processes of the mesh: where it will be,
         and what to wait for, None in one process."""
@@ -140,16 +136,19 @@ class GroupRanks(Ranks):
         }
 
     def gather(self, value: Value) -> list[Value]:
-        return _gather(value, self.everyone)
+        return self._gather(value, self.everyone)
 
     def gather_here(self, value: Value) -> list[Value]:
-        return _gather(value, self.group)
+        return self._gather(value, self.group)
+
+    def _gather(self, value: Any, group: dist.ProcessGroup) -> list[Any]:
+        values = [value] * dist.get_world_size(group)
+        with self.watch.position.waiting("the exchange"):
+            dist.all_gather_object(values, value, group=group)
+        return values
 
     def broadcast(self, tensor: torch.Tensor, rank: int) -> None:
         dist.broadcast(tensor, group=self.group, group_src=rank)
-
-    def add_up(self, tensor: torch.Tensor) -> None:
-        dist.all_reduce(tensor, group=self.mesh.group(*self.mesh.beside("dp")) or self.group)
 
     def begin_largest(self, numbers: torch.Tensor) -> tuple[torch.Tensor, dist.Work]:
         if (
@@ -212,9 +211,3 @@ class GroupRanks(Ranks):
         self.links.close(self.backend, broken=self.watch.fault is not None)
         self.links = OrderedLinks()
         self.opened_for.clear()
-
-
-def _gather(value: Any, group: dist.ProcessGroup) -> list[Any]:
-    values = [value] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
-    return values

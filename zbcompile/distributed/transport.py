@@ -14,10 +14,10 @@ channel waits neither for another one nor for the passes."""
 
 import zlib
 from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -139,12 +139,6 @@ Send = tuple[torch.Tensor, dist.Work]
 PENDING_SENDS = 4
 
 
-class Waitable(Protocol):
-    """Something to wait for before a message is taken."""
-
-    def wait(self) -> object: ...
-
-
 @dataclass
 class Transport:
     """Moves messages between stages. This base class serves one process, where a send puts the
@@ -152,12 +146,12 @@ class Transport:
 
     `deliver` is for a stage on the same rank; `post` begins to receive tensors of these `specs`;
     `ready` says whether `wait` may be called, which returns once the message has arrived. What else
-    brings messages, such as a collective, puts them into `boxes`, and into `receives` what to wait
-    for.
+    brings messages, such as a collective, puts them into `boxes`, and functions that wait for them
+    into `receives`.
     """
 
     boxes: dict[Message, Tensors] = field(default_factory=dict)
-    receives: dict[Message, list[Waitable]] = field(default_factory=dict)
+    receives: dict[Message, list[Callable[[], object]]] = field(default_factory=dict)
 
     def deliver(self, message: Message, tensors: Tensors) -> None:
         self.boxes[message] = tensors
@@ -173,8 +167,8 @@ class Transport:
 
     def wait(self, message: Message) -> None:
         if self.receives:
-            for work in self.receives.pop(message, ()):
-                work.wait()
+            for complete in self.receives.pop(message, ()):
+                complete()
 
     def take(self, message: Message) -> Tensors:
         return self.boxes.pop(message)
@@ -226,7 +220,7 @@ class PointToPoint(Transport):
     def post(self, message: Message, specs: Sequence[TensorSpec], peer: int) -> None:
         tensors = self.boxes[message] = [packed_buffer(spec, self.device) for spec in specs]
         self.receives[message] = [
-            self.channels.receive(as_contiguous(tensor), message, index, peer)
+            self.channels.receive(as_contiguous(tensor), message, index, peer).wait
             for index, tensor in enumerate(tensors)
         ]
 

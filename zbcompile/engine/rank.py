@@ -17,7 +17,7 @@ from zbcompile.passes.graph.roles import TensorSpec
 from zbcompile.passes.stage.overlap import merge
 from zbcompile.passes.torch_private import boxed
 from zbcompile.profiling.observation import ActionTimes
-from zbcompile.program.edges import Message, edges_of
+from zbcompile.program.edges import Edge, Message, edges_of
 from zbcompile.schedules import Schedule
 from zbcompile.schedules.ir.actions import COLLECTIVES, ONCE, RECEIVES, SENDS, Action, Pair
 from zbcompile.schedules.ir.kinds import MESSAGE_OPS, result_of
@@ -25,20 +25,10 @@ from zbcompile.schedules.ir.schedule import TORCH_LETTERS, format_step
 
 
 class Instruction(NamedTuple):
-    """One action with its messages.
-
-    Attributes:
-        receives: Messages that must have arrived before the action runs.
-        results: Messages that it produces; True for those that a stage on this rank takes.
-        carries: The message that a SEND sends to `peer`, or a RECV receives from there.
-        specs: The tensors that a RECV receives.
-    """
+    """One action with its messages, and the tensors that a RECV receives."""
 
     action: Action
-    receives: tuple[Message, ...] = ()
-    results: tuple[tuple[Message, bool], ...] = ()
-    carries: Message | None = None
-    peer: int = -1
+    edge: Edge
     specs: tuple[TensorSpec, ...] = ()
 
 
@@ -72,12 +62,9 @@ def plan_rank(
     edges = edges_of(order, rank)
 
     def instruction(action: Action) -> Instruction:
-        receives, results, carries, peer = edges[action]
-        specs: tuple[TensorSpec, ...] = ()
-        if action.op in RECEIVES:
-            specs = stage_of(action).receives[MESSAGE_OPS[action.op]]
-        local = tuple((message, to == rank) for message, to in results)
-        return Instruction(action, receives, local, carries, peer, specs)
+        is_receive = action.op in RECEIVES
+        specs = stage_of(action).receives[MESSAGE_OPS[action.op]] if is_receive else ()
+        return Instruction(action, edges[action], specs)
 
     steps = (tuple(map(instruction, step)) for step in _send_within_pairs(actions, merged))
     return RankProgram(rank, tuple(steps), merged)
@@ -162,10 +149,10 @@ class RankRun:
         ready = self.transport.ready
         for step in self.program.steps:
             for instruction in step:
-                for message in instruction.receives:
+                for message in instruction.edge.needs:
                     while not ready(message):
                         yield instruction.action
-            if step[0].receives:
+            if step[0].edge.needs:
                 self._wait(step[0])
             self._execute(step)
 
@@ -199,7 +186,7 @@ class RankRun:
     def _wait(self, instruction: Instruction) -> None:
         """Blocks until the messages of an action have arrived."""
         self.position.action, self.position.waits = instruction.action, True
-        for message in instruction.receives:
+        for message in instruction.edge.needs:
             self.transport.wait(message)
         self.position.waits = False
 
@@ -220,7 +207,7 @@ class RankRun:
                 self._execute((send,))
 
         def give() -> Tensors:
-            if second.receives:
+            if second.edge.needs:
                 self._wait(second)
             if self.times is not None:
                 self.times.begin(second.action, self.rank)
@@ -241,31 +228,32 @@ class RankRun:
         self._deliver(instruction, self.runs[SHARD].run(op, microbatch, received))
 
     def _receive(self, instruction: Instruction) -> Tensors:
-        messages = instruction.receives
+        messages = instruction.edge.needs
         if len(messages) == 1:
             return self.transport.take(messages[0])
         return [value for message in messages for value in self.transport.take(message)]
 
     def _deliver(self, instruction: Instruction, values: Tensors) -> None:
-        for message, local in instruction.results:
-            if local:
+        for message, destination in instruction.edge.makes:
+            if destination == self.rank:
                 self.transport.deliver(message, values)
             else:
                 self.outbox[message] = values
 
     def _send(self, instruction: Instruction) -> None:
-        message = instruction.carries
+        message, peer = instruction.edge.carries, instruction.edge.peer
         assert message is not None
         values = self.outbox.pop(message)
         if self.times is not None:
             self.times.sent[self.rank] += sum(value.nbytes for value in values)
         self.position.waits = True  # for an earlier send
-        self.transport.send(message, values, instruction.peer)
+        self.transport.send(message, values, peer)
         self.position.waits = False
 
     def _post_receive(self, instruction: Instruction) -> None:
-        assert instruction.carries is not None
-        self.transport.post(instruction.carries, instruction.specs, instruction.peer)
+        edge = instruction.edge
+        assert edge.carries is not None
+        self.transport.post(edge.carries, instruction.specs, edge.peer)
 
     def _post_collective(self, instruction: Instruction) -> None:
         assert self.collectives is not None

@@ -254,7 +254,7 @@ class Engine:
         result = Losses(
             values.view(shape)[:, 0].unbind(), wait, require if ranks.count > 1 else None
         )
-        check = self.check if self.check is not None and self.check.names else None
+        check = self.check if self.check is not None and self.check.is_first else None
         if check is not None or not step.ahead or executable.may_overflow:
             result.read()
         else:

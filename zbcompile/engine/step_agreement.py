@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zbcompile.distributed.agreement import Digests, gathered, unlike
+from zbcompile.distributed.agreement import Digests, unlike
 from zbcompile.distributed.equal_tensors import checksum
 from zbcompile.distributed.mesh import BATCHES, Mesh
 from zbcompile.distributed.ranks import Ranks
@@ -55,7 +55,7 @@ class StepAgreement:
         """Raises PipelineError, on every rank, if they are."""
         if not self.differs():
             return
-        ranks, summaries = self._ranks, gathered(self._ranks, self._summary)
+        ranks, summaries = self._ranks, self._ranks.gather(self._summary)
         for rank, summary in zip(ranks.members, summaries, strict=True):
             if summary != summaries[0]:
                 raise ranks.refusal(
@@ -78,8 +78,7 @@ def require_same_batch(ranks: Ranks, inputs: Mapping[str, Any]) -> None:
     sums = {name: [_mark(leaf) for leaf in pytree.tree_leaves(inputs[name])] for name in inputs}
     if not any(Digests(ranks, (sorted(sums.items()), ranks.mesh.beside("pp"))).differ):
         return
-    with ranks.watch.position.waiting("the batch of the others"):
-        reports = ranks.gather_here(sums)
+    reports = ranks.gather_here(sums)
     names = {name for report in reports for name in report}
     rows = [{name: report.get(name, []) for name in names} for report in reports]
     for name, first, rank, left, right in sorted(unlike(range(len(rows)), rows)):

@@ -192,19 +192,6 @@ class ShardStep:
         yield from self.spread.values()
 
 
-@dataclass(frozen=True)
-class CollectiveWait:
-    """Completes a collective, then adds the gradients of rows of earlier SPREADs."""
-
-    complete: Job
-    shard: ShardStep
-    spreads: int
-
-    def wait(self) -> None:
-        self.complete()
-        self.shard.add_rows(self.spreads)
-
-
 @dataclass
 class Collectives:
     """The collectives of one step, among the `shards` of this process by rank."""
@@ -226,7 +213,13 @@ class Collectives:
             partial(_JOBS[op], self, microbatch),
             partial(self._tensors, shard, microbatch),
         )
-        wait = CollectiveWait(complete, shard, len(shard.posted))
+        count = len(shard.posted)
+
+        def wait() -> None:
+            """Completes the collective, then adds the gradients of rows that were posted before."""
+            complete()
+            shard.add_rows(count)
+
         for message in self._outputs(op, rank, microbatch):
             self.transport.receives[message] = [wait]
 

@@ -86,7 +86,9 @@ def total_norm(
         ):
             norms[index] = torch.linalg.vector_norm(gradient, norm_type)
     with ranks.watch.position.waiting("the norm of all gradients"):
-        ranks.add_up(norms)
+        if ranks.group is not None:  # of all ranks that train on this batch
+            beside = ranks.mesh.group(*ranks.mesh.beside("dp"))
+            dist.all_reduce(norms, group=beside or ranks.group)
     total = torch.linalg.vector_norm(norms, norm_type)
     if error_if_nonfinite and not torch.isfinite(total):
         raise ranks.watch.on_all_ranks(

@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zbcompile.api.pipeline import Pipeline
-from zbcompile.distributed.agreement import agree, from_first, gathered, together
+from zbcompile.distributed.agreement import agree, from_first, together
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
 from zbcompile.model.seeds import random_state, restore_random_state
@@ -216,7 +216,7 @@ def load_state(
     ranks = state.ranks
     with ranks.watch.region(f"loading a checkpoint from {path}"):
         _finish_earlier(source, ranks, f"saving before loading {path}")
-        newest = gathered(ranks, next(iter(candidates(path)), None))[0]
+        newest = ranks.gather(next(iter(candidates(path)), None))[0]
         if newest is None and not required:
             return Checkpoint(step=0)
         if newest is None:

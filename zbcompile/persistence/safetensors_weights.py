@@ -12,7 +12,7 @@ from safetensors.torch import save
 from torch import nn
 
 from zbcompile.api.pipeline import Pipeline
-from zbcompile.distributed.agreement import gathered, together
+from zbcompile.distributed.agreement import together
 from zbcompile.errors import PipelineError
 from zbcompile.model.distributed_tensors import is_distributed
 from zbcompile.model.tensor_shard import chunk_of, local_of
@@ -46,9 +46,7 @@ def save_weights(path: str | Path, source: Pipeline | nn.Module) -> None:
         if target.suffix != ".safetensors":
             _write_parts(target, state, stored, what)
             return
-        tensors = {
-            name: tensor for part in gathered(ranks, stored) for name, tensor in part.items()
-        }
+        tensors = {name: tensor for part in ranks.gather(stored) for name, tensor in part.items()}
         together(ranks, what, lambda: _write(target, tensors) if ranks.is_first else None)
 
 
@@ -91,7 +89,7 @@ def _write_parts(
         # without these, the files that follow are not yet a complete set
         for name_of_set in (INDEX, SINGLE):
             (target / name_of_set).unlink(missing_ok=True)
-    listed = gathered(ranks, {key: (t.nbytes, tuple(t.shape), name) for key, t in tensors.items()})
+    listed = ranks.gather({key: (t.nbytes, tuple(t.shape), name) for key, t in tensors.items()})
     entries = {key: entry for part in listed for key, entry in part.items()}
     shapes = {key: shape for key, (_, shape, _) in entries.items()}
     together(ranks, what, lambda: _sources(target, hub_tensors(model, shapes), state))

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from safetensors.torch import load, save
 
-from zbcompile.distributed.agreement import gathered, together
+from zbcompile.distributed.agreement import together
 from zbcompile.distributed.mesh import DIMENSIONS
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
@@ -81,7 +81,7 @@ def save_program(program: Program, directory: Path, ranks: Ranks) -> None:
 
     what = f"saving {directory}"
     together(ranks, what, prepare)
-    parts = gathered(ranks, together(ranks, what, write))
+    parts = ranks.gather(together(ranks, what, write))
     together(ranks, what, finish)
 
 

@@ -143,8 +143,7 @@ class GraphCache:
         evictable = [old for old in self.entries if old is not self.first]
         evicted = evictable[: max(0, excess)]
         self.entries = [old for old in self.entries if old not in evicted] + [entry]
-        numbers = {graphs.number for old in self.entries for graphs in old.graphs}
-        self.plans = {key: plan for key, plan in self.plans.items() if numbers.issuperset(key)}
+        self.plans.clear()
         return bool(evicted)
 
     def plan(
@@ -156,13 +155,11 @@ class GraphCache:
         """Returns the executable of microbatches that run these graphs, in the order that `order`
         has for as many microbatches."""
         key = tuple(part.number for part in graphs)
-        plan = self.plans.pop(key, None)
-        if plan is None:
-            plan = plan_step(graphs, order(graphs[0].program, len(graphs)), ranks)
-        self.plans[key] = plan
-        for old in list(self.plans)[: max(0, len(self.plans) - self.limit)]:
-            del self.plans[old]
-        return plan
+        if key not in self.plans:
+            if len(self.plans) >= self.limit:
+                self.plans.clear()
+            self.plans[key] = plan_step(graphs, order(graphs[0].program, len(graphs)), ranks)
+        return self.plans[key]
 
     def clear(self) -> None:
         self.first = None

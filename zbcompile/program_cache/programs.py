@@ -25,7 +25,7 @@ from zbcompile.compiler.compile_forward import (
     require_words,
 )
 from zbcompile.compiler.compile_model import ExportedModel, compile_program, export_step
-from zbcompile.distributed.agreement import gathered, together
+from zbcompile.distributed.agreement import together
 from zbcompile.distributed.mesh import BATCHES, DIMENSIONS
 from zbcompile.engine.executable import BoundGraphs, Executable, keyword, returned_values
 from zbcompile.engine.stage import rebind
@@ -340,7 +340,7 @@ class ProgramCache:
         if placed is None and self.ranks.mesh.beside("pp", "dp"):
             # Ranks of tensor parallelism may hold parts of different sizes, for which other cuts
             # are balanced: those of the first rank decide.
-            homes = gathered(self.ranks, program.homes)
+            homes = self.ranks.gather(program.homes)
             if any(part != homes[0] for part in homes):
                 like = replace(program, homes=homes[0], stages=(), line_operators=())
                 program = together(self.ranks, "compiling", lambda: compile_program(*task, like))
