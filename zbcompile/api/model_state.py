@@ -10,11 +10,10 @@ from torch import nn
 from zbcompile.api.optimizers import Optimizers
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
-from zbcompile.model.distributed_tensors import is_distributed
+from zbcompile.model.distributed_tensors import chunk_of, is_distributed, local_of
 from zbcompile.model.model_info import first_names
+from zbcompile.model.module_tensors import local_state_dict
 from zbcompile.model.placements import SHARD, along
-from zbcompile.model.remote_tensors import local_state_dict
-from zbcompile.model.tensor_shard import chunk_of, local_of
 from zbcompile.optimizer.gradient_norm import total_norm
 from zbcompile.program.program import Program
 from zbcompile.program_cache.binding import ModelBinding

@@ -19,7 +19,7 @@ from zbcompile.engine.executable import kind_of
 from zbcompile.engine.step import Engine
 from zbcompile.errors import PipelineError
 from zbcompile.model.distributed_tensors import Parts, TensorPart
-from zbcompile.model.remote_tensors import refuse_state_dict
+from zbcompile.model.module_tensors import refuse_state_dict
 from zbcompile.optimizer.optimizer_config import OptimizerConfig, Predicate
 from zbcompile.optimizer.pipeline_optimizer import PipelineOptimizer
 from zbcompile.options import PipelineOptions

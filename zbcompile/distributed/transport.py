@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from zbcompile.errors import PipelineError
-from zbcompile.faults.abort import UNUSED_TAG
+from zbcompile.faults.watch import UNUSED_TAG
 from zbcompile.passes import gpu
 from zbcompile.passes.graph.roles import TensorSpec
 from zbcompile.passes.graph.strides import is_dense, packed_layout

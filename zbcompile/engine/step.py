@@ -19,13 +19,12 @@ from zbcompile.distributed.ranks import Ranks
 from zbcompile.distributed.transport import Transport, empty
 from zbcompile.engine.executable import Executable, Outputs, StepInput
 from zbcompile.engine.first_step_check import FirstStepCheck, written_buffers
-from zbcompile.engine.gradients import Gradients
+from zbcompile.engine.gradients import Gradients, reduce_tied
 from zbcompile.engine.optimizer_parameters import LATE
 from zbcompile.engine.rank import RankRun
 from zbcompile.engine.replicas import Reduction, unobserved
 from zbcompile.engine.stage import LOOKUPS, SHARD, StageRun
 from zbcompile.engine.step_agreement import integer_marks, require_same_integers
-from zbcompile.engine.tied import reduce_tied
 from zbcompile.engine.vocabulary import ShardStep
 from zbcompile.errors import PipelineError
 from zbcompile.faults.rank_status import LocalWatch

@@ -16,8 +16,8 @@ from zbcompile.backends.backend import CompiledPasses
 from zbcompile.distributed.transport import Transport
 from zbcompile.engine.stage import LOOKUPS, SHARD, CompiledStage, prepare_stage
 from zbcompile.engine.vocabulary import Collectives, EndRanks, GroupCollectives, LocalCollectives
+from zbcompile.model.distributed_tensors import Chunk
 from zbcompile.model.materialize import Share
-from zbcompile.model.tensor_shard import Chunk
 from zbcompile.passes import gpu
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.vocabulary.shard_program import VocabularyProgram

@@ -22,7 +22,7 @@ from zbcompile.engine.step_agreement import require_same_batch
 from zbcompile.errors import PipelineError
 from zbcompile.integrations.accelerator import PipelineAccelerator
 from zbcompile.integrations.refusals import refuse, refuse_optimizer
-from zbcompile.model.remote_tensors import local_state_allowed
+from zbcompile.model.module_tensors import local_state_allowed
 from zbcompile.optimizer.pipeline_optimizer import PipelineOptimizer
 from zbcompile.persistence.checkpoint import load_state, save_checkpoint
 from zbcompile.persistence.safetensors_weights import load_weights, save_weights

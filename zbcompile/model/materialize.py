@@ -9,7 +9,7 @@ from torch import nn
 
 from zbcompile.errors import PipelineError
 from zbcompile.model.distributed_tensors import PART
-from zbcompile.model.remote_tensors import local_state_allowed
+from zbcompile.model.module_tensors import local_state_allowed
 from zbcompile.passes import gpu
 from zbcompile.passes.meta_device import is_on_meta, on_device
 from zbcompile.passes.torch_private import tensor_tables

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from zbcompile.model.remote_tensors import local_state_allowed
+from zbcompile.model.module_tensors import local_state_allowed
 from zbcompile.passes.torch_names import dtype_named
 from zbcompile.passes.torch_private import FakeTensor
 

@@ -1,6 +1,14 @@
-"""The state dict of a pipeline's optimizer, under the names of parameters."""
+"""The state of a pipeline's optimizer under the names of parameters, as
+torch.distributed.checkpoint flattens it.
 
-from collections.abc import Mapping
+    state.NAME.KEY            what the optimizer keeps of a parameter
+    param_groups.NAME.KEY     the options of the group that the parameter is in
+
+torch's `set_optimizer_state_dict` reads it with `flatten_optimizer_state_dict=True`.
+"""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,22 +17,140 @@ from torch.optim import Optimizer
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.engine.optimizer_parameters import OptimizerParameters, OptimizerTensor
 from zbcompile.errors import PipelineError
-from zbcompile.model.tensor_shard import local_of
-from zbcompile.optimizer.named_state import (
-    MEMBERS,
-    NamedParameter,
-    by_name,
-    option_entries,
-    state_entries,
-    torch_state_dict,
+from zbcompile.model.distributed_tensors import (
+    Chunk,
+    TensorShard,
+    is_distributed,
+    local_of,
+    shard_of,
 )
 from zbcompile.optimizer.optimizer_config import OptimizerConfig
 from zbcompile.optimizer.sharded_state import gather_states, names_with_whole_state, scatter_states
 from zbcompile.optimizer.trained_parameters import TrainedParameters
 from zbcompile.torch_private import step_without_hooks
 
-State = dict[str, Any]
+Values = dict[str, Any]
 MASTER = "master"
+MEMBERS = ("params", "param_names")  # the keys of a parameter group that list its members
+
+
+@dataclass(frozen=True)
+class NamedParameter:
+    """A parameter of an optimizer: the number of its group, and the `tensor` in `param_groups`.
+
+    `local` has the shape and memory layout of this process's part of the parameter, which is at
+    `chunk` of the whole; None if the part is all of it.
+    """
+
+    name: str
+    group: int
+    tensor: torch.Tensor
+    local: torch.Tensor
+    chunk: Chunk | None = None
+
+
+def state_entries(member: NamedParameter, state: Mapping[Any, Any]) -> Values:
+    """Returns the entries `state.NAME.KEY` of a parameter; state of a part of it as shards."""
+    entries: Values = {}
+    for key, value in state.items():
+        if isinstance(value, Mapping):
+            raise PipelineError(
+                f"the optimizer keeps a mapping {key} for {member.name}, and a state dict holds"
+                " tensors and numbers alone. Use an optimizer whose state has one level, such as"
+                " AdamW."
+            )
+        if is_distributed(value):
+            value = shard_of(value)
+        elif member.chunk is not None and isinstance(value, torch.Tensor) and value.dim():
+            if value.shape != member.local.shape:
+                raise PipelineError(
+                    f"the optimizer keeps {key} of shape {list(value.shape)} for {member.name}, "
+                    f"of which each rank has a part of shape {list(member.local.shape)}; state of "
+                    "another shape cannot be reassembled. Use an optimizer that works element by "
+                    'element, such as AdamW, or vocab="off".'
+                )
+            value = TensorShard.of(value, member.chunk)
+        entries[f"state.{member.name}.{key}"] = value
+    return entries
+
+
+def option_entries(name: str, group: Mapping[str, Any]) -> Values:
+    """Returns the entries `param_groups.NAME.KEY` of a parameter."""
+    options = {key: value for key, value in group.items() if key not in MEMBERS}
+    return {f"param_groups.{name}.{key}": value for key, value in options.items()}
+
+
+def by_name(entries: Mapping[str, Any], section: str, names: Collection[str]) -> dict[str, Values]:
+    """Returns the entries of a section by the names of parameters, and by key; of other names none.
+
+    >>> by_name({"state.a.b.step": 1, "param_groups.a.b.lr": 2}, "state", {"a.b"})
+    {'a.b': {'step': 1}}
+    """
+    values: dict[str, Values] = {name: {} for name in names}
+    for entry, value in entries.items():
+        title, _, key = entry.rpartition(".")
+        name = title.removeprefix(f"{section}.")
+        if name != title and name in values:
+            values[name][key] = value
+    return values
+
+
+def empty_entry(
+    member: NamedParameter, key: str, shape: Sequence[int], dtype: torch.dtype, device: Any = None
+) -> torch.Tensor:
+    """Returns memory for an entry to be read into: as large as this process's part of the parameter
+    if the entry has the parameter's shape."""
+    full_shape = tuple(member.local.shape) if member.chunk is None else member.chunk[0]
+    if tuple(shape) != full_shape or key == "step":  # a parameter may have the shape of a step: ()
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    device = device or member.local.device
+    local = torch.empty_like(member.local, dtype=dtype, device=device, requires_grad=False)
+    return local if member.chunk is None else TensorShard.of(local, member.chunk)
+
+
+def torch_state_dict(
+    members: Sequence[NamedParameter],
+    states: Iterable[Mapping[str, Any]],
+    options: Mapping[str, Values],
+    groups: Sequence[Mapping[str, Any]],
+) -> Values:
+    """Returns the argument for `load_state_dict` of a torch optimizer with these groups.
+
+    A group gets the options of its first member that has any: a frozen parameter may have none.
+    """
+    pairs = enumerate(zip(members, states, strict=True))
+    state = {number: _like(member, values) for number, (member, values) in pairs if values}
+    saved_groups = []
+    for number, group in enumerate(groups):
+        group_members = [
+            (index, member.name) for index, member in enumerate(members) if member.group == number
+        ]
+        saved = next((options[name] for _, name in group_members if options.get(name)), None)
+        if group_members and saved is None:
+            raise PipelineError(
+                f"the checkpoint has no optimizer state for {group_members[0][1]}. It was saved"
+                " without optimizer=, or with one that did not train it. Load it without"
+                " optimizer=."
+            )
+        current = {key: value for key, value in group.items() if key not in MEMBERS}
+        saved_groups.append({**(saved or current), "params": [index for index, _ in group_members]})
+    return {"state": state, "param_groups": saved_groups}
+
+
+def _like(member: NamedParameter, state: Mapping[str, Any]) -> Values:
+    """Returns the state with plain tensors, or with DTensors if the optimizer updates a DTensor."""
+    plain = {key: local_of(value) for key, value in state.items()}
+    user_tensor: Any = member.tensor
+    if is_distributed(user_tensor):
+        from torch.distributed.tensor import DTensor
+
+        layout = {"run_check": False, "shape": user_tensor.shape, "stride": user_tensor.stride()}
+        for key, value in plain.items():
+            if isinstance(state[key], TensorShard):
+                plain[key] = DTensor.from_local(
+                    value, user_tensor.device_mesh, user_tensor.placements, **layout
+                )
+    return plain
 
 
 class OptimizerState:
@@ -46,11 +172,11 @@ class OptimizerState:
         self.parameters, self.numbers = parameters, numbers
         self.stepped: set[torch.Tensor] = set()
 
-    def entries(self, inner: Optimizer, is_checkpoint: bool) -> State:
+    def entries(self, inner: Optimizer, is_checkpoint: bool) -> Values:
         """Returns the entries of the state dict; of a checkpoint only what this process writes. The
         state before the first update is that of an update with gradients of zero, but a checkpoint
         has none."""
-        tensors, entries = self.parameters.tensors, State()
+        tensors, entries = self.parameters.tensors, Values()
         states = self._states(inner)
         if not is_checkpoint and not any(states.values()):
             states = self._initial_states(inner)
@@ -74,7 +200,7 @@ class OptimizerState:
             return list(map(self._member, names_with_whole_state(self.parameters.buffers)))
         return [self._member(entry.name) for entry in self.parameters.tensors]
 
-    def load(self, state_dict: Mapping[str, Any]) -> tuple[dict[OptimizerTensor, State], State]:
+    def load(self, state_dict: Mapping[str, Any]) -> tuple[dict[OptimizerTensor, Values], Values]:
         """Returns the state of every tensor, and the options by name, of a state dict. Raises
         PipelineError for state that this process would ignore."""
         names = self._local_names()
@@ -97,7 +223,7 @@ class OptimizerState:
             return scatter_states(gathered, tensors, self.parameters.buffers), options
 
     def load_into(
-        self, inner: Optimizer, states: Mapping[OptimizerTensor, State], options: State
+        self, inner: Optimizer, states: Mapping[OptimizerTensor, Values], options: Values
     ) -> None:
         """Gives `inner` the state of its tensors, and masters their values."""
         by_tensor = {entry.tensor: entry for entry in self.parameters.tensors}
@@ -115,7 +241,7 @@ class OptimizerState:
             entry.tensor.detach().copy_(master)
         self.stepped = {entry.tensor for entry in masters}
 
-    def _states(self, inner: Optimizer) -> dict[OptimizerTensor, State]:
+    def _states(self, inner: Optimizer) -> dict[OptimizerTensor, Values]:
         """Returns the state of this process's tensors, with the masters."""
         states = {}
         for entry in self.parameters.tensors:
@@ -125,7 +251,7 @@ class OptimizerState:
             states[entry] = state
         return states
 
-    def _initial_states(self, inner: Optimizer) -> dict[OptimizerTensor, State]:
+    def _initial_states(self, inner: Optimizer) -> dict[OptimizerTensor, Values]:
         """Returns the state that an update with gradients of zero makes."""
         states = {}
         for entry in self.parameters.tensors:

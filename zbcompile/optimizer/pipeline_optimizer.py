@@ -14,9 +14,8 @@ from zbcompile.distributed.ranks import Ranks
 from zbcompile.engine.optimizer_parameters import LATE, OptimizerParameters
 from zbcompile.errors import PipelineError
 from zbcompile.optimizer.gradient_norm import norm_of_all
-from zbcompile.optimizer.named_state import NamedParameter
 from zbcompile.optimizer.optimizer_config import OptimizerConfig
-from zbcompile.optimizer.optimizer_state import MASTER, OptimizerState
+from zbcompile.optimizer.optimizer_state import MASTER, NamedParameter, OptimizerState
 from zbcompile.optimizer.post_validation import PostValidation
 from zbcompile.optimizer.trained_parameters import (
     TrainedParameters,

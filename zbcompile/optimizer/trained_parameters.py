@@ -16,9 +16,8 @@ from zbcompile.engine.optimizer_parameters import LATE, OptimizerParameters, Opt
 from zbcompile.engine.vocabulary_parameters import VocabularyShards
 from zbcompile.engine.zero1 import ShardedBuffer
 from zbcompile.errors import PipelineError
-from zbcompile.model.distributed_tensors import Parts, is_distributed
+from zbcompile.model.distributed_tensors import Chunk, Parts, chunk_of, is_distributed
 from zbcompile.model.placements import PARTIAL, SHARD, along
-from zbcompile.model.tensor_shard import Chunk, chunk_of
 from zbcompile.passes.compile_options import HALF
 from zbcompile.passes.graph.strides import is_dense
 from zbcompile.program.program import Program

@@ -21,8 +21,8 @@ from zbcompile.api.pipeline import Pipeline
 from zbcompile.distributed.agreement import agree, from_first, together
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
+from zbcompile.model.distributed_tensors import shard_of
 from zbcompile.model.seeds import random_state, restore_random_state
-from zbcompile.model.tensor_shard import shard_of
 from zbcompile.persistence.checkpoint_directory import INDEX, begin, candidates, final_name
 from zbcompile.persistence.checkpoint_files import CheckpointReader, CheckpointWriter, first_cause
 from zbcompile.persistence.checkpoint_values import Tensors, from_data, to_data

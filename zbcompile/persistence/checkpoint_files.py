@@ -24,7 +24,7 @@ from torch.futures import Future
 
 from zbcompile.errors import PipelineError
 from zbcompile.json_text import to_text
-from zbcompile.model.tensor_shard import TensorShard, local_of
+from zbcompile.model.distributed_tensors import TensorShard, local_of
 from zbcompile.persistence.checkpoint_directory import INDEX, candidates, publish
 from zbcompile.persistence.safetensors_files import header_digest, write_safetensors
 from zbcompile.safe_files import damage_in, sha256_of, write_whole

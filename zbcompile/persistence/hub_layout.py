@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from zbcompile.errors import PipelineError
-from zbcompile.model.remote_tensors import local_state_allowed
+from zbcompile.model.module_tensors import local_state_allowed
 
 Shape = tuple[int, ...]
 # the pattern, the name and the values of stored tensors

@@ -14,11 +14,10 @@ from torch.optim import Optimizer
 from zbcompile.api.pipeline import Pipeline
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
-from zbcompile.model.distributed_tensors import is_distributed
+from zbcompile.model.distributed_tensors import chunk_of, is_distributed, local_of
 from zbcompile.model.model_info import ModelFacts, facts_of
 from zbcompile.model.placements import SHARD, along
-from zbcompile.model.tensor_shard import chunk_of, local_of
-from zbcompile.optimizer.named_state import (
+from zbcompile.optimizer.optimizer_state import (
     NamedParameter,
     Values,
     by_name,

@@ -14,8 +14,7 @@ from torch import nn
 from zbcompile.api.pipeline import Pipeline
 from zbcompile.distributed.agreement import together
 from zbcompile.errors import PipelineError
-from zbcompile.model.distributed_tensors import is_distributed
-from zbcompile.model.tensor_shard import chunk_of, local_of
+from zbcompile.model.distributed_tensors import chunk_of, is_distributed, local_of
 from zbcompile.persistence.hub_layout import HubTensor, as_stored, hub_tensors, write_config
 from zbcompile.persistence.local_state import LocalState, local_state, require_names
 from zbcompile.persistence.safetensors_files import safetensors_dtype

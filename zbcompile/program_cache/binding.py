@@ -26,9 +26,15 @@ from zbcompile.errors import PipelineError
 from zbcompile.model.distributed_tensors import Parts
 from zbcompile.model.materialize import Share
 from zbcompile.model.model_info import first_names
+from zbcompile.model.module_tensors import (
+    kind_of,
+    local_state_dict,
+    move_to_meta,
+    refuse_state_dict,
+    require_same_tensors,
+    resident_tensors,
+)
 from zbcompile.model.placements import SHARD, along, require_matches
-from zbcompile.model.remote_tensors import local_state_dict, move_to_meta, refuse_state_dict
-from zbcompile.model.resident_tensors import kind_of, require_same_tensors, resident_tensors
 from zbcompile.options import PipelineOptions
 from zbcompile.passes.capture.model_checks import check_hooks
 from zbcompile.passes.graph.roles import Slot

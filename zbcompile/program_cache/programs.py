@@ -31,8 +31,8 @@ from zbcompile.engine.executable import BoundGraphs, Executable, keyword, return
 from zbcompile.engine.stage import rebind
 from zbcompile.engine.step_agreement import StepAgreement, require_same_batch
 from zbcompile.errors import PipelineError
+from zbcompile.model.module_tensors import resident_tensors
 from zbcompile.model.placements import SHARD, along, placement_of
-from zbcompile.model.resident_tensors import resident_tensors
 from zbcompile.options import PipelineOptions
 from zbcompile.passes.compile_options import CompileOptions
 from zbcompile.passes.errors import PartitionError

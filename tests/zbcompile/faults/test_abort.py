@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.pool import Pool
-from zbcompile.faults.abort import abort_group
+from zbcompile.faults.watch import abort_group
 
 
 def wait_and_cut() -> bool:
