@@ -185,8 +185,9 @@ def gradients_here(pipe: zbcompile.Pipeline, optimizer: PipelineOptimizer) -> Pa
         for replica, begin, _ in buffer.parts(name)
         if replica == buffer.replica
     }
-    sums = optimizer.parameters.sums()
-    return {(name, begins[name]): gradient.clone() for name, gradient in sums.items()}
+    tensors = optimizer.parameters.tensors
+    gradients = [(entry.name, entry.tensor.grad) for entry in tensors]
+    return {(name, begins[name]): grad.clone() for name, grad in gradients if grad is not None}
 
 
 def furthest(parts: Parts, expected: Parts) -> float:

@@ -37,7 +37,6 @@ from zbcompile.passes.torch_names import type_text
 from zbcompile.planning.auto import compile_auto
 from zbcompile.planning.choose_schedule import fit_to_batch, fit_to_count
 from zbcompile.profiling.observation import Observation
-from zbcompile.program_cache.orders import step_order
 from zbcompile.program_cache.programs import ProgramCache
 from zbcompile.progress import LONG, Progress
 from zbcompile.schedules import Schedule
@@ -51,7 +50,6 @@ class StepRunner:
 
     Attributes:
         unfitted: The schedule before the first step fits it to its batch.
-        admitted: Numbers of microbatches that the schedule admits.
         usual_rows: The samples of a usual microbatch.
     """
 
@@ -61,7 +59,6 @@ class StepRunner:
     optimizers: Optimizers
     observation: Observation
     unfitted: Schedule = field(init=False)
-    admitted: set[int] = field(default_factory=set)
     usual_rows: int | None = None
 
     def __post_init__(self) -> None:
@@ -110,7 +107,6 @@ class StepRunner:
         require_divisible(batch, count)
         if count == cache.schedule.microbatches:
             self.usual_rows = batch.rows(0, count)
-        self._require_order(count)
         return batch.into(count)
 
     def _fit(self, microbatches: Sequence[Microbatch]) -> Microbatches:
@@ -120,17 +116,8 @@ class StepRunner:
             self.cache.schedule = fit_to_count(self.unfitted, self.options, count)
             if is_searched(self.options):
                 self._decide(microbatches[0])
-        self._require_order(count)
         alike = len({microbatch.signature for microbatch in microbatches}) == 1
         return Microbatches(tuple(microbatches), alike)
-
-    def _require_order(self, count: int) -> None:
-        """Raises PipelineError, before a rank waits, for a number of microbatches that the schedule
-        does not admit."""
-        program, usual = self.cache.binding.program, self.cache.schedule.microbatches
-        if program is not None and program.trains and count not in {usual, *self.admitted}:
-            step_order(program, count)
-            self.admitted.add(count)
 
     def _decide(self, microbatch: Microbatch) -> None:
         """Chooses the schedule by the predicted step, for the first batch's microbatches."""

@@ -81,7 +81,6 @@ class Executable:
         program: That of the first graphs, with the lowered schedule of the step and the parameters
             that any of the graphs trains.
         graphs: Those that each microbatch runs.
-        distinct: Each of these graphs once.
         sums: When the gradients of each rank of this process are reduced.
         gradients: The sums of each rank, which all steps share.
         orders: The results of `ordered`.
@@ -89,12 +88,16 @@ class Executable:
 
     program: Program
     graphs: tuple[BoundGraphs, ...]
-    distinct: tuple[BoundGraphs, ...]
     sums: Mapping[int, SumPlan]
     gradients: dict[int, Gradients] = field(init=False, default_factory=dict)
     orders: dict[frozenset[str], tuple[Schedule, tuple[RankProgram, ...]]] = field(
         init=False, default_factory=dict
     )
+
+    @cached_property
+    def distinct(self) -> tuple[BoundGraphs, ...]:
+        """Each of the graphs once."""
+        return tuple({bound.number: bound for bound in self.graphs}.values())
 
     @cached_property
     def first(self) -> BoundGraphs:
@@ -148,9 +151,8 @@ def plan_step(graphs: Sequence[BoundGraphs], lowered: Schedule, ranks: Sequence[
     cannot share a step.
     """
     program = graphs[0].program
-    distinct = tuple({bound.number: bound for bound in graphs}.values())
-    if len(distinct) > 1:
-        programs = [graph.program for graph in distinct]
+    programs = list({bound.number: bound.program for bound in graphs}.values())
+    if len(programs) > 1:
         problem = _problem(programs)
         if problem:
             raise PipelineError(
@@ -161,7 +163,7 @@ def plan_step(graphs: Sequence[BoundGraphs], lowered: Schedule, ranks: Sequence[
     if program.lowered is not lowered:
         program = replace(program, lowered=lowered)
     sums = {rank: plan_sums(program, rank, graphs[0].sums) for rank in ranks}
-    return Executable(program, tuple(graphs), distinct, sums)
+    return Executable(program, tuple(graphs), sums)
 
 
 def _problem(programs: Sequence[Program]) -> str:

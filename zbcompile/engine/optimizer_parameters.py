@@ -143,12 +143,6 @@ class OptimizerParameters:
                 part, gradient = part.to(entry.tensor.dtype), entry.tensor.grad
                 entry.tensor.grad = part if gradient is None else gradient.add_(part)
 
-    def sums(self) -> dict[str, torch.Tensor]:
-        """Returns this replica's parts of the sums by parameter."""
-        return {
-            entry.name: entry.tensor.grad for entry in self.tensors if entry.tensor.grad is not None
-        }
-
     def wait(self, stage: int | None = None) -> None:
         """Receives the parameters of a stage (with None: all) that other replicas have updated.
         Raises PipelineError if the user has written into one, which would be lost."""

@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from zbcompile.batches.batch import Batch, Microbatch, Microbatches, explained, listed
@@ -31,7 +30,6 @@ from zbcompile.engine.executable import BoundGraphs, Executable, keyword, return
 from zbcompile.engine.stage import rebind
 from zbcompile.engine.step_agreement import StepAgreement, require_same_batch
 from zbcompile.errors import PipelineError
-from zbcompile.model.module_tensors import resident_tensors
 from zbcompile.model.placements import SHARD, along, placement_of
 from zbcompile.options import PipelineOptions
 from zbcompile.passes.compile_options import CompileOptions
@@ -459,16 +457,10 @@ class ProgramCache:
             }
         if not rows:
             return executable
-        tensors: dict[Slot, torch.Tensor] = {**resident_tensors(self._model, {}), **rows}
-        bound = {}
-        for part in executable.distinct:
-            stages = {}
-            for i, stage in part.stages.items():
-                constants = {s: t for s, t in stage.resident.items() if s.role == "constant"}
-                stages[i] = rebind(stage, {**constants, **tensors})
-            bound[part.number] = replace(part, stages=stages)
-        return replace(
-            executable,
-            graphs=tuple(bound[part.number] for part in executable.graphs),
-            distinct=tuple(bound.values()),
-        )
+        bound = {
+            part.number: replace(
+                part, stages={i: rebind(s, {**s.resident, **rows}) for i, s in part.stages.items()}
+            )
+            for part in executable.distinct
+        }
+        return replace(executable, graphs=tuple(bound[part.number] for part in executable.graphs))
