@@ -145,10 +145,10 @@ def attributes_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     }
 
 
-def gloo_link(store: dist.Store, rank: int, timeout: timedelta, size: int = 2) -> Any:
+def gloo_link(store: dist.Store, rank: int, timeout: timedelta) -> Any:
     """A gloo group that is not registered with torch.distributed. The class is public, its
     constructor not documented (torch.distributed._dist2 makes groups so)."""
-    return dist.ProcessGroupGloo(store, rank, size, timeout)
+    return dist.ProcessGroupGloo(store, rank, 2, timeout)
 
 
 def nccl_link(store: dist.Store, rank: int, timeout: timedelta, ranks: tuple[int, int]) -> Any:

@@ -107,7 +107,7 @@ def start(layers: int, ranks: int, width: int) -> None:
         print(f"{layers} layers in {ranks} stages: from the model to its program {seconds:.1f} s")
         pipe.program.save(f"{folder}/program")
         begin = time.perf_counter()
-        done = compile_passes(pipe.program, range(ranks), make_backend("inductor", CPU)).compilation
+        done = compile_passes(pipe.program, range(ranks), make_backend("inductor", CPU))[1]
         print(
             f"empty cache: {time.perf_counter() - begin:.1f} s in one process; {done}", flush=True
         )
@@ -133,7 +133,7 @@ def start_rank(folder: Path, rank: int) -> None:
         importlib.import_module(f"torch.{name}")
     begin, cpu = time.perf_counter(), time.process_time()
     program = read_program(folder, read_manifest(folder), (rank,), CPU)
-    done = compile_passes(program, (rank,), make_backend("inductor", CPU)).compilation
+    done = compile_passes(program, (rank,), make_backend("inductor", CPU))[1]
     seconds, cpu_seconds = time.perf_counter() - begin, time.process_time() - cpu
     print(
         f"rank {rank}: second start {seconds:.2f} s ({cpu_seconds:.2f} s of CPU); {done}",

@@ -264,8 +264,8 @@ OPTIMIZER = (
     ),
     PlantedFault(
         "the norm counts a parameter once for each of its copies",
-        "zbcompile/optimizer/gradient_norm.py",
-        ' and mesh.index(*mesh.beside("pp", "dp", *split)) == 0',
+        "zbcompile/api/model_state.py",
+        " and is_first",
         "",
         ("tests/zbcompile/optimizer", "tests/zbcompile/engine"),
     ),

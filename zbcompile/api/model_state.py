@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from zbcompile.api.optimizers import Optimizers
@@ -14,7 +15,6 @@ from zbcompile.model.distributed_tensors import chunk_of, is_distributed, local_
 from zbcompile.model.model_info import first_names
 from zbcompile.model.module_tensors import local_state_dict
 from zbcompile.model.placements import SHARD, along
-from zbcompile.optimizer.gradient_norm import total_norm
 from zbcompile.program.program import Program
 from zbcompile.program_cache.binding import ModelBinding
 
@@ -77,18 +77,43 @@ class ModelState:
         binding = self._binding
         binding.parts.take_gradients()
         with self._ranks.watch.region("clip_grad_norm_"):
-            norm = total_norm(
-                self.program,
-                binding.trained,
-                frozenset(binding.shards.own if binding.shards else ()),
-                binding.parameters,
-                self._ranks,
-                norm_type,
-                error_if_nonfinite,
-            )
+            norm = self._total_norm(norm_type)
+            if error_if_nonfinite and not torch.isfinite(norm):
+                text = f"the norm of the gradients is {norm.item()}, so they cannot be clipped."
+                raise self._ranks.watch.on_all_ranks(RuntimeError(text))
         local = [binding.parameters[name] for name in binding.local_names]
         nn.utils.clip_grads_with_norm_(local, max_norm, norm)
         return norm
+
+    def _total_norm(self, norm_type: float) -> torch.Tensor:
+        """Returns on every rank the norm of the gradients of the trained parameters: for the same
+        gradients bit for bit that of `torch.nn.utils.get_total_norm` over the whole model.
+
+        Each rank contributes the norms of the parameters that it is the first to hold, and zeros
+        for all others; so the sum over the ranks is the list of all norms in the model's order. A
+        sharded parameter has a norm per part: along dimensions of the mesh, and per pipeline rank
+        for rows of an output layer.
+        """
+        binding, ranks, mesh = self._binding, self._ranks, self._ranks.mesh
+        rows = binding.shards.own if binding.shards else {}
+        norms = list[torch.Tensor]()
+        for name in (name for name in binding.parameters if name in binding.trained):
+            split = along(self.program.placement(name), SHARD)
+            gradient = binding.parameters[name].grad
+            is_first = mesh.index(*mesh.beside("pp", "dp", *split)) == 0
+            for rank in range(ranks.count) if name in rows else self.program.holders(name)[:1]:
+                for part in range(mesh.size(*split)):
+                    norm = torch.zeros((), device=ranks.device)
+                    here = rank in ranks.local and mesh.index(*split) == part and is_first
+                    if here and gradient is not None:
+                        norm = torch.linalg.vector_norm(gradient, norm_type).to(norm)
+                    norms.append(norm)
+        total = torch.stack(norms) if norms else torch.zeros(0, device=ranks.device)
+        if ranks.group is not None:  # of all ranks that train on this batch
+            with ranks.waiting("the norm of all gradients"):
+                beside = mesh.group(*mesh.beside("dp"))
+                dist.all_reduce(total, group=beside or ranks.group)
+        return torch.linalg.vector_norm(total, norm_type)
 
     def state_dict(self, full: bool = False, frozen: bool = True) -> dict[str, Any]:
         """Eager's state dict: this process's share, or with `full=True` all of it, on every rank;
@@ -191,7 +216,7 @@ class ModelState:
             name = names.get(key, key)
             if name in excluded:
                 continue
-            with ranks.watch.position.waiting(key):
+            with ranks.waiting(key):
                 if ranks.group is None:
                     tensor = value
                 elif shards is not None and group is not None and name in shards.own:

@@ -239,7 +239,7 @@ class StepRunner:
             request = StepInput(inputs, step, seed, "sum", recorder, outputs=outputs)
             with torch.autocast(ranks.device.type, enabled=False):  # its casts are in the graphs
                 schedule = self.cache.schedule
-                values = self.engine.run_step(executable, request, {}, schedule).outputs
+                _, values = self.engine.run_step(executable, request, {}, schedule)
         if outputs == "last" and not executable.ends_on(ranks.local):
             results: list[Any] = [None] * len(batches)
         else:

@@ -7,7 +7,7 @@ can be freed at its last use. Graphs that do the same work are compiled once (se
 takes are in `zbcompile.options.BACKENDS`.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -164,17 +164,9 @@ def make_backend(backend: str | GraphCompiler, device: torch.device) -> Backend:
     return Backend(name, partial(_compile_by, backend, name))
 
 
-@dataclass(frozen=True)
-class CompiledPasses:
-    """The compiled passes of this process and a report about them.
-
-    `stages` has those of each stage by their names, `shards` those of each rank's vocabulary shard.
-    Both are empty for the fx backend.
-    """
-
-    stages: Mapping[int, Mapping[str, Run]]
-    shards: Mapping[int, Mapping[str, Run]]
-    compilation: Compilation
+Owner = tuple[str, int]  # "stage" and its number, or "shard" of an output layer and its rank
+# The code of each pass by its owner and name (without any the graphs run as FX code), and a report.
+CompiledPasses = tuple[Mapping[Owner, Mapping[str, Run]], Compilation]
 
 
 def compile_passes(
@@ -185,18 +177,18 @@ def compile_passes(
     A pass that is not in their order, which torch's own schedules may call, is compiled at its
     first call.
     """
-    local = [stage for rank in ranks for stage in program.stages_of(rank)]
-    stages = {stage: program.stages[stage].pieces for stage in local}
-    vocabulary = program.vocabulary
-    shards = {} if vocabulary is None else {rank: vocabulary.pieces[rank] for rank in ranks}
+    owners: dict[Owner, Mapping[str, PassGraph]] = {
+        ("stage", stage): program.stages[stage].pieces
+        for rank in ranks
+        for stage in program.stages_of(rank)
+    }
+    if program.vocabulary is not None:
+        owners |= {("shard", rank): program.vocabulary.pieces[rank] for rank in ranks}
     passes = {
-        (kind, owner, name): piece
-        for kind, owners in (("stage", stages), ("shard", shards))
-        for owner, pieces in owners.items()
-        for name, piece in pieces.items()
+        (*owner, name): piece for owner, pieces in owners.items() for name, piece in pieces.items()
     }
     if backend.compiler is None and not cuda_graphs:
-        return CompiledPasses({}, {}, Compilation(backend.name, len(passes), 0))
+        return {}, Compilation(backend.name, len(passes), 0)
     ordered = {
         ("stage", action.stage, action.op)
         for rank in ranks
@@ -211,8 +203,5 @@ def compile_passes(
             place: record("{2} of {0} {1}".format(*place), run, passes[place], pool)
             for place, run in runs.items()
         }
-
-    def by_owner(kind: str, owners: Iterable[int]) -> dict[int, dict[str, Run]]:
-        return {o: {p[2]: run for p, run in runs.items() if p[:2] == (kind, o)} for o in owners}
-
-    return CompiledPasses(by_owner("stage", stages), by_owner("shard", shards), compilation)
+    by_owner = {o: {name: runs[*o, name] for name in pieces} for o, pieces in owners.items()}
+    return by_owner, compilation

@@ -63,5 +63,5 @@ def run(chosen: argparse.Namespace, say: Say) -> None:
     say("saved")
     if backend.compiler is not None:
         say(f"compiling the graphs with {backend.name}")
-        print(compile_passes(program, range(schedule.ranks), backend).compilation, file=sys.stderr)
+        print(compile_passes(program, range(schedule.ranks), backend)[1], file=sys.stderr)
     print(request.output)

@@ -2,6 +2,7 @@
 outside of a step."""
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -66,6 +67,10 @@ class Ranks:
         error = PipelineError(text)
         self.watch.on_all_ranks(error)
         return error
+
+    def waiting(self, what: str) -> AbstractContextManager[None]:
+        """Context for a call that returns only when other ranks make it too."""
+        return self.watch.position.waiting(what)
 
     def gather(self, value: Value) -> list[Value]:
         """The value of every process of the mesh, in the order of `members`."""
@@ -143,7 +148,7 @@ class GroupRanks(Ranks):
 
     def _gather(self, value: Any, group: dist.ProcessGroup) -> list[Any]:
         values = [value] * dist.get_world_size(group)
-        with self.watch.position.waiting("the exchange"):
+        with self.waiting("the exchange"):
             dist.all_gather_object(values, value, group=group)
         return values
 
@@ -175,7 +180,7 @@ class GroupRanks(Ranks):
         needs = schedule.placement, schedule.ops
         if needs not in self.opened_for:
             store = self.watch.store.channel_store(self.group)
-            with self.watch.position.waiting("the opening of the channels"):
+            with self.waiting("the opening of the channels"):
                 links = self.links.open(
                     self.backend,
                     channels_of(schedule),
@@ -191,7 +196,7 @@ class GroupRanks(Ranks):
     def collective_group(self) -> dist.ProcessGroup:
         if self.collectives is None:
             members = dist.get_process_group_ranks(self.group)
-            with self.watch.position.waiting("the making of a group"):
+            with self.waiting("the making of a group"):
                 self.collectives = new_group(members, self.watch.timeout)
             self.watch.groups = (*self.watch.groups, self.collectives)
         return self.collectives

@@ -152,7 +152,7 @@ class OptimizerParameters:
         if buffers:
             with (
                 self.ranks.watch.outside_calls(what := "the updated parameters"),
-                self.ranks.watch.position.waiting(what),
+                self.ranks.waiting(what),
             ):
                 for buffer in buffers:
                     buffer.wait()

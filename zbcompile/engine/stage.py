@@ -127,13 +127,6 @@ class CompiledStage:
         """True if generator state arrives with F."""
         return len(self.receives["F"]) > len(self.program.receives)
 
-    def with_runs(self, runs: Mapping[str, Run]) -> "CompiledStage":
-        """Returns the stage with other code for some passes. No pass is merged with another one."""
-        calls = {
-            name: replace(call, run=runs.get(name, call.run)) for name, call in self.calls.items()
-        }
-        return replace(self, calls=calls, mergeable=False)
-
 
 def prepare_stage(
     program: StageProgram,

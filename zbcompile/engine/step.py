@@ -6,7 +6,6 @@ A process plays all ranks of a pipeline, in a deterministic interleaving, or one
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -43,14 +42,6 @@ OVERFLOW = (
 )
 
 
-class StepResult(NamedTuple):
-    """The losses of the microbatches of all replicas, and the leaves of the model's output that
-    this process has, if the program returns them."""
-
-    losses: Losses
-    outputs: Outputs
-
-
 @dataclass
 class Engine:
     """Runs executables on `ranks`."""
@@ -68,10 +59,12 @@ class Engine:
         step: StepInput,
         parameters: Mapping[str, nn.Parameter],
         channels: Schedule | None = None,
-    ) -> StepResult:
+    ) -> tuple[Losses, Outputs]:
         """Runs the ranks of this process, then what happens once at the end of a step.
 
-        Gradients accumulate into `parameters`. The caller's random state is as before.
+        Returns the losses of the microbatches of all replicas, and the leaves of the model's output
+        that this process has, if the program returns them. Gradients accumulate into `parameters`.
+        The caller's random state is as before.
 
         Args:
             channels: The schedule whose channels are opened if there are none yet. An evaluation
@@ -90,7 +83,7 @@ class Engine:
         transport = ranks.transport(schedule, program.schedule.microbatches, number)
         runs, times = self._rank_runs(executable, step, reductions, transport)
         losses, outputs = Losses(()), Outputs()
-        waiting = ranks.watch.position.waiting
+        waiting = ranks.waiting
         with gpu.forked_generators(ranks.device), torch.no_grad():
             interleave(runs)
             with waiting("the last sends"):
@@ -108,7 +101,7 @@ class Engine:
         if step.recorder is not None and times is not None:
             with waiting("the end"):
                 step.recorder.end(times)
-        return StepResult(losses, outputs)
+        return losses, outputs
 
     def _reduction(
         self,
@@ -194,7 +187,7 @@ class Engine:
     ) -> None:
         """Adds the gradients that stages and replicas share, and updates what only the end of the
         step completes."""
-        program, waiting = executable.program, self.ranks.watch.position.waiting
+        program, waiting = executable.program, self.ranks.waiting
         if program.shared:
             with waiting("the sum of tied gradients"):
                 gradients = {rank: reduction.gradients for rank, reduction in reductions.items()}

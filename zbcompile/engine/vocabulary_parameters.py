@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zbcompile.backends.backend import CompiledPasses
+from zbcompile.backends.backend import Owner
+from zbcompile.backends.types import Run
 from zbcompile.distributed.transport import Transport
 from zbcompile.engine.stage import LOOKUPS, SHARD, CompiledStage, prepare_stage
 from zbcompile.engine.vocabulary import Collectives, EndRanks, GroupCollectives, LocalCollectives
@@ -21,6 +22,7 @@ from zbcompile.model.materialize import Share
 from zbcompile.passes import gpu
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.vocabulary.shard_program import VocabularyProgram
+from zbcompile.program.program import Program
 
 
 @dataclass
@@ -143,24 +145,24 @@ class VocabularyExecutable:
 
 
 def make_executable_shards(
-    program: VocabularyProgram,
+    program: Program,
     shards: VocabularyShards,
-    ends: EndRanks,
     resident: Mapping[Slot, torch.Tensor],
     group: dist.ProcessGroup | None,
-    passes: CompiledPasses,
+    runs: Mapping[Owner, Mapping[str, Run]],
 ) -> VocabularyExecutable:
     """Binds the compiled graphs of this process's shards to their rows."""
+    vocabulary, last = program.vocabulary, program.schedule.stages - 1
+    assert vocabulary is not None
     compiled, device = {}, shards.device
     for rank in range(len(shards.bounds)) if shards.rank is None else [shards.rank]:
-        tensors = {
-            **resident,
-            **{Slot("parameter", name): shards.rows(rank, name) for name in program.parameters},
-        }
-        stages = zip((SHARD, LOOKUPS), program.stages_of(rank), strict=False)
-        runs = passes.shards.get(rank)
+        rows = {Slot("parameter", n): shards.rows(rank, n) for n in vocabulary.parameters}
+        stages = zip((SHARD, LOOKUPS), vocabulary.stages_of(rank), strict=False)
+        code = runs.get(("shard", rank))
         compiled[rank] = {
-            number: prepare_stage(stage, tensors, device, SHARD, runs) for number, stage in stages
+            number: prepare_stage(stage, {**resident, **rows}, device, SHARD, code)
+            for number, stage in stages
         }
+    ends = EndRanks(program.rank_of(0), program.rank_of(last), last)
     stream = gpu.new_stream(device) if group is not None and gpu.is_gpu(device) else None
-    return VocabularyExecutable(program, compiled, ends, group, shards, stream)
+    return VocabularyExecutable(vocabulary, compiled, ends, group, shards, stream)

@@ -83,9 +83,6 @@ class ExpertExchange(nn.Module):
                 f"ExpertExchange got factor={factor}; expected a number above 0, such as 1.25."
             )
 
-    def extra_repr(self) -> str:
-        return f"experts={self.experts}, ranks={self.ranks}, factor={self.factor}"
-
     def capacity(self, rows: int) -> int:
         """The number of rows with room from one rank to another if each rank sends `rows`."""
         if self.ranks == 1 or not torch.is_grad_enabled():

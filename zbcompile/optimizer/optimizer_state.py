@@ -184,7 +184,7 @@ class OptimizerState:
             if not is_checkpoint or self.trained.is_counted(name):
                 entries |= option_entries(name, inner.param_groups[self.numbers[name]])
         if self.parameters.zero:
-            with self.ranks.watch.position.waiting("the optimizer's state"):
+            with self.ranks.waiting("the optimizer's state"):
                 named = gather_states(states, self.parameters.buffers)
         else:
             named = {tensor.name: state for tensor, state in states.items()}
@@ -219,7 +219,7 @@ class OptimizerState:
             name: {key: local_of(value) for key, value in state.items()}
             for name, state in states.items()
         }
-        with self.ranks.watch.position.waiting("the optimizer's state"):
+        with self.ranks.waiting("the optimizer's state"):
             return scatter_states(gathered, tensors, self.parameters.buffers), options
 
     def load_into(

@@ -6,27 +6,28 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
 from zbcompile.distributed.agreement import agree, together
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.engine.optimizer_parameters import LATE, OptimizerParameters
 from zbcompile.errors import PipelineError
-from zbcompile.optimizer.gradient_norm import norm_of_all
-from zbcompile.optimizer.optimizer_config import OptimizerConfig
+from zbcompile.optimizer.optimizer_config import (
+    PLAIN,
+    OptimizerConfig,
+    require_unchanged,
+    shared_values,
+)
 from zbcompile.optimizer.optimizer_state import MASTER, NamedParameter, OptimizerState
-from zbcompile.optimizer.post_validation import PostValidation
+from zbcompile.optimizer.post_validation import PostValidation, norm_of_all
 from zbcompile.optimizer.trained_parameters import (
     TrainedParameters,
     sharded_parameters,
     whole_parameters,
 )
-from zbcompile.passes.torch_private import version_of
-from zbcompile.torch_private import attributes_of, step_without_hooks
+from zbcompile.torch_private import step_without_hooks
 
 State = dict[str, Any]
-PLAIN = (bool, int, float, str, tuple, type(None))  # options that ranks compare
 SETTINGS = ("zero", "clip", "overlap", "validate", "reduce_dtype")  # what else they compare
 
 
@@ -213,9 +214,9 @@ class PipelineOptimizer(Optimizer):
                 if may_update:
                     validation.keep(tensors, self.state)
             if may_update:
-                before = _shared_values(self._inner)
+                before = shared_values(self._inner)
                 self._step_inner([entry.tensor for entry in tensors])
-                self._require_unchanged(before)
+                require_unchanged(self._inner, before)
             parameters.end_update(stage)
 
     def _begin_validation(self) -> PostValidation:
@@ -230,19 +231,6 @@ class PipelineOptimizer(Optimizer):
             for group in self.param_groups
         ]
         return PostValidation(ranks, self.config.clip, stages, late or not stages, options)
-
-    def _require_unchanged(self, before: dict[str, Any]) -> None:
-        """Raises PipelineError if an update has written what belongs to all parameters, such as a
-        count of steps in a group: the next stage's update would count again."""
-        after = _shared_values(self._inner)
-        changed = [name for name in {**before, **after} if before.get(name) != after.get(name)]
-        if changed:
-            raise PipelineError(
-                f"{type(self._inner).__name__}.step() wrote its {changed[0]}, which belongs to all"
-                ' parameters, but with overlap=True or validate="after" it is called for every'
-                " stage, and again for a correction. Keep such values in the state of each"
-                " parameter, or leave overlap= and validate= out."
-            )
 
     def end_step(self) -> None:
         """Takes the gradients of a step of the pipeline. If the step has updated, they become
@@ -391,25 +379,3 @@ class PipelineOptimizer(Optimizer):
         self._make_masters(lambda source: source in with_masters)
         self._state_dict.load_into(self._inner, states, options)
         self.param_groups = self._inner.param_groups
-
-
-def _shared_values(optimizer: Optimizer) -> dict[str, Any]:
-    """Returns marks of the options and attributes of an optimizer, which belong to all
-    parameters; a mark changes when its value does."""
-    values = {
-        f"param_groups[{number}][{key!r}]": value
-        for number, group in enumerate(optimizer.param_groups)
-        for key, value in group.items()
-        if key != "params"
-    }
-    return {name: _mark(value) for name, value in (values | attributes_of(optimizer)).items()}
-
-
-def _mark(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return None if isinstance(value, nn.Parameter) else (id(value), version_of(value))
-    if isinstance(value, dict):
-        return tuple(map(_mark, value.values()))
-    if isinstance(value, list | tuple):
-        return tuple(map(_mark, value))
-    return repr(value) if isinstance(value, PLAIN) else None

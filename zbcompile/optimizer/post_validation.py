@@ -1,4 +1,7 @@
-"""Updates inside of a step that do not wait for the norm of all gradients, and their correction.
+"""The norm by which an optimizer clips, and updates inside of a step that do not wait for it.
+
+The norm adds the squares of each gradient, then of all, in float64 and rounds once, so that it does
+not depend on which rank holds what. (That of `pipe.clip_grad_norm_` has the bits of torch's.)
 
 A stage updates if the gradients known so far need no clipping: those of its rank, and for the last
 stage of a rank those of the ranks before it, whose sum of squares arrives as a message. The total
@@ -18,7 +21,6 @@ from zbcompile.distributed.in_flight import complete, keep_in_flight
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.engine.optimizer_parameters import LATE, OptimizerTensor
 from zbcompile.errors import PipelineError
-from zbcompile.optimizer.gradient_norm import begin_sum, squares_of
 from zbcompile.passes.torch_private import version_of
 
 TAG = 1 << 30  # above those of the pipeline's messages
@@ -71,7 +73,7 @@ class PostValidation:
         self.stages_done += 1
         is_last, ranks = self.stages_done == self.stages, self.ranks
         if is_last and ranks.rank:  # the ranks before it have updated earlier stages meanwhile
-            with ranks.watch.position.waiting("the norm of the ranks before"):
+            with ranks.waiting("the norm of the ranks before"):
                 dist.recv(self.before, group=ranks.group, group_src=ranks.rank - 1, tag=TAG)
         partial_sum = sum(self.squares.values(), self.before)
         if is_last and ranks.rank is not None and ranks.rank + 1 < ranks.count:
@@ -171,3 +173,40 @@ def _assign(
         group.update(values)
     for tensor, gradient in gradients:
         tensor.grad = gradient
+
+
+CHUNK = 1 << 20  # elements that are squared at once
+
+
+def squares_of(gradient: torch.Tensor) -> torch.Tensor:
+    """The sum of the squares of a gradient, as float64."""
+    total = torch.zeros((), dtype=torch.float64, device=gradient.device)
+    for part in gradient.detach().reshape(-1).split(CHUNK):
+        wide = part.double()
+        total += wide.dot(wide)
+    return total
+
+
+def begin_sum(
+    squares: Iterable[torch.Tensor], ranks: Ranks
+) -> tuple[torch.Tensor, dist.Work | None]:
+    """Begins to add up the squares of all processes. A process passes the squares of the gradients
+    that it counts."""
+    total = torch.zeros((), dtype=torch.float64, device=ranks.device)
+    for square in squares:
+        total += square
+    work = (
+        dist.all_reduce(total, group=ranks.everyone, async_op=True)
+        if ranks.everyone is not None
+        else None
+    )
+    return total, work
+
+
+def norm_of_all(gradients: Iterable[torch.Tensor], ranks: Ranks) -> torch.Tensor:
+    """The norm of the gradients of all processes, as float32."""
+    total, work = begin_sum(map(squares_of, gradients), ranks)
+    if work is not None:
+        with ranks.waiting("the norm of all gradients"):
+            work.wait()
+    return total.sqrt().float()

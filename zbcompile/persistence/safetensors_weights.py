@@ -66,7 +66,7 @@ def _tensors_to_write(state: LocalState) -> dict[str, torch.Tensor]:
         full: Any = tensor.detach()
         writes = ranks.leads and state.is_writer(name)
         if is_distributed(tensor):
-            with ranks.watch.position.waiting(name):
+            with ranks.waiting(name):
                 if full.device_mesh.mesh_dim_names:
                     full = full.full_tensor()
                 else:  # rows of the output layer lie on the ranks of the pipeline

@@ -14,11 +14,10 @@ from zbcompile.passes.cost.stage_cost import StageCost, stage_cost
 from zbcompile.prediction.measure_passes import measure_passes
 from zbcompile.program.program import Program
 from zbcompile.program.step_record import is_record, record_from
-from zbcompile.schedules import Costs, simulate
+from zbcompile.schedules import Costs
 from zbcompile.schedules.ir.actions import SENDS, flatten
 from zbcompile.schedules.ir.costs import Link
 from zbcompile.schedules.ir.kinds import MESSAGE_OPS
-from zbcompile.schedules.visualization.svg import to_svg
 from zbcompile.untrusted_text import read_json
 
 NAMED_COSTS = ("flops", "measured")
@@ -108,14 +107,6 @@ def _links(program: Program, hardware: Hardware) -> dict[str, Any]:
         Link(*pair, link.latency, link.bandwidth) for pair, link in connections if link != within
     )
     return {"comm": within.latency, "bandwidth": within.bandwidth, "links": links}
-
-
-def _picture(program: Program) -> str:
-    """Returns the predicted step as SVG, for notebooks."""
-    return to_svg(simulate(program.lowered, predicted_costs(program)))
-
-
-Program.picture = _picture
 
 
 def _split_fused(costs: Costs, program: Program) -> Costs:

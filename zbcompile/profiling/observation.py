@@ -145,7 +145,7 @@ class Observation:
         """Starts to record a step, after a barrier of all ranks, whose clocks are compared once."""
         ranks = self._ranks
         if isinstance(ranks, GroupRanks):
-            with ranks.watch.position.waiting("the common start"):
+            with ranks.waiting("the common start"):
                 if self._ahead is None:
                     self._ahead = offset_to_first(ranks.everyone, ranks.device)
                 dist.barrier(ranks.group)

@@ -2,6 +2,7 @@
 operation."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,9 +23,11 @@ def inspected(stage: CompiledStage) -> CompiledStage:
     A pass raises FloatingPointError at the first operation that introduces a NaN or an infinity,
     and before any operation if there is a NaN in the batch, a parameter or a buffer.
     """
-    return stage.with_runs(
-        {name: checked(stage.index, piece) for name, piece in stage.program.pieces.items()}
-    )
+    calls = {
+        name: replace(call, run=checked(stage.index, stage.program.pieces[name]))
+        for name, call in stage.calls.items()
+    }
+    return replace(stage, calls=calls, mergeable=False)
 
 
 def checked(stage: int, piece: PassGraph) -> Run:

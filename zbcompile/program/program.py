@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -70,12 +70,6 @@ class Program:
         default=None, repr=False, compare=False
     )
     saved: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
-    picture: ClassVar[Callable[["Program"], str]]
-
-    def _repr_html_(self) -> str:
-        """In notebooks, the predicted step. `zbcompile.prediction` sets `picture`, because it
-        imports this module."""
-        return type(self).picture(self)
 
     @cached_property
     def schedule(self) -> Schedule:

@@ -2,13 +2,21 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 
-from zbcompile.backends.backend import Compilation, CompiledPasses, compile_passes, make_backend
+from zbcompile.backends.backend import (
+    Compilation,
+    CompiledPasses,
+    Owner,
+    compile_passes,
+    make_backend,
+)
 from zbcompile.backends.cuda_graphs import check_cuda_graphs
+from zbcompile.backends.types import Run
 from zbcompile.distributed.agreement import agree, together
 from zbcompile.distributed.equal_tensors import require_equal_tensors
 from zbcompile.distributed.mesh import broadcast
@@ -16,7 +24,6 @@ from zbcompile.distributed.ranks import Ranks
 from zbcompile.engine.executable import BoundGraphs
 from zbcompile.engine.replicas import sums_of
 from zbcompile.engine.stage import prepare_stage
-from zbcompile.engine.vocabulary import EndRanks
 from zbcompile.engine.vocabulary_parameters import (
     VocabularyExecutable,
     VocabularyShards,
@@ -105,7 +112,7 @@ class ModelBinding:
         rows = self.shards.own if self.shards else {}
         self.parameters = {**dict(self.model.named_parameters()), **rows}
         require_matches(program.step.placements or {}, program.homes)
-        with self.ranks.watch.position.waiting("the first replica's parameters"):
+        with self.ranks.waiting("the first replica's parameters"):
             tensors = [*self.local_state().values(), *rows.values()]
             real = [t for t in tensors if isinstance(t, torch.Tensor) and not t.is_meta]
             broadcast(real, self.ranks.mesh.group("dp"))
@@ -249,27 +256,25 @@ class ModelBinding:
         local = sorted({stage for rank in self.ranks.local for stage in program.stages_of(rank)})
         device, until = self.ranks.device, program.random_until
         stages = tuple(bind_groups(stage, program.groups) for stage in program.stages)
-        passes = self._compile_passes(replace(program, stages=stages))
+        runs = self._compile_passes(replace(program, stages=stages))
         compiled = {
-            i: prepare_stage(stages[i], resident, device, until, passes.stages.get(i))
+            i: prepare_stage(stages[i], resident, device, until, runs.get(("stage", i)))
             for i in local
         }
         if self.debug_nan:
             compiled = {i: inspected(stage) for i, stage in compiled.items()}
-        vocabulary = self._prepare_vocabulary(program, resident, passes)
+        vocabulary = self._prepare_vocabulary(program, resident, runs)
         self.ranks.watch_over(program.groups.values())
         if self._options.warm_up and not (self.debug_nan or self._options.cuda_graphs):
             orders = [program.lowered.orders[rank] for rank in self.ranks.local]
-            actions = [action for order in orders for action in flatten(order)]
-            warm_up(compiled.values(), {(action.op, action.stage) for action in actions})
-            for shards in vocabulary.shards.values() if vocabulary is not None else ():
-                names = {(name, shard.index) for shard in shards.values() for name in shard.calls}
-                warm_up(shards.values(), names)
+            shards = vocabulary.shards.values() if vocabulary is not None else ()
+            passes = {(action.op, action.stage) for order in orders for action in flatten(order)}
+            warm_up(chain(compiled.values(), *(shard.values() for shard in shards)), passes)
         mesh, rank = self.ranks.mesh, self.ranks.rank
         sums = {} if rank is None or not program.trains else sums_of(program, mesh, rank)
         return BoundGraphs(program, compiled, vocabulary, sums, number=len(self.compilations) - 1)
 
-    def _compile_passes(self, program: Program) -> CompiledPasses:
+    def _compile_passes(self, program: Program) -> Mapping[Owner, Mapping[str, Run]]:
         ranks, backend = self.ranks, self._backend
         graphs = self._options.cuda_graphs and not self.debug_nan and program.trains
 
@@ -277,26 +282,25 @@ class ModelBinding:
             return compile_passes(program, ranks.local, backend, graphs)
 
         if backend.compiler is None:
-            passes = compile_()
+            runs, compilation = compile_()
         else:
-            passes = together(ranks, f"compiling with {backend.name}", compile_)
-        self.compilations.append(passes.compilation)
-        if passes.compilation.compiled and ranks.is_first:
-            print(f"zbcompile: {passes.compilation}.")
-        return passes
+            runs, compilation = together(ranks, f"compiling with {backend.name}", compile_)
+        self.compilations.append(compilation)
+        if compilation.compiled and ranks.is_first:
+            print(f"zbcompile: {compilation}.")
+        return runs
 
     def _prepare_vocabulary(
-        self, program: Program, resident: Mapping[Slot, torch.Tensor], passes: CompiledPasses
+        self,
+        program: Program,
+        resident: Mapping[Slot, torch.Tensor],
+        runs: Mapping[Owner, Mapping[str, Run]],
     ) -> VocabularyExecutable | None:
         """The shards of the output layer; shapes that are compiled later use the same rows."""
         if program.vocabulary is None or self.shards is None:
             return None
-        last = program.schedule.stages - 1
-        ends = EndRanks(program.rank_of(0), program.rank_of(last), last)
         group = self.ranks.collective_group()
-        return make_executable_shards(
-            program.vocabulary, self.shards, ends, resident, group, passes
-        )
+        return make_executable_shards(program, self.shards, resident, group, runs)
 
 
 def _refuse_partial_norm(parameters: Sequence[torch.Tensor]) -> None:

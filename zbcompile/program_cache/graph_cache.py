@@ -65,19 +65,17 @@ class GraphKey(NamedTuple):
 KeyDetails = dict[str, Any]  # the values behind a key by their names
 
 
-def key_details(
-    model: nn.Module, microbatch: Microbatch, modes: TorchModes, returns: str
-) -> KeyDetails:
+def key_details(model: nn.Module, key: GraphKey) -> KeyDetails:
     """Returns the values behind the key of a step of `model`, for a notice that says how two keys
     differ."""
-    details: KeyDetails = {"inputs": microbatch.signature, "returned values": returns}
+    details: KeyDetails = {"inputs": key.inputs, "returned values": key.returns}
     for name, module in model.named_modules():
         path = f"model.{name}".rstrip(".")
         details |= {f"{path}.training": module.training, f"hooks of {path}": hooks_of(module)}
     for name, parameter in model.named_parameters():
         dtype = grad_dtype(parameter) if parameter.requires_grad else None
         details[f"gradients of model.{name}"] = dtype
-    return details | {name.replace("_", " "): value for name, value in modes._asdict().items()}
+    return details | {name.replace("_", " "): value for name, value in key.modes._asdict().items()}
 
 
 def recompile_reason(

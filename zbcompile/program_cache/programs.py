@@ -253,8 +253,7 @@ class ProgramCache:
         exported = self.searched[0] if self.searched else self.export(first)
         unread = frozenset(exported.step.changed_state)
         state = ModuleState(self._model, self._options.loss, unread)
-        modes, returns = torch_modes(self.ranks.device), returned_values(self.outputs)
-        details = key_details(self._model, first, modes, returns)
+        details = key_details(self._model, self._step_key(first))
         if self.binding.trains and self.ranks.is_first:
             cached = [entry.details for entry in self.steps.entries if entry.details is not None]
             changes = (entry.change() for entry in reversed(self.steps.entries))
@@ -449,7 +448,7 @@ class ProgramCache:
         if shards is None or group is None:
             return executable
         read = {name for stage in executable.program.stages for name in stage.parameters}
-        with self.ranks.watch.position.waiting("the rows of the output layer"):
+        with self.ranks.waiting("the rows of the output layer"):
             rows = {
                 Slot("parameter", name): shards.gathered(name, group)
                 for name in shards.own

@@ -16,7 +16,8 @@ from zbcompile.passes.graph.roles import SAVED, Slot
 
 
 def warm_up(stages: Iterable[CompiledStage], passes: Collection[tuple[str, int]]) -> None:
-    """Runs those of `passes`, (name, stage), that these stages have, once each on zeros.
+    """Runs those of `passes`, (name, stage), that these stages have, and all passes of shards of an
+    output layer, once each on zeros.
 
     Parameters, buffers, gradients and the state of random generators are as before. An exception
     becomes a warning, because a pass may refuse zeros.
@@ -24,7 +25,7 @@ def warm_up(stages: Iterable[CompiledStage], passes: Collection[tuple[str, int]]
     for stage in stages:
         saved: dict[Slot, Any] = {}
         for name in stage.calls:
-            if (name, stage.index) not in passes:
+            if stage.index >= 0 and (name, stage.index) not in passes:
                 continue
             try:
                 no_autocast = torch.autocast(stage.device.type, enabled=False)

@@ -179,6 +179,6 @@ def test_a_notebook_shows_the_pictures() -> None:
     assert record is not None
     expected = load_costs(program, "flops")
     timeline = simulate(program.lowered, expected.costs)
-    for printed in (program.schedule, program.lowered, timeline, program, record):
+    for printed in (program.schedule, program.lowered, timeline, record):
         assert printed._repr_html_().count("<svg") == 1
-    assert "s (bubble" in program._repr_html_()
+    assert "s (bubble" in timeline._repr_html_()
