@@ -19,12 +19,12 @@ from zbcompile.batches.batch import (
     require_divisible,
     split_batches,
 )
-from zbcompile.batches.losses import Losses
 from zbcompile.distributed.agreement import agree
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.engine.executable import (
     BoundGraphs,
     Executable,
+    Losses,
     StepInput,
     joined_outputs,
     joined_rows,

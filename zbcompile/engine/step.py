@@ -11,12 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zbcompile.batches.losses import Losses
 from zbcompile.distributed.in_flight import complete, keep_in_flight
 from zbcompile.distributed.mesh import BATCHES, broadcast
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.distributed.transport import Transport, empty
-from zbcompile.engine.executable import Executable, Outputs, StepInput
+from zbcompile.engine.executable import Executable, Losses, Outputs, StepInput
 from zbcompile.engine.first_step_check import FirstStepCheck, written_buffers
 from zbcompile.engine.gradients import Gradients, reduce_tied
 from zbcompile.engine.optimizer_parameters import LATE
@@ -221,12 +220,12 @@ class Engine:
         parameters although another one has failed.
         """
         ranks, mesh, count = self.ranks, self.ranks.mesh, len(executable.graphs)
-        owner = partial(executable.program.rank_of, executable.program.schedule.stages - 1)
-        losses = {  # every shard of an output layer knows the loss
+        vocabulary = executable.first.vocabulary  # whose shards all know the loss
+        losses = {
             microbatch: loss
             for run in runs
             for microbatch, loss in run.losses().items()
-            if run.rank == owner(microbatch)
+            if vocabulary is None or run.rank == vocabulary.ends.last
         }
         if ranks.group is None:
             return Losses([losses[i].detach() for i in range(count)])

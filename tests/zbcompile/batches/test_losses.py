@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zbcompile.batches.losses import Losses
+from zbcompile.engine.executable import Losses
 
 USES: dict[str, Callable[[Tensor], Any]] = {
     "float": float,
