@@ -12,7 +12,6 @@ from torch import nn
 from zbcompile.batches.batch_split import Cut, Split, choose_cuts
 from zbcompile.errors import PipelineError
 from zbcompile.passes.errors import CaptureError
-from zbcompile.passes.torch_names import type_text
 from zbcompile.torch_private import pytree
 
 
@@ -141,7 +140,8 @@ class Microbatch:
 def _described(leaf: Any) -> str:
     if not isinstance(leaf, torch.Tensor):
         return repr(leaf)
-    return f"{type_text(leaf)} strides {list(leaf.stride())}"
+    dtype = str(leaf.dtype).removeprefix("torch.")
+    return f"{dtype}{list(leaf.shape)} strides {list(leaf.stride())}"
 
 
 def listed(signature: tuple[str, ...]) -> str:
