@@ -14,6 +14,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Muon, RMSprop
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import zbcompile
+from tests.support.optimizers import Plain
 from tests.support.oracle import PROBLEMS, eager_step
 from tests.support.training import ROWS, Case, assert_same_tensors, pipeline_of
 
@@ -351,6 +352,24 @@ def test_masters_of_an_optimizer_without_state_are_saved(tmp_path: Path) -> None
             master.detach().zero_()
         load()
         assert_same_tensors(optimizer.param_groups[0]["params"], expected, "master")
+
+
+class Nested(Plain):
+    """Keeps a mapping for each parameter."""
+
+    def direction(self, parameter: Tensor) -> Tensor:
+        assert parameter.grad is not None
+        self.state[parameter]["moments"] = {"first": parameter.grad}
+        return parameter.grad
+
+
+def test_state_of_several_levels_is_refused() -> None:
+    pipe, (batch,) = pipeline_of(Case("mlp", "1f1b", 2, 2)), PROBLEMS["mlp"].batches(1, 4)
+    optimizer = pipe.optimizer(Nested)
+    pipe.step(*batch.args, target=batch.target)
+    optimizer.step()
+    with pytest.raises(zbcompile.PipelineError, match=r"a mapping moments for .* has one level"):
+        optimizer.state_dict()
 
 
 def test_a_closure_runs_first() -> None:
