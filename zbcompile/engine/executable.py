@@ -197,12 +197,11 @@ def _trained_by_any(first: Program, programs: Sequence[Program]) -> tuple[StageP
 WHERE = (False, True, "last")
 # what the loss function returns besides the loss, without what the model returns
 METRICS: Final = "metrics"
-KINDS = (*WHERE, METRICS)
 
 
 def kind_of(return_outputs: Any, return_metrics: Any) -> bool | str:
-    """Returns which of KINDS a step returns. Raises PipelineError for other values, and for both
-    together."""
+    """Returns what a step returns besides its loss: one of WHERE, or METRICS. Raises PipelineError
+    for other values, and for both together."""
     if not isinstance(return_outputs, bool | str) or return_outputs not in WHERE:
         raise PipelineError(f"return_outputs={return_outputs!r}; expected one of {WHERE}.")
     if not isinstance(return_metrics, bool):
@@ -216,7 +215,7 @@ def kind_of(return_outputs: Any, return_metrics: Any) -> bool | str:
 
 
 def returned_values(kind: bool | str) -> str:
-    """Returns what a captured step returns of its forward for one of KINDS."""
+    """Returns what a captured step returns of its forward for a result of `kind_of`."""
     return METRICS if kind == METRICS else "outputs" if kind else ""
 
 

@@ -21,32 +21,33 @@ TOLERANCE = {1: 0.2, 2: 0.05, 4: 1e-3, 8: 1e-6}
 @dataclass
 class FirstStepCheck:
     """Compares each trained parameter's gradient, and each buffer that forward writes, in the first
-    step of a program.
+    step that has it.
 
     Attributes:
-        compared: The numbers of the programs whose steps have been compared.
-        is_first: Whether the present step has another one.
+        compared: The names that earlier steps have compared.
+        names: Those that the present step compares, equal on all ranks (programs are not: replicas
+            may have other shapes).
         parts: Checksums of what this rank adds to the sums of gradients, if it has many elements.
         divided: Checksums of what it adds to sums that replicas divide.
     """
 
     ranks: Ranks
-    compared: set[int] = field(default_factory=set)
-    is_first: bool = False
+    compared: set[str] = field(default_factory=set)
+    names: frozenset[str] = frozenset()
     parts: dict[str, int] = field(default_factory=dict)
     divided: dict[str, int] = field(default_factory=dict)
 
     def begin(self, executable: Executable) -> None:
-        """Prepares a step."""
-        numbers = {bound.number for bound in executable.distinct}
-        self.is_first = not numbers <= self.compared
-        self.compared |= numbers
+        """Chooses what the step compares."""
+        stages = [stage for bound in executable.distinct for stage in bound.program.stages]
+        written = {name for stage in stages for name in stage.changed}
+        self.names = (executable.program.trained | written) - self.compared
         self.parts.clear()
         self.divided.clear()
 
     def note(self, name: str, part: torch.Tensor) -> None:
         """Records what this rank adds to the sum of a gradient."""
-        if self.is_first:
+        if name in self.names:
             self.divided[name] = checksum(part)
             if part.numel() >= FEW:
                 self.parts[name] = self.divided[name]
@@ -66,13 +67,14 @@ class FirstStepCheck:
         program, ranks, mesh = executable.program, self.ranks, self.ranks.mesh
         _require_equal_losses(ranks, losses)
         results: dict[str, torch.Tensor] = {}
-        for name in sorted(program.trained):
+        for name in sorted(program.trained & self.names):
             if ranks.rank in program.holders(name):
                 # Replicas divide some sums, every rank at other elements.
                 checksum_only = torch.tensor(self.divided.get(name, 0) % 2**62)
                 gradient = gradients.get(name, checksum_only)
                 results[name] = torch.zeros(1) if gradient is None else gradient
-        results |= written_buffers(executable)
+        buffers = written_buffers(executable).items()
+        results |= {name: buffer for name, buffer in buffers if name in self.names}
 
         def place(*dimensions: str) -> tuple[int, ...]:
             return tuple(mesh.index(dimension) for dimension in mesh.beside(*dimensions))
@@ -94,6 +96,8 @@ class FirstStepCheck:
         _require_parts(ranks, [(parts, tuple(theirs)) for _, parts, theirs in reports])
         for (name, _), source, rank, *_ in unlike(ranks.members, [r for r, *_ in reports], _near):
             raise ranks.refusal(_differs(ranks, name, source, rank, name in program.trained))
+        self.compared |= self.names
+        self.names = frozenset()
 
 
 def written_buffers(executable: Executable) -> dict[str, torch.Tensor]:

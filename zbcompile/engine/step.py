@@ -25,8 +25,6 @@ from zbcompile.engine.stage import LOOKUPS, SHARD, StageRun
 from zbcompile.engine.step_agreement import integer_marks, require_same_integers
 from zbcompile.engine.vocabulary import ShardStep
 from zbcompile.errors import PipelineError
-from zbcompile.faults.rank_status import LocalWatch
-from zbcompile.faults.watch import Watch
 from zbcompile.model.seeds import microbatch_seed
 from zbcompile.passes import gpu
 from zbcompile.passes.torch_private import profiler_is_on
@@ -240,12 +238,16 @@ class Engine:
         shared = torch.cat([table.view(-1), overflow, marks.view(-1)])
         work = dist.all_reduce(shared, group=ranks.everyone, async_op=True)
         values, overflow, all_marks = shared.split([table.numel(), 1, marks.numel()])
-        wait = partial(_wait, ranks.watch, work)
+
+        def wait() -> None:
+            with ranks.watch.outside_calls("the losses of all ranks"):
+                complete(work)
+
         require = partial(require_same_integers, ranks, all_marks.view(marks.shape))
         result = Losses(
             values.view(shape)[:, 0].unbind(), wait, require if ranks.count > 1 else None
         )
-        check = self.check if self.check is not None and self.check.is_first else None
+        check = self.check if self.check is not None and self.check.names else None
         if check is not None or not step.ahead or executable.may_overflow:
             result.read()
         else:
@@ -334,8 +336,3 @@ def interleave(ranks: Sequence[RankRun]) -> None:
             stuck = ", ".join(f"rank {rank} at {action}" for rank, action in waiting)
             raise PipelineError(f"the schedule deadlocks: {stuck}")
         before, running = waiting, unfinished
-
-
-def _wait(watch: LocalWatch | Watch, work: dist.Work) -> None:
-    with watch.outside_calls("the losses of all ranks"):
-        complete(work)

@@ -76,7 +76,7 @@ class ProgramCache:
         self.searched: tuple[ExportedModel, Program] | None = None  # the first step, by "auto"
         self.steps = GraphCache(options.max_shapes)
         self.evaluations = GraphCache(options.max_shapes)
-        self.outputs: bool | str = False  # what the present step returns besides its loss, of KINDS
+        self.outputs: bool | str = False  # what the present step returns besides its loss
         self.agreement: StepAgreement | None = None  # of replicas about the present step
         self._changes: Counter[str] = Counter()  # of each value of the module state
         if saved is not None:
