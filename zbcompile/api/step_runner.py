@@ -219,8 +219,8 @@ class StepRunner:
             else:
                 if not args and not kwargs:
                     raise PipelineError(
-                        f"{computes} runs a batch, and got no inputs. For the modes of the modules"
-                        " use model.eval()."
+                        f"{computes} runs a batch, and got no inputs besides labels=. For the modes"
+                        " of the modules use model.eval()."
                     )
                 count = checked("microbatches", microbatches)
                 batches = [flatten_batch(args, kwargs, labels, self.options.split, True, static)]

@@ -76,7 +76,8 @@ def plan_sums(program: Program, rank: int, over: Mapping[str, Sum]) -> SumPlan:
         stage: tuple(name for name in program.stages[stage].trained if name not in program.late)
         for stage in program.stages_of(rank)
     }
-    early = {stage: tuple(filter(over.__contains__, names)) for stage, names in complete.items()}
+    # in the model's order, which is the same on all ranks of a group, also if their shapes differ
+    early = {stage: tuple(n for n in over if n in names) for stage, names in complete.items()}
     trained = {name for stage in complete for name in program.stages[stage].trained}
     late = sorted(name for name in program.late - (program.shared - trained) if name in over)
     return SumPlan(complete, early, tuple(late), over)

@@ -53,11 +53,11 @@ def state_entries(member: NamedParameter, state: Mapping[Any, Any]) -> Values:
     """Returns the entries `state.NAME.KEY` of a parameter; state of a part of it as shards."""
     entries: Values = {}
     for key, value in state.items():
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) or "." in str(key):
             raise PipelineError(
-                f"the optimizer keeps a mapping {key} for {member.name}, and a state dict holds"
-                " tensors and numbers alone. Use an optimizer whose state has one level, such as"
-                " AdamW."
+                f"the optimizer keeps {key}, which is a mapping or has a dot in its name, for"
+                f" {member.name}, and a state dict could not name its entries. Use an optimizer"
+                " whose state has one level, such as AdamW."
             )
         if is_distributed(value):
             value = shard_of(value)

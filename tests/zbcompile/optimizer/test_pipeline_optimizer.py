@@ -368,7 +368,9 @@ def test_state_of_several_levels_is_refused() -> None:
     optimizer = pipe.optimizer(Nested)
     pipe.step(*batch.args, target=batch.target)
     optimizer.step()
-    with pytest.raises(zbcompile.PipelineError, match=r"a mapping moments for .* has one level"):
+    with pytest.raises(
+        zbcompile.PipelineError, match=r"keeps moments, which is a mapping .* has one level"
+    ):
         optimizer.state_dict()
 
 
