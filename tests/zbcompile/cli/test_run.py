@@ -43,7 +43,7 @@ def content(folder: Path) -> dict[str, Tensor]:
     return load_file(newest / "part-00000.safetensors")
 
 
-@pytest.mark.mostly_slow(every=2)
+@pytest.mark.mostly_slow(every=3)
 @pytest.mark.slow
 @pytest.mark.parametrize("data", ["batches", "batches_from", "loader"])
 def test_a_resumed_run_has_the_same_bits(

@@ -251,7 +251,7 @@ def test_bad_input_is_one_error_on_every_rank(pool: Pool) -> None:
             4,
             'embedding.weight is a DTensor on the dimension "tp" of another mesh than mesh=',
         ),
-        (parts_as_output, 2, 'along "tp", the loss must be the same on all ranks'),
+        (parts_as_output, 2, "these ranks train on one batch and must compute one loss"),
         (head_sharded_twice, 4, "vocab=1: "),
         (along_replicas, 2, 'is a DTensor along "dp", over which the pipeline itself'),
         (replicated, 2, "Pass the module as it was before replicate()"),

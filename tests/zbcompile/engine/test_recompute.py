@@ -57,6 +57,7 @@ def test_gradients_keep_their_bits(policy: Recompute) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.mostly_slow(every=2)
 @pytest.mark.parametrize("policy", ["selective", "full", 30_000, 0.5])
 def test_memory_is_as_predicted(policy: Recompute) -> None:
     """To the byte; what waits for W is what it is without recomputing."""

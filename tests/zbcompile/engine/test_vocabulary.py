@@ -19,13 +19,13 @@ from zbcompile.errors import PipelineError
 from zbcompile.passes.errors import CompileError
 
 IN_PROCESS = (
+    VocabularyCase("gpt-options", "dualpipe-v", 2, 2),
     VocabularyCase("gpt", "1f1b", 1, 1),
     VocabularyCase("gpt", "1f1b", 2, 4),
+    VocabularyCase("gpt-tied", "zb-v", 2, 2, backend=interpreted),
     VocabularyCase("gpt-options", "zb-v", 1, 3, microbatches=6),
-    VocabularyCase("gpt-options", "dualpipe-v", 2, 2),
     VocabularyCase("gpt", "interleaved-zb", 1, 2),
     VocabularyCase("gpt-tied", "zb-h1", 1, 2),
-    VocabularyCase("gpt-tied", "zb-v", 2, 2, backend=interpreted),
 )
 PROCESSES = (
     VocabularyCase("gpt", "1f1b", 1, 2),
@@ -34,7 +34,7 @@ PROCESSES = (
 )
 
 
-@pytest.mark.mostly_slow(every=2)
+@pytest.mark.mostly_slow(every=3)
 @pytest.mark.slow
 @pytest.mark.parametrize("case", IN_PROCESS, ids=str)
 def test_in_one_process(case: VocabularyCase) -> None:

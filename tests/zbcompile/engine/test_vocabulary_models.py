@@ -25,6 +25,7 @@ CASES = [
 ]
 
 
+@pytest.mark.beyond_sample
 @pytest.mark.mostly_slow(every=10)
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -1,4 +1,4 @@
-"""The script that has everything: trained in one process, then resumed by two."""
+"""The script that has everything: trained, then resumed."""
 
 import contextlib
 import io
@@ -9,7 +9,6 @@ from unittest import mock
 import pytest
 
 import train_everything
-from tests.support.pool import Pool
 
 
 def trained(folder: Path, steps: int) -> str:
@@ -23,11 +22,11 @@ def trained(folder: Path, steps: int) -> str:
 
 
 @pytest.mark.slow
-def test_trained_in_one_process_and_resumed_in_two(pool: Pool, tmp_path: Path) -> None:
+def test_trained_and_resumed(tmp_path: Path) -> None:
     begun = trained(tmp_path, 10)
     assert "perplexity before update 0:" in begun
     assert "update 10: loss" in begun
-    resumed = pool.run(trained, tmp_path, 20, ranks=2)[0]
+    resumed = trained(tmp_path, 20)
     assert "update 10: loss" not in resumed
     assert "update 20: loss" in resumed
     assert "b'def " in resumed

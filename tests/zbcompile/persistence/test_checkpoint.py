@@ -417,6 +417,7 @@ def train_rows(program: str, folder: str, until: int) -> State:
     return State(weights, moments)
 
 
+@pytest.mark.beyond_sample
 @pytest.mark.slow
 def test_rows_of_an_output_layer_are_put_together(pool: Pool, tmp_path: Path) -> None:
     """Two ranks save, four go on (one of which has no rows), one process reads: rows in the order
