@@ -145,7 +145,10 @@ class _Reader:
     def read(self, data: Data, name: str) -> GraphModule:
         self._read_inputs(data)
         for number, inner in enumerate(data["graphs"]):
-            self.attributes[f"graph_{number}"] = self._branch(inner)
+            branch = _Reader(self.device, self.operators).read(inner, "Branch")
+            if any(map(is_collective, branch.graph.nodes)):
+                raise CompileError("a branch communicates, and not all ranks need to take it.")
+            self.attributes[f"graph_{number}"] = branch
         for node in data["nodes"]:
             self._read_node(node)
         results = tuple(self._node(number) for number in data["outputs"])
@@ -153,12 +156,6 @@ class _Reader:
             raise CompileError("a graph returns something else than tensors.")
         self.graph.output(results)
         return LazyGraphModule(self.attributes, self.graph, class_name=name)
-
-    def _branch(self, data: Data) -> GraphModule:
-        branch = _Reader(self.device, self.operators).read(data, "Branch")
-        if any(map(is_collective, branch.graph.nodes)):
-            raise CompileError("a branch communicates, and not all ranks need to take it.")
-        return branch
 
     def _read_inputs(self, data: Data) -> None:
         storages: dict[int, Tensor] = {}

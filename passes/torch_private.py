@@ -202,9 +202,8 @@ def set_node_annotation(key: str, value: Any) -> None:
 def remove_node_annotation(key: str) -> None:
     """Ends `set_node_annotation`."""
     current = fx_traceback.current_meta
-    current["custom"] = {
-        name: value for name, value in current.get("custom", {}).items() if name != key
-    }
+    current["custom"] = dict(current.get("custom", {}))
+    current["custom"].pop(key, None)
 
 
 def is_any_autocast_enabled() -> bool:
