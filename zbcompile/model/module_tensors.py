@@ -48,7 +48,7 @@ def require_same_tensors(model: nn.Module, bound: Mapping[Slot, tuple[torch.Tens
         if tensor is None:
             change = "is new since the model was compiled"
         elif now is None:
-            change = "is gone since the model was compiled"
+            change = "was there when the model was compiled and is gone"
         elif now is not tensor:
             change = "was replaced by another tensor after the model was compiled"
         elif kind_of(now) != kind:
