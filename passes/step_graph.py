@@ -22,6 +22,7 @@ from zbcompile.passes.graph.roles import (
     PARAMETER,
     TANGENT,
     WEIGHT_GRADIENT,
+    Role,
     Slot,
 )
 from zbcompile.passes.graph.source_location import LINE, line_of
@@ -181,8 +182,8 @@ class StepGraph:
             *((Slot(CONSTANT, name), node) for name, node in self.constants.items()),
             *((Slot(BATCH, path), node) for path, node in self.batch_inputs.items()),
             (Slot(TANGENT, "loss"), self.tangent),
-            *((Slot(GRADIENT, node.name), node) for node in (shards.hidden_gradient,) if node),
-            *((Slot(ACTIVATION, node.name), node) for node in (shards.lookup,) if node),
+            _named_by_node(GRADIENT, shards.hidden_gradient),
+            _named_by_node(ACTIVATION, shards.lookup),
         ]
         return {node: slot for slot, node in inputs if node is not None}
 
@@ -194,8 +195,8 @@ class StepGraph:
             (Slot(LOSS, "loss"), self.loss),
             *((Slot(OUTPUT, str(index)), node) for index, node in enumerate(self.outputs)),
             *((Slot(FITS, str(index)), node) for index, node in enumerate(self.fits)),
-            *((Slot(ACTIVATION, node.name), node) for node in (shards.hidden,) if node),
-            *((Slot(GRADIENT, node.name), node) for node in (shards.lookup_gradient,) if node),
+            _named_by_node(ACTIVATION, shards.hidden),
+            _named_by_node(GRADIENT, shards.lookup_gradient),
             *((Slot(BUFFER_UPDATE, name), node) for name, node in self.buffer_updates.items()),
             *((Slot(WEIGHT_GRADIENT, name), node) for name, node in self.gradients.items()),
             *(
@@ -233,3 +234,7 @@ class StepGraph:
     def refresh_output(self) -> None:
         """Writes the results by role into the graph's output node, after a pass replaced nodes."""
         self.graph.output_node().args = (tuple(node for _, node in self.results()),)
+
+
+def _named_by_node(role: Role, node: Node | None) -> tuple[Slot, Node | None]:
+    return Slot(role, str(node)), node

@@ -1,6 +1,7 @@
 """Checks of a model before it is traced."""
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 from torch import nn
 
@@ -94,17 +95,17 @@ def _shared_memory(model: nn.Module) -> Iterator[str]:
 
     Stages on different ranks would change only their own.
     """
-    for kind, tensors in (
+    for kind, named in (
         ("parameters", model.named_parameters()),
         ("buffers", model.named_buffers()),
     ):
-        ranges: dict[int, list[tuple[int, int, str]]] = {}
-        for name, tensor in tensors:
-            if nn.parameter.is_lazy(tensor) or not tensor.numel() or tensor.is_meta:
-                continue
-            start, end = byte_range(tensor)  # those of a flat buffer's parts are disjoint
-            neighbors = ranges.setdefault(storage_key(tensor), [])
-            for first, last, neighbor in neighbors:
-                if first < end and start < last:
-                    yield SHARES_MEMORY.format(kind=kind, first=neighbor, second=name)
-            neighbors.append((start, end, name))
+        tensors = [
+            (name, tensor)
+            for name, tensor in named
+            if not nn.parameter.is_lazy(tensor) and tensor.numel() and not tensor.is_meta
+        ]
+        ranges = [(storage_key(tensor), *byte_range(tensor), name) for name, tensor in tensors]
+        ranges.sort(key=lambda entry: entry[:2])
+        for (key, _, end, first), (following, start, _, second) in pairwise(ranges):
+            if key == following and start < end:  # the parts of a flat buffer are disjoint
+                yield SHARES_MEMORY.format(kind=kind, first=first, second=second)

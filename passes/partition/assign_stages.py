@@ -1,7 +1,8 @@
 """Stages: which stage computes each node of a training step."""
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Container, Mapping, Sequence
 
 import torch
 from torch.fx import Node
@@ -79,14 +80,19 @@ def cuts_of_owners(
     """
     tensors = {**step.parameters, **step.buffers}
     parameters = {tensors[name] for name in owners}
-    both = {**line.free, **dict.fromkeys(line.homes)}
-    readers: dict[Node, list[int]] = {}
-    home_readers: dict[Node, list[int]] = {}
-    for index, node in enumerate(line.nodes):
-        for parameter in _parameters_read(node, line.free, parameters):
-            readers.setdefault(parameter, []).append(index)
-        for parameter in _parameters_read(node, both, parameters):
-            home_readers.setdefault(parameter, []).append(index)
+
+    def readers_through(through: Container[Node]) -> dict[Node, list[int]]:
+        readers: dict[Node, list[int]] = defaultdict(list)
+        for index, node in enumerate(line.nodes):
+            sources = reached(
+                node.all_input_nodes, lambda node: node.all_input_nodes if node in through else ()
+            )
+            for parameter in parameters & sources.keys():
+                readers[parameter].append(index)
+        return readers
+
+    readers = readers_through(line.free)
+    home_readers = readers_through({*line.free, *line.homes})
     reads: list[tuple[int, int]] = []
     shared: list[tuple[int, int]] = []  # of parameters that several stages have
     for name, owner in owners.items():
@@ -120,14 +126,6 @@ def _cuts_between(
             )
         cuts.append(min(places, key=lambda cut: (line.crossing_bytes[cut], cut)))
     return tuple(cuts)
-
-
-def _parameters_read(node: Node, through: Mapping[Node, None], parameters: set[Node]) -> set[Node]:
-    """Returns the parameters that a node reads, also through the nodes of `through`."""
-    sources = reached(
-        node.all_input_nodes, lambda source: source.all_input_nodes if source in through else ()
-    )
-    return parameters & sources.keys()
 
 
 def _assign_homes(line: ForwardLine, stages: Stages) -> None:

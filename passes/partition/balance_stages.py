@@ -42,7 +42,8 @@ def balanced_cuts(
     if len(line.cuts) < stages - 1:
         raise PartitionError(
             f"the model can be cut at {len(line.cuts)} places; {stages} stages need {stages - 1}. "
-            f"Use fewer stages or a deeper model.{_wide_buffers(line)}"
+            "Use fewer stages or a deeper model. All that runs between the first and the last use "
+            "of a buffer which forward writes is on one stage."
         )
     if stages == 1:
         return ()
@@ -134,17 +135,6 @@ def _narrowed(line: ForwardLine, row: LoadRow, cuts: list[int], limit: float) ->
                 cuts = moved
                 break
     return tuple(cuts)
-
-
-def _wide_buffers(line: ForwardLine) -> str:
-    """Returns a sentence about buffers that keep much of the model on one stage, or ""."""
-    wide = [name for name, (a, b) in line.buffer_spans.items() if b - a > len(line.nodes) // 4]
-    if not wide:
-        return ""
-    return (
-        f" The buffer {wide[0]!r} is read and written far apart, and everything in between is "
-        "computed on one stage: read it where it is written."
-    )
 
 
 def node_loads(step: StepGraph, line: ForwardLine, hardware: Hardware) -> list[float]:

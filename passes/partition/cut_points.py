@@ -27,7 +27,6 @@ class ForwardLine:
         homes: Operations on trained parameters alone. They run on the lowest stage that reads them.
         cuts: Numbers of nodes before each possible cut.
         crossing_bytes: Bytes that cross the cut before node i, for one microbatch.
-        buffer_spans: First and last node that read or write each buffer that the step writes.
     """
 
     nodes: tuple[Node, ...]
@@ -35,7 +34,6 @@ class ForwardLine:
     homes: tuple[Node, ...]
     cuts: tuple[int, ...]
     crossing_bytes: tuple[int, ...]
-    buffer_spans: Mapping[str, tuple[int, int]]
 
 
 def forward_line(step: StepGraph) -> ForwardLine:
@@ -49,10 +47,11 @@ def forward_line(step: StepGraph) -> ForwardLine:
         node: max((position[user] for user in node.users if user in position), default=-1)
         for node in nodes
     }
-    spans = _buffer_spans(step, position)
     forbidden = _indivisible(step, nodes, position)
-    for first, last in spans.values():
-        forbidden.update(range(first, last))
+    for name, update in step.buffer_updates.items():
+        touching = (*step.buffers[name].users, update)
+        touched = [position[node] for node in touching if node in position]
+        forbidden.update(range(min(touched, default=0), max(touched, default=0)))
     for node in by_parameters:  # without its dropout or power iteration, evaluation cannot cut here
         users = (position[user] for user in node.users if user in position)
         forbidden.update(range(position[node], min(users, default=0)))
@@ -65,7 +64,7 @@ def forward_line(step: StepGraph) -> ForwardLine:
         tensors = all(isinstance(value.meta.get("val"), torch.Tensor) for value in live)
         if index not in forbidden and live and tensors and full:
             cuts.append(index + 1)
-    return ForwardLine(tuple(nodes), free, tuple(homes), tuple(cuts), tuple(crossing_bytes), spans)
+    return ForwardLine(tuple(nodes), free, tuple(homes), tuple(cuts), tuple(crossing_bytes))
 
 
 def _unplaced_nodes(
@@ -131,17 +130,6 @@ def _indivisible(step: StepGraph, nodes: list[Node], position: Mapping[Node, int
     large = [index for index, node in enumerate(nodes) if _elements(node) > 1]
     forbidden.update(range(max(large, default=0), len(nodes)))  # what follows is the loss
     return forbidden
-
-
-def _buffer_spans(step: StepGraph, position: Mapping[Node, int]) -> dict[str, tuple[int, int]]:
-    """Returns where each buffer that the step writes is read and written."""
-    spans = {}
-    for name, update in step.buffer_updates.items():
-        users = (*step.buffers[name].users, update)
-        touched = [position[node] for node in users if node in position]
-        if touched:
-            spans[name] = min(touched), max(touched)
-    return spans
 
 
 def _elements(node: Node) -> int:
