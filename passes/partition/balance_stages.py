@@ -43,8 +43,8 @@ def balanced_cuts(
         raise PartitionError(
             f"the model can be cut at {len(line.cuts)} places; {stages} stages need {stages - 1}. "
             "Use fewer stages or a deeper model. All between the first and the last use of a "
-            f"buffer that forward writes, such as {[*step.buffer_updates][:3]}, is on one stage: read it "
-            "where it is written."
+            f"buffer that forward writes, such as {[*step.buffer_updates][:3]}, is on one stage: "
+            "read it where it is written."
         )
     if stages == 1:
         return ()
