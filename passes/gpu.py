@@ -50,6 +50,11 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def identity(device: torch.device) -> str:
+    """Returns the name of a device, which no other device of any machine has."""
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
 def current_stream(device: torch.device) -> Any:
     """A stream also of the CPU, where streams order nothing: code for two of them runs on both."""
     return torch.get_device_module(device).current_stream(device)

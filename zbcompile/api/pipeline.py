@@ -19,7 +19,6 @@ from zbcompile.engine.executable import kind_of
 from zbcompile.engine.step import Engine
 from zbcompile.errors import PipelineError
 from zbcompile.model.distributed_tensors import Parts, TensorPart
-from zbcompile.model.module_tensors import refuse_state_dict
 from zbcompile.optimizer.optimizer_config import OptimizerConfig, Predicate
 from zbcompile.optimizer.pipeline_optimizer import PipelineOptimizer
 from zbcompile.options import PipelineOptions
@@ -68,7 +67,6 @@ class Pipeline(ModelState):
             if parts.placements:
                 placements = {**(options.placements or {}), **parts.placements}
                 options = replace(options, placements=placements)
-                refuse_state_dict(model, "its rank's parts of DTensors alone")
             self._options = options
             self._binding = ModelBinding(model, parts, options, self._ranks)
             self._compiled = ProgramCache(model, options, self._binding, schedule, saved)

@@ -80,7 +80,7 @@ def start_group(find_device: FindDevice, timeout: float) -> None:
     if "RANK" not in os.environ:
         raise PipelineError("there are no other processes. Start the command with torchrun.")
     if gpu.is_available():
-        # If processes see one GPU each, it is the first one. NCCL refuses two ranks on one GPU.
+        # a launcher may show each process one GPU; two ranks on one are refused below
         number = int(os.environ.get("LOCAL_RANK", "0")) % gpu.device_count()
         gpu.make_current(torch.device(gpu.KIND, number))
     backend = gpu.BACKEND if gpu.is_gpu(find_device()) else "gloo"
@@ -134,6 +134,7 @@ def _group_ranks(
     try:
         with watch.region("the start"), watch.position.waiting("the making of groups"):
             if gpu.is_gpu(device):
+                require_distinct_gpus(store.all_gather("gpu", gpu.identity(device)), device)
                 warn_of_few_queues(os.environ)
             everyone = mesh.group(*mesh.names) or mesh.only_me()
             for name in mesh.names:
@@ -157,6 +158,24 @@ def _group_ranks(
         backend=backend,
         ordered=ordered or backend == gpu.BACKEND,
     )
+
+
+def require_distinct_gpus(names: Mapping[int, str], device: torch.device) -> None:
+    """Raises PipelineError if two ranks use one GPU: NCCL cannot connect it to itself.
+
+    Args:
+        names: The name of every rank's GPU, unique over all machines.
+        device: That of this rank.
+    """
+    first_users: dict[str, int] = {}
+    for rank, name in names.items():
+        if name in first_users:
+            raise PipelineError(
+                f"ranks {first_users[name]} and {rank} use the same GPU ({name}); this rank's model"
+                f" is on {device}. Give every process its own:"
+                ' torch.cuda.set_device(int(os.environ["LOCAL_RANK"])) before model.cuda().'
+            )
+        first_users[name] = rank
 
 
 def warn_of_few_queues(environment: Mapping[str, str]) -> None:

@@ -37,6 +37,12 @@ class FaultStore:
         first = dist.get_process_group_ranks(group)[0]
         return dist.PrefixStore(f"channels/{first}", self._group_store)
 
+    def all_gather(self, key: str, value: str) -> dict[int, str]:
+        """Returns what every rank passed for `key`, by rank. Blocks until all have called it, for
+        at most the timeout of the process group."""
+        self._group_store.set(f"{key}/{self.rank}", value)
+        return {rank: self._group_store.get(f"{key}/{rank}").decode() for rank in self.members}
+
     def publish(self, status: RankStatus) -> None:
         self._store.set(f"status/{self.rank}", json.dumps(asdict(status)))
 

@@ -63,10 +63,15 @@ class TensorPart:
 
 class Parts:
     """The DTensors of a model, by first names; in the model, plain tensors that share their memory
-    replace them."""
+    replace them. Its state dicts show DTensors as before, and take them."""
 
     def __init__(self, model: nn.Module, labels: Mapping[str, str]) -> None:
         local_tensors: dict[int, torch.Tensor] = {}
+        modules = [
+            module
+            for module in model.modules()
+            if any(is_distributed(tensor) for _, tensor in _own(module))
+        ]
         full = {
             id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())
         }
@@ -75,6 +80,9 @@ class Parts:
                 dimensions = _dimensions(labels, full[id(tensor)], tensor)
                 local_tensors.setdefault(id(tensor), _part(tensor, dimensions))
                 table[name] = local_tensors[id(tensor)]
+        for module in modules:
+            module.register_state_dict_post_hook(_show_wholes)
+            module.register_load_state_dict_pre_hook(_take_parts)
         self._model = model
         self._read()
 
@@ -144,6 +152,25 @@ class Parts:
         """Returns a state dict of whole tensors or DTensors as one of plain parts."""
         parts = {key: self.parts.get(names.get(key, key)) for key in state}
         return {key: v if (p := parts[key]) is None else p.cut(key, v) for key, v in state.items()}
+
+
+def _own(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from module.named_parameters(recurse=False, remove_duplicate=False)
+    yield from module.named_buffers(recurse=False, remove_duplicate=False)
+
+
+def _show_wholes(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Let a state dict of the model have the DTensors."""
+    for name, tensor in _own(module):
+        if hasattr(tensor, PART) and prefix + name in state:
+            state[prefix + name] = getattr(tensor, PART).wrap(state[prefix + name])
+
+
+def _take_parts(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Let the model load such a state dict, or one of whole tensors."""
+    for name, tensor in _own(module):
+        if hasattr(tensor, PART) and prefix + name in state:
+            state[prefix + name] = getattr(tensor, PART).cut(prefix + name, state[prefix + name])
 
 
 def is_distributed(tensor: torch.Tensor) -> bool:

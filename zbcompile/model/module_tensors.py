@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from zbcompile.errors import PipelineError
-from zbcompile.model.distributed_tensors import PART, TensorPart
+from zbcompile.model.distributed_tensors import PART, TensorPart, is_distributed
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.meta_device import is_on_meta, on_device
 from zbcompile.passes.torch_names import type_text
@@ -100,18 +100,20 @@ def local_state_dict(model: nn.Module) -> dict[str, Any]:
     """Returns the state dict of the module: meta tensors of other ranks, local parts of
     DTensors."""
     with local_state_allowed():
-        return model.state_dict()
+        state = model.state_dict()
+    return {
+        key: value.to_local() if is_distributed(value) else value for key, value in state.items()
+    }
 
 
 def refuse_state_dict(model: nn.Module, summary: str) -> None:
-    """Lets `model.state_dict()` raise PipelineError while the model is not whole in this process.
-    `summary` says what this process holds."""
+    """Lets `model.state_dict()` raise PipelineError while tensors of other ranks are on the meta
+    device. `summary` says what this process holds."""
     model.register_state_dict_pre_hook(partial(_refuse, summary))
 
 
 def _refuse(summary: str, model: nn.Module, prefix: str, keep_vars: bool) -> None:
-    has_parts = any(hasattr(tensor, PART) for tensor in (*model.parameters(), *model.buffers()))
-    if not _allowed.get() and (has_parts or is_on_meta(model)):
+    if not _allowed.get() and is_on_meta(model):
         raise PipelineError(
             f"this process holds {summary}, not the whole model. Call pipe.state_dict(full=True) on"
             " every rank, or zbcompile.save_weights."

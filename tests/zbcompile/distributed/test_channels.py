@@ -11,7 +11,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.support.oracle import PROBLEMS
 from tests.support.pool import Pool
 from tests.support.training import Case, pipeline_of
-from zbcompile.distributed.process_group import backend_of, warn_of_few_queues
+from zbcompile.distributed.process_group import (
+    backend_of,
+    require_distinct_gpus,
+    warn_of_few_queues,
+)
 from zbcompile.errors import PipelineError
 from zbcompile.program.edges import channels_of
 from zbcompile.schedules import build, lower, names, smallest_microbatches
@@ -60,6 +64,12 @@ def test_no_step_reads_a_value_of_a_tensor(pool: Pool) -> None:
     """Loss and norm are tensors."""
     case = Case("small-dropout", "zb-v", 2, 4, exact=False)
     assert pool.run(step_without_values, case) == [True, True]
+
+
+def test_every_rank_has_a_gpu() -> None:
+    require_distinct_gpus({0: "a", 1: "b"}, torch.device("cuda:0"))
+    with pytest.raises(PipelineError, match=r"ranks 0 and 2 use the same GPU \(a\)"):
+        require_distinct_gpus({0: "a", 1: "b", 2: "a"}, torch.device("cuda:0"))
 
 
 def test_too_few_hardware_queues_are_warned_of() -> None:

@@ -85,10 +85,6 @@ def trained(kind: str, schedule: str, exact: bool, disturbed: bool = True) -> di
     norm = pipe.clip_grad_norm_(1e9)
     state = pipe.state_dict(full=True)
     pipe.load_state_dict(one.state_dict())
-    with pytest.raises(
-        zbcompile.PipelineError, match=r"not the whole model.*state_dict\(full=True"
-    ):
-        model.state_dict()
     whole_norm = nn.utils.get_total_norm([p.grad for p in one.parameters() if p.grad is not None])
     results = {
         "loss": float((total - expected).abs() / expected),
