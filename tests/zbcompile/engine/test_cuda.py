@@ -93,3 +93,13 @@ def test_two_processes_over_nccl(pool: Pool, schedule: str, backend: str) -> Non
 def test_sharded_vocabulary_over_nccl(pool: Pool) -> None:
     """Its collectives have a separate group and stream."""
     pool.run(rank_of_two, "zb-v", 1, backend="nccl")
+
+
+def two_on_one_gpu() -> None:
+    with pytest.raises(zbcompile.PipelineError, match="ranks 0 and 1 use the same GPU"):
+        zbcompile.pipeline(PROBLEMS["mlp"].model().to("cuda:0"), schedule="1f1b", microbatches=2)
+
+
+@two_gpus
+def test_two_ranks_on_one_gpu_are_refused(pool: Pool) -> None:
+    pool.run(two_on_one_gpu, backend="nccl")

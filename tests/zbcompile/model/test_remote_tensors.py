@@ -9,11 +9,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_
 
 import zbcompile
-from tests.support.dtensor_models import LENGTH, VOCABULARY, loss_of, parallelised
+from tests.support.dtensor_models import LENGTH, VOCABULARY, Llama, loss_of, parallelised
 from tests.support.meshes import mesh_of
 from tests.support.oracle import WIDTH, optimizer_of
 from tests.support.pool import Pool
@@ -132,20 +133,48 @@ def test_a_second_pipeline_does_not_start_from_old_values(pool: Pool) -> None:
     assert all(torch.equal(theirs, loss) for _, theirs in both)
 
 
-def clipped_by_torch() -> None:
-    """torch's norm of plain parts of DTensors is refused, one of DTensors is theirs."""
+def parallel_state() -> tuple[set[str], bool, bool, bool]:
+    """Returns, for a model with DTensors in a pipeline, which names of torch's state dict are DTensors here
+    and not in the eager one, or vice versa; whether values are the same; whether what torch loads
+    arrives."""
     mesh = mesh_of(tp=dist.get_world_size())
-    model = parallelised(mesh["tp"], "plain", 1)
+    eager, model = parallelised(mesh["tp"], "plain", 1), parallelised(mesh["tp"], "plain", 1)
     pipe = zbcompile.pipeline(model, mesh=mesh, schedule="1f1b", microbatches=2, loss=loss_of)
     torch.manual_seed(1)
     x, y = torch.randint(VOCABULARY, (2, 4, LENGTH)).unbind()
     pipe.step(x, target=y)
-    with pytest.raises(zbcompile.PipelineError, match="differs from rank to rank"):
+    displayed, expected = get_model_state_dict(model), get_model_state_dict(eager)
+    unlike = {
+        name
+        for name, value in displayed.items()
+        if isinstance(value, DTensor) != isinstance(expected[name], DTensor)
+    }
+    same = all(torch.equal(whole(displayed[name]), whole(expected[name])) for name in expected)
+    set_model_state_dict(model, {name: value * 2 for name, value in expected.items()})
+    results = pipe.state_dict(full=True)
+    doubled = all(torch.equal(whole(results[name]), 2 * whole(expected[name])) for name in expected)
+    model.load_state_dict(Llama(1).state_dict())
+    again = all(
+        torch.equal(whole(value), whole(expected[name]))
+        for name, value in model.state_dict().items()
+    )
+    with pytest.raises(
+        zbcompile.PipelineError, match=r"differs from rank to rank"
+    ):  # plain parts of DTensors
         clip_grad_norm_(model.parameters(), 1.0)
     clip_grad_norm_([item for item in pipe.parameters() if isinstance(item, DTensor)], 1.0)
     pipe.close()
+    return unlike, same, doubled, again
+
+
+def whole(value: Any) -> Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 @pytest.mark.slow
-def test_torchs_clipping_of_parts_is_refused(pool: Pool) -> None:
-    pool.run(clipped_by_torch)
+def test_state_dicts_of_a_parallelised_model_have_its_dtensors(pool: Pool) -> None:
+    for unlike, same, doubled, again in pool.run(parallel_state):
+        assert not unlike
+        assert same
+        assert doubled
+        assert again
