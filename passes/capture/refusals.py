@@ -17,6 +17,7 @@ from zbcompile.passes.capture.unsupported import (
     FAILS,
     HAS_A_DYNAMIC_SHAPE,
     INEXACT,
+    READS_A_TENSOR_ATTRIBUTE,
     READS_A_VALUE,
     READS_PARAMETER_STATE,
     SETS_DATA,
@@ -134,6 +135,16 @@ def _refuse_assigned_data(tensor: Tensor, value: Tensor, line: str) -> None:
     forms = [(x.dtype, x.shape, x.stride(), storage_key(x)) for x in (tensor, value)]
     if forms[0] != forms[1]:
         raise CaptureError(SETS_DATA.format(line=line))
+
+
+def unseen_attribute(name: str) -> property:
+    """Returns an attribute of tensors that raises CaptureError if it is read."""
+
+    def read(tensor: Tensor) -> Any:
+        line = users_line(sys._getframe(1))
+        raise CaptureError(READS_A_TENSOR_ATTRIBUTE.format(name=name, line=line))
+
+    return property(read)
 
 
 def _is_list_of_tensors(value: Any) -> bool:

@@ -26,7 +26,7 @@ from zbcompile.passes.capture.known_values import KnownValues
 from zbcompile.passes.capture.losses import check_loss, loss_in, without_joined_loss
 from zbcompile.passes.capture.parameter_hooks import grad_versions, traced_hooks
 from zbcompile.passes.capture.python_effects import PythonEffects, TraceAgain
-from zbcompile.passes.capture.refusals import InexactCalls, Questions
+from zbcompile.passes.capture.refusals import InexactCalls, Questions, unseen_attribute
 from zbcompile.passes.capture.structures import OutputStructure, flatten_output, output_names
 from zbcompile.passes.capture.unsupported import (
     NO_METRICS,
@@ -113,6 +113,9 @@ class TrainingStep(nn.Module):
         self._progress = SimpleNamespace(call=f"torch.export of {type(model).__name__}", exist=None)
         self._progress.predicts = not self.shardings
         self._originals = {name: self._tensor(name) for name in self.trained}
+        plain = [t for _, t in named_tensors(self) if type(t) in (Tensor, nn.Parameter)]
+        known = {*dir(Tensor), "part_of", "_is_buffer"}
+        self._unseen_attributes = {name for tensor in plain for name in vars(tensor)} - known
 
     def named_modules(
         self, memo: Any = None, prefix: str = "", remove_duplicate: bool = True
@@ -184,6 +187,9 @@ class TrainingStep(nn.Module):
         tolist = replaced_tolist(known.value_for_python, known.routed.numbers)
         modes = (checkpoint_hints(), regions.numbered(), inexact, tolist, known)
         with contextlib.ExitStack() as stack:
+            for name in self._unseen_attributes:
+                setattr(Tensor, name, unseen_attribute(name))
+                stack.callback(delattr, Tensor, name)
             for context in (effects, *flags, *modes):
                 stack.enter_context(context)
             yield inexact

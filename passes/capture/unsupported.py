@@ -45,6 +45,10 @@ READS_PARAMETER_STATE = (
     "forward reads or sets {attribute} of a parameter ({line}), which another microbatch may have "
     "changed; a graph has none. Settle it before the step, or pass what it needs as an input."
 )
+READS_A_TENSOR_ATTRIBUTE = (
+    "forward or the loss reads .{name} of a tensor ({line}), an attribute that was set on a "
+    "parameter or buffer. A traced tensor has none. Keep it on the module: `self.{name} = ...`."
+)
 CHANGES_HOOKS = (
     "forward changes {path}: in eager mode every microbatch would run with others. Register hooks "
     "outside of forward, or at its first call alone."

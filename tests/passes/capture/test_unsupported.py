@@ -31,6 +31,7 @@ class Model(nn.Module):
         self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.register_buffer("buffer", torch.ones(WIDTH))
         self.plain = torch.ones(WIDTH)
+        self.first.weight.scale = self.factor = 2.0  # type: ignore[assignment]
         self.torch_generator = torch.Generator()
         self.scale = [nn.Parameter(torch.ones(WIDTH))]
         self.calls = 0
@@ -103,6 +104,11 @@ CASES = {
         lambda m, x: x * set_data(m.buffer),
         r"assigns to the `.data` of a tensor \(.*:\d+\).*copy_",
         lambda m, x: x * write(m.buffer),
+    ),
+    "an attribute of a parameter": Case(
+        lambda m, x: x * getattr(m.first.weight, "scale", 1.0),
+        r"reads .scale of a tensor \(.*test_unsupported.py:\d+\).*Keep it on the module",
+        lambda m, x: x * m.factor,
     ),
     "a plain tensor": Case(
         lambda m, x: x * write(m.plain),
