@@ -1,4 +1,4 @@
-"""Hooks, function modes and the tables of modules: where torch keeps them, under private names."""
+"""Hooks and function modes: where torch keeps them, under private names."""
 
 import gc
 from collections.abc import Iterable, Sequence
@@ -78,26 +78,3 @@ def hook_tables(nodes: Sequence[Any]) -> list[dict[Any, Any]]:
 def plain_hooks(tensor: Tensor) -> Any:
     """Returns the hooks that `register_hook` added, by number; None if there are none."""
     return tensor._backward_hooks
-
-
-def fingerprint(model: torch.nn.Module, modes: bool = True) -> tuple[Any, ...]:
-    """Returns what a compiled step assumes about a model, as values to compare: its modules and
-    their hooks, its tensors, their kinds and hooks; with `modes` also which modules are in training
-    mode and the dtypes of gradients. One walk without names, because every step does it.
-    """
-    values: list[Any] = []
-    modules, visited = [model], {id(model)}
-    while modules:
-        module = modules.pop()
-        values += (id(module), type(module), modes and module.training, hooks_of(module))
-        for tensor in (*module._parameters.values(), *module._buffers.values()):
-            if tensor is not None:
-                trains = tensor.requires_grad
-                values += (id(tensor), trains, tensor.dtype, tensor.shape, tensor.device)
-                values.append(modes and trains and getattr(tensor, "grad_dtype", None))
-                values.append(bool(tensor_hooks(tensor)))
-        for child in module._modules.values():
-            if child is not None and id(child) not in visited:
-                visited.add(id(child))
-                modules.append(child)
-    return tuple(values)

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree  # torch.export's own pytree; torch.ut
 
 from zbcompile.passes.graph.fx import output_values
 from zbcompile.passes.torch_private import is_in_place, make_fx, replaced
+from zbcompile.passes.torch_private_hooks import hooks_of, tensor_hooks
 
 pytree = pytree
 READ_SCALAR = torch.ops.aten._local_scalar_dense.default  # what Tensor.item calls
@@ -31,6 +32,29 @@ def warn_of_untried(version: str) -> None:
             " does."
         )
         warnings.warn(text, stacklevel=4)
+
+
+def fingerprint(model: torch.nn.Module, modes: bool = True) -> tuple[Any, ...]:
+    """Returns what a compiled step assumes about a model, as values to compare: its modules and
+    their hooks, its tensors, their kinds and hooks; with `modes` also which modules are in training
+    mode and the dtypes of gradients. One walk without names, because every step does it.
+    """
+    values: list[Any] = []
+    modules, visited = [model], {id(model)}
+    while modules:
+        module = modules.pop()
+        values += (id(module), type(module), modes and module.training, hooks_of(module))
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if tensor is not None:
+                trains = tensor.requires_grad
+                values += (id(tensor), trains, tensor.dtype, tensor.shape, tensor.device)
+                values.append(modes and trains and getattr(tensor, "grad_dtype", None))
+                values.append(bool(tensor_hooks(tensor)))
+        for child in module._modules.values():
+            if child is not None and id(child) not in visited:
+                visited.add(id(child))
+                modules.append(child)
+    return tuple(values)
 
 
 def exchanged(rows: torch.Tensor, group: Any) -> torch.Tensor:

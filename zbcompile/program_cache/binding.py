@@ -48,7 +48,6 @@ from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.stage.stage_program import bind_groups
 from zbcompile.passes.torch_private_hooks import (
     accumulators,
-    fingerprint,
     function_modes,
     global_hooks,
     hook_tables,
@@ -57,7 +56,7 @@ from zbcompile.profiling.pass_checks import inspected
 from zbcompile.program.program import OF_A_PLACE, Program
 from zbcompile.program_cache.warm_up import warm_up
 from zbcompile.schedules.ir.actions import flatten
-from zbcompile.torch_private import before_clipping
+from zbcompile.torch_private import before_clipping, fingerprint
 
 PARTIAL_NORM = "zbcompile_norm_is_partial"  # an attribute of parameters
 

@@ -36,7 +36,6 @@ from zbcompile.passes.compile_options import CompileOptions
 from zbcompile.passes.errors import PartitionError
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.module_state import ModuleState
-from zbcompile.passes.torch_private_hooks import fingerprint
 from zbcompile.prediction.memory_limit import compile_within_memory
 from zbcompile.program.directory import save_program
 from zbcompile.program.program import Program
@@ -52,6 +51,7 @@ from zbcompile.program_cache.graph_cache import (
 from zbcompile.program_cache.orders import step_order
 from zbcompile.progress import LONG, Progress
 from zbcompile.schedules import Schedule
+from zbcompile.torch_private import fingerprint
 
 
 class ProgramCache:

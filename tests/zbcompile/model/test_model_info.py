@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from zbcompile.passes.torch_private_hooks import fingerprint
+from zbcompile.torch_private import fingerprint
 
 
 class Model(nn.Module):
