@@ -17,6 +17,6 @@ def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     new = like(tensor, device=device)
     moved = nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
     vars(moved).update(vars(tensor))
-    if isinstance(tensor, nn.Parameter) and tensor.requires_grad and hasattr(tensor, "grad_dtype"):
+    if isinstance(tensor, nn.Parameter) and tensor.requires_grad:
         moved.grad_dtype = tensor.grad_dtype
     return moved

@@ -1,6 +1,6 @@
 """The step graph: an exported training step whose inputs and outputs are found by role and name."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -177,10 +177,10 @@ class StepGraph:
         """Returns the slots of the placeholders."""
         shards = self.vocabulary_values
         inputs = [
-            *((Slot(PARAMETER, name), node) for name, node in self.parameters.items()),
-            *((Slot(BUFFER, name), node) for name, node in self.buffers.items()),
-            *((Slot(CONSTANT, name), node) for name, node in self.constants.items()),
-            *((Slot(BATCH, path), node) for path, node in self.batch_inputs.items()),
+            *_slots(PARAMETER, self.parameters.items()),
+            *_slots(BUFFER, self.buffers.items()),
+            *_slots(CONSTANT, self.constants.items()),
+            *_slots(BATCH, self.batch_inputs.items()),
             (Slot(TANGENT, "loss"), self.tangent),
             _named_by_node(GRADIENT, shards.hidden_gradient),
             _named_by_node(ACTIVATION, shards.lookup),
@@ -193,12 +193,12 @@ class StepGraph:
         shards = self.vocabulary_values
         results = [
             (Slot(LOSS, "loss"), self.loss),
-            *((Slot(OUTPUT, str(index)), node) for index, node in enumerate(self.outputs)),
-            *((Slot(FITS, str(index)), node) for index, node in enumerate(self.fits)),
+            *_slots(OUTPUT, enumerate(self.outputs)),
+            *_slots(FITS, enumerate(self.fits)),
             _named_by_node(ACTIVATION, shards.hidden),
             _named_by_node(GRADIENT, shards.lookup_gradient),
-            *((Slot(BUFFER_UPDATE, name), node) for name, node in self.buffer_updates.items()),
-            *((Slot(WEIGHT_GRADIENT, name), node) for name, node in self.gradients.items()),
+            *_slots(BUFFER_UPDATE, self.buffer_updates.items()),
+            *_slots(WEIGHT_GRADIENT, self.gradients.items()),
             *(
                 (Slot(WEIGHT_GRADIENT, name), node)
                 for name, sums in self.stage_gradients.items()
@@ -234,6 +234,12 @@ class StepGraph:
     def refresh_output(self) -> None:
         """Writes the results by role into the graph's output node, after a pass replaced nodes."""
         self.graph.output_node().args = (tuple(node for _, node in self.results()),)
+
+
+def _slots(
+    role: Role, named: Iterable[tuple[object, Node | None]]
+) -> Iterator[tuple[Slot, Node | None]]:
+    return ((Slot(role, str(name)), node) for name, node in named)
 
 
 def _named_by_node(role: Role, node: Node | None) -> tuple[Slot, Node | None]:

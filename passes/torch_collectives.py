@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from zbcompile.passes.errors import CaptureError
-from zbcompile.passes.torch_private import pytree, replaced
+from zbcompile.passes.graph.fx import tensors_of
+from zbcompile.passes.torch_private import replaced
 
 # Namespaces of torch.distributed._functional_collectives and of DTensor's own collectives.
 COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "_dtensor")
@@ -77,8 +78,7 @@ def _without_work(functional: Any, function: Any, name: str) -> Any:
         return value if isinstance(value, Tensor | list) else words.get(str(value), value)
 
     def call(*args: Any, async_op: bool = False, **kwargs: Any) -> _FinishedWork | None:
-        tensors = pytree.tree_leaves((args, kwargs))
-        seen = [t for t in tensors if isinstance(t, Tensor) and t.requires_grad]
+        seen = any(tensor.requires_grad for tensor in tensors_of((args, kwargs)))
         if seen and torch.is_grad_enabled():
             line = users_line(sys._getframe(1))
             raise CaptureError(PLAIN_COLLECTIVE.format(name=name, line=line))

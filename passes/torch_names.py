@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from zbcompile.passes.errors import CompileError
-from zbcompile.passes.torch_private import pytree
+from zbcompile.passes.graph.fx import tensors_of
 
 _KINDS = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
 NAMED: Mapping[str, Mapping[str, Any]] = {
@@ -51,5 +51,4 @@ def type_text(value: torch.Tensor) -> str:
 
 def tensor_types(*values: Any) -> str:
     """Returns dtype and shape of the tensors in `values`: `(float32[2, 8], int64[2])`."""
-    leaves = (leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor))
-    return f"({', '.join(map(type_text, leaves))})"
+    return f"({', '.join(map(type_text, tensors_of(values)))})"

@@ -88,13 +88,11 @@ def compiling(flag: bool) -> Iterator[None]:
 
     torch.export sets both flags around the trace; no public function sets them.
     """
-    compiler = torch.compiler
-    flags = compiler._is_compiling_flag, compiler._is_exporting_flag
-    compiler._is_compiling_flag = compiler._is_exporting_flag = flag
-    try:
+    with (
+        replaced(torch.compiler, "_is_compiling_flag", flag),
+        replaced(torch.compiler, "_is_exporting_flag", flag),
+    ):
         yield
-    finally:
-        compiler._is_compiling_flag, compiler._is_exporting_flag = flags
 
 
 @contextlib.contextmanager
@@ -237,11 +235,6 @@ def attention_priority() -> tuple[int, ...]:
 def is_in_place(operator: object) -> bool:
     """Returns True if an operator writes an argument."""
     return isinstance(operator, OpOverload) and bool(operator._schema.is_mutable)
-
-
-def set_stack_trace(node: Node, text: str) -> None:
-    """Replaces the source lines that `print_readable` shows above a node."""
-    node.meta["stack_trace"] = text
 
 
 class _DirectCodeGen(_BoxedCodeGen):

@@ -72,7 +72,9 @@ def _compiled_operators() -> Iterator[None]:
     @contextlib.contextmanager
     def environment() -> Iterator[Any]:
         with contextlib.ExitStack() as stack:
-            while _is_our_function_mode_on():  # Dynamo would trace them
+            while (  # of our function modes, which Dynamo would trace
+                modes := _get_current_function_mode_stack()
+            ) and type(modes[-1]).__module__.startswith("zbcompile"):
                 stack.enter_context(_pop_mode_temporarily())
             stack.enter_context(torch.compiler.set_stance("default"))
             stack.enter_context(compiling(True))
@@ -83,11 +85,6 @@ def _compiled_operators() -> Iterator[None]:
             if getattr(module, "__dict__", {}).get("setup_compilation_env") is original:
                 stack.enter_context(replaced(module, "setup_compilation_env", environment))
         yield
-
-
-def _is_our_function_mode_on() -> bool:
-    stack = _get_current_function_mode_stack()
-    return bool(stack) and type(stack[-1]).__module__.startswith("zbcompile")
 
 
 @contextlib.contextmanager

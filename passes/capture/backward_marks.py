@@ -6,7 +6,6 @@ they belong to several forward operations.
 """
 
 from collections.abc import Iterable
-from functools import partial
 from typing import Any
 
 import torch
@@ -30,8 +29,9 @@ BACKWARD_OF = "backward_of"  # key of an annotation: seq_nr of the forward node
 def mark_backward_nodes(loss: Tensor) -> None:
     """Registers hooks so that a later backward of `loss` marks the nodes of every grad_fn."""
     for grad_fn in grad_fns_below(loss):
-        grad_fn.register_prehook(partial(_begin, sequence_number(grad_fn)))
-        grad_fn.register_hook(_end)
+        number = sequence_number(grad_fn)
+        grad_fn.register_prehook(lambda _, n=number: set_node_annotation(BACKWARD_OF, n))
+        grad_fn.register_hook(lambda *_: remove_node_annotation(BACKWARD_OF))
 
 
 def forward_number(node: torch.fx.Node) -> int | None:
@@ -67,11 +67,3 @@ def trace_backward_to_forward(step: StepGraph) -> None:
         node.meta[MODULES] = meta.get(MODULES, {})
         line = meta.get(ANNOTATIONS, {}).get(LINE, "")
         node.meta[ANNOTATIONS] = {**node.meta[ANNOTATIONS], LINE: line}
-
-
-def _begin(number: int, grads: Any) -> None:
-    set_node_annotation(BACKWARD_OF, number)
-
-
-def _end(grad_inputs: Any, grad_outputs: Any) -> None:
-    remove_node_annotation(BACKWARD_OF)

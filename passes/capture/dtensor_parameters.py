@@ -25,7 +25,10 @@ from zbcompile.passes.torch_private import reparametrize_module, sharding_of
 def shardings_of(module: nn.Module) -> dict[str, Any]:
     """Returns the sharding of every parameter and buffer of a module that is a DTensor, by name:
     its `mesh`, and one of its `placements` per mesh dimension."""
-    dtensors = {name: whole_tensor(tensor) for name, tensor in named_tensors(module)}
+    dtensors = {  # of a plain tensor that is the local part of a DTensor, the DTensor
+        name: getattr(getattr(tensor, "part_of", None), "whole", tensor)
+        for name, tensor in named_tensors(module)
+    }
     return {name: sharding_of(dtensor) for name, dtensor in dtensors.items() if is_dtensor(dtensor)}
 
 
@@ -47,12 +50,6 @@ def named_tensors(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yields the parameters and buffers of a module, tied ones under each of their names."""
     yield from module.named_parameters(remove_duplicate=False)
     yield from module.named_buffers(remove_duplicate=False)
-
-
-def whole_tensor(tensor: Any) -> Any:
-    """Returns the DTensor whose local part a plain tensor is, or the tensor itself."""
-    part = getattr(tensor, "part_of", None)
-    return tensor if part is None else part.whole
 
 
 @contextlib.contextmanager

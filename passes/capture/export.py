@@ -19,7 +19,7 @@ from zbcompile.passes.capture.dtensor_parameters import (
     exportable_tensors,
     warn_of_random_numbers_on_shards,
 )
-from zbcompile.passes.capture.model_checks import check_model
+from zbcompile.passes.capture.model_checks import model_problems, refuse
 from zbcompile.passes.capture.python_effects import TraceAgain
 from zbcompile.passes.capture.refusals import refusal_of, refuse_open_values
 from zbcompile.passes.capture.training_step import (
@@ -34,7 +34,7 @@ from zbcompile.passes.capture.unsupported import (
     WRITES_AN_INPUT,
 )
 from zbcompile.passes.errors import CaptureError
-from zbcompile.passes.graph.fx import operator_name
+from zbcompile.passes.graph.fx import operator_name, tensors_of
 from zbcompile.passes.graph.process_groups import groups_of_meshes, name_process_groups
 from zbcompile.passes.graph.source_location import LINE, line_of
 from zbcompile.passes.step_graph import StepGraph
@@ -45,7 +45,6 @@ from zbcompile.passes.torch_private import (
     DATA_DEPENDENT_ERRORS,
     TO_COPY,
     annotations_of,
-    pytree,
 )
 from zbcompile.passes.torch_private_export import export_below_autograd
 
@@ -135,11 +134,11 @@ def _export_step(
     trains: bool,
 ) -> StepGraph:
     """Exports a step by up to three attempts, and returns its graph."""
-    check_model(model)
+    refuse(model_problems(model))
     if isinstance(function, nn.Module):
-        check_model(function)
+        refuse(model_problems(function))
     structure = BatchStructure.of(batch)
-    tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
+    tensors = tensors_of(batch)
     static_inputs = {
         path: tensor.detach().cpu().clone()  # before the trace, in which a clone is fake
         for path, tensor in zip(structure.paths, tensors, strict=True)

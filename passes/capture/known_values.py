@@ -25,6 +25,7 @@ from zbcompile.passes.capture.unsupported import (
     static,
 )
 from zbcompile.passes.errors import CaptureError
+from zbcompile.passes.graph.fx import tensors_of
 from zbcompile.passes.graph.row_exchanges import RoutedExchanges
 from zbcompile.passes.graph.source_location import LINE, users_line
 from zbcompile.passes.torch_private import (
@@ -104,7 +105,7 @@ class KnownValues(TorchDispatchMode):
         Raises:
             CaptureError: The value of a tensor is not known.
         """
-        tensors = [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
+        tensors = tensors_of(values)
         if any(self.value_of(tensor) is None for tensor in tensors):
             place, remedy = at(users_line(sys._getframe(1))), static(self._inputs_of(tensors))
             raise CaptureError(READS_A_VALUE.format(at=place, static=remedy))
@@ -124,13 +125,14 @@ class KnownValues(TorchDispatchMode):
         set_node_annotation(LINE, line)
         if not isinstance(func, OpOverload):  # calls graphs, such as torch.cond
             return func(*args, **kwargs)
-        self._refuse_writes(func, args, kwargs, line)
+        written = tensors_of(written_arguments(func, args, kwargs))
+        self._refuse_writes(written, line)
         if isinstance(kwargs.get("generator"), torch.Generator):
             raise CaptureError(HAS_A_GENERATOR.format(line=line))
         if func in _FILLED_IN_MEMORY_ORDER:
             func(_in_memory_order(args[0]), *args[1:], **kwargs)
             return args[0]
-        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        tensors = tensors_of((args, kwargs))
         if (
             torch.is_grad_enabled()
             and func is not aten.detach.default
@@ -143,26 +145,24 @@ class KnownValues(TorchDispatchMode):
             inputs = self._inputs_of(tensors) | ({NO_INPUT} if is_random else set())
             self._note_question(func, tensors)
             result = func(*args, **kwargs)
-            self._forget_written(func, args, kwargs)
+            self._forget(written)
             if torch.Tag.dynamic_output_shape in func.tags and has_dynamic_shape(result):
                 self.questions.shape_line = self.questions.shape_line or line
-            for leaf in pytree.tree_leaves((result, written_arguments(func, args, kwargs))):
-                if isinstance(leaf, Tensor):
-                    self._inputs[leaf] = inputs
+            for tensor in tensors_of((result, written)):
+                self._inputs[tensor] = inputs
             return result
         if tensors and func is READ_SCALAR:
             return self._run(func, args, kwargs)
         if tensors and torch.Tag.dynamic_output_shape in func.tags:  # nonzero, unique
             return pytree.tree_map_only(Tensor, self._constant, self._run(func, args, kwargs))
         result = func(*args, **kwargs)
-        traced = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+        traced = tensors_of(result)
         if traced and all(tensor.numel() <= MAX_ELEMENTS for tensor in traced):
-            real = pytree.tree_leaves(self._run(func, args, kwargs))
-            values = [leaf for leaf in real if isinstance(leaf, Tensor)]
+            values = tensors_of(self._run(func, args, kwargs))
             for tensor, value in zip(traced, values, strict=True):
                 self._real[tensor] = value
         else:
-            self._forget_written(func, args, kwargs)
+            self._forget(written)
         return result
 
     def _note_question(self, func: OpOverload, tensors: list[Tensor]) -> None:
@@ -227,16 +227,15 @@ class KnownValues(TorchDispatchMode):
         self._real[tensor] = value
         return tensor
 
-    def _refuse_writes(self, func: OpOverload, args: Any, kwargs: Any, line: str) -> None:
-        for leaf in pytree.tree_leaves(written_arguments(func, args, kwargs)):
-            if isinstance(leaf, Tensor) and is_unlifted_constant(leaf):
-                path = self._protected.get(storage_key(leaf))
-                if path is not None:
-                    raise CaptureError(WRITES_A_PLAIN_TENSOR.format(path=path, line=line))
+    def _refuse_writes(self, written: list[Tensor], line: str) -> None:
+        for tensor in filter(is_unlifted_constant, written):
+            path = self._protected.get(storage_key(tensor))
+            if path is not None:
+                raise CaptureError(WRITES_A_PLAIN_TENSOR.format(path=path, line=line))
 
-    def _forget_written(self, func: OpOverload, args: Any, kwargs: Any) -> None:
-        for leaf in pytree.tree_leaves(written_arguments(func, args, kwargs)):
-            value = self._real.get(leaf) if isinstance(leaf, Tensor) else None
+    def _forget(self, written: list[Tensor]) -> None:
+        for tensor in written:
+            value = self._real.get(tensor)
             if value is not None:
                 self._overwritten.add(storage_key(value))
 

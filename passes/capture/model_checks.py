@@ -1,6 +1,6 @@
 """Checks of a model before it is traced."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 
 from torch import nn
@@ -35,21 +35,9 @@ _WRAPPERS = {  # by the name of the class, so that nothing is imported: the reme
 }
 
 
-def check_model(model: nn.Module) -> None:
+def refuse(problems: Iterable[str]) -> None:
     """Raises CaptureError with the first problem of a model."""
-    for problem in model_problems(model):
-        raise CaptureError(problem)
-
-
-def check_wrappers(model: nn.Module) -> None:
-    """Raises CaptureError for a wrapper that does more than its forward says."""
-    for problem in _wrappers(model):
-        raise CaptureError(problem)
-
-
-def check_hooks(model: nn.Module) -> None:
-    """Raises CaptureError for hooks and modes that a compiled step would lose."""
-    for problem in _lost_hooks(model):
+    for problem in problems:
         raise CaptureError(problem)
 
 
@@ -57,8 +45,8 @@ def model_problems(model: nn.Module) -> Iterator[str]:
     """Yields a sentence for every reason why a model cannot be captured."""
     if str(nn.functional.scaled_dot_product_attention.__module__).startswith("torch.distributed."):
         yield INSIDE_CONTEXT_PARALLEL
-    yield from _wrappers(model)
-    yield from _lost_hooks(model)
+    yield from wrappers(model)
+    yield from lost_hooks(model)
     for name, module in model.named_modules():
         if any(nn.parameter.is_lazy(tensor) for tensor in module.parameters(recurse=False)):
             yield IS_LAZY.format(module=_described(name, module))
@@ -69,7 +57,8 @@ def _described(name: str, module: nn.Module) -> str:
     return f"module {name or '(the model itself)'} ({type(module).__name__})"
 
 
-def _wrappers(model: nn.Module) -> Iterator[str]:
+def wrappers(model: nn.Module) -> Iterator[str]:
+    """Yields a sentence for every wrapper that does more than its forward says."""
     for name, module in model.named_modules():
         classes = [kind for kind in type(module).__mro__ if kind.__module__.startswith("torch.")]
         wrapper = next((kind.__name__ for kind in classes if kind.__name__ in _WRAPPERS), None)
@@ -78,7 +67,7 @@ def _wrappers(model: nn.Module) -> Iterator[str]:
             yield IS_A_WRAPPER.format(module=_described(name, module), **names)
 
 
-def _lost_hooks(model: nn.Module) -> Iterator[str]:
+def lost_hooks(model: nn.Module) -> Iterator[str]:
     """Yields a sentence for hooks and modes that a compiled step would lose, cheap enough for every
     step. Hooks on modules and plain hooks on parameters are a part of the step."""
     if global_hooks():
@@ -99,12 +88,11 @@ def _shared_memory(model: nn.Module) -> Iterator[str]:
         ("parameters", model.named_parameters()),
         ("buffers", model.named_buffers()),
     ):
-        tensors = [
-            (name, tensor)
+        ranges = [
+            (storage_key(tensor), *byte_range(tensor), name)
             for name, tensor in named
             if not nn.parameter.is_lazy(tensor) and tensor.numel() and not tensor.is_meta
         ]
-        ranges = [(storage_key(tensor), *byte_range(tensor), name) for name, tensor in tensors]
         ranges.sort(key=lambda entry: entry[:2])
         for (key, _, end, first), (following, start, _, second) in pairwise(ranges):
             if key == following and start < end:  # the parts of a flat buffer are disjoint

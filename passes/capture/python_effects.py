@@ -28,7 +28,7 @@ from zbcompile.passes.capture.unsupported import (
     at,
 )
 from zbcompile.passes.errors import CaptureError
-from zbcompile.passes.graph.source_location import is_users_frame, users_line
+from zbcompile.passes.graph.source_location import is_called_by_user, users_line
 from zbcompile.passes.module_state import functions_of
 from zbcompile.passes.torch_private import DATA_DEPENDENT_ERRORS, real_mode, replaced
 
@@ -173,7 +173,7 @@ def _seeds_refused() -> Iterator[None]:
         raise CaptureError(SETS_A_SEED.format(at=at(line)))
 
     def set_state(state: Tensor) -> None:
-        if _is_called_by_user():
+        if is_called_by_user(sys._getframe(1)):  # torch restores states around what it traces
             refuse(users_line(sys._getframe(1)))
         restore(state)
 
@@ -189,15 +189,6 @@ def _seeds_refused() -> Iterator[None]:
     if not is_unchanged:
         restore(before)
         refuse("")
-
-
-def _is_called_by_user() -> bool:
-    """Returns True if the caller's caller is the user's code, also by way of fork_rng. torch itself
-    restores states around what it traces."""
-    frame: types.FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_globals.get("__name__") in ("contextlib", "torch.random"):
-        frame = frame.f_back
-    return frame is not None and is_users_frame(frame)
 
 
 @contextlib.contextmanager

@@ -4,7 +4,6 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any
 
 import torch
@@ -25,14 +24,19 @@ from zbcompile.passes.capture.unsupported import (
     static,
 )
 from zbcompile.passes.errors import CaptureError
+from zbcompile.passes.graph.fx import tensors_of
 from zbcompile.passes.graph.row_exchanges import RoutedExchanges, require_fit
-from zbcompile.passes.graph.source_location import is_users_frame, line_of, users_line
+from zbcompile.passes.graph.source_location import (
+    is_called_by_user,
+    is_users_frame,
+    line_of,
+    users_line,
+)
 from zbcompile.passes.torch_private import (
     DATA_DEPENDENT_ERRORS,
     READ_SCALAR,
     READ_VERSION,
     DynamicOutputShapeException,
-    pytree,
     storage_key,
 )
 
@@ -105,7 +109,8 @@ class InexactCalls(TorchFunctionMode):
             _refuse_assigned_data(args[0], args[1], users_line(sys._getframe(1)))
         attribute = _PARAMETER_STATE.get(func)
         is_state = attribute is not None and id(args[0]) in self._parameters
-        if is_state and (attribute == _TRAINS or _is_read_by_user()):
+        # torch itself reads `.grad` in Module.to
+        if is_state and (attribute == _TRAINS or is_called_by_user(sys._getframe(1))):
             line = users_line(sys._getframe(1))
             raise CaptureError(READS_PARAMETER_STATE.format(attribute=attribute, line=line))
         if func is torch.tensor and args and _is_list_of_tensors(args[0]):
@@ -148,16 +153,7 @@ def unseen_attribute(name: str) -> property:
 
 
 def _is_list_of_tensors(value: Any) -> bool:
-    leaves = pytree.tree_leaves(value) if isinstance(value, list | tuple) else []
-    return any(isinstance(leaf, Tensor) for leaf in leaves)
-
-
-def _is_read_by_user() -> bool:
-    """Returns True if the user's code reads an attribute; torch reads `.grad` in Module.to."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_code.co_name == "__torch_function__":
-        frame = frame.f_back
-    return frame is not None and is_users_frame(frame)
+    return isinstance(value, list | tuple) and bool(tensors_of(value))
 
 
 _PLAIN_TENSOR = (
@@ -238,8 +234,7 @@ def _value_read(line: str, questions: Questions) -> CaptureError:
 
 def has_dynamic_shape(value: Any) -> bool:
     """Returns True if a tensor in `value` has a size that is not a number."""
-    tensors = (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))
-    return any(not isinstance(size, int) for tensor in tensors for size in tensor.shape)
+    return any(not isinstance(size, int) for tensor in tensors_of(value) for size in tensor.shape)
 
 
 def _line_of(error: Exception) -> str:

@@ -18,12 +18,6 @@ from zbcompile.passes.errors import CaptureError
 _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
-def output_names(output: Any) -> list[str]:
-    """Returns the keys or attributes of a model's output that are not None; [] for a tensor."""
-    values = output if isinstance(output, Mapping) else vars_of(output)
-    return [str(name) for name, value in values.items() if value is not None]
-
-
 @dataclasses.dataclass(frozen=True)
 class TensorPosition:
     """The place of a tensor in the flat list."""

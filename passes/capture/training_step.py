@@ -27,7 +27,7 @@ from zbcompile.passes.capture.losses import check_loss, loss_in, without_joined_
 from zbcompile.passes.capture.parameter_hooks import grad_versions, traced_hooks
 from zbcompile.passes.capture.python_effects import PythonEffects, TraceAgain
 from zbcompile.passes.capture.refusals import InexactCalls, Questions, unseen_attribute
-from zbcompile.passes.capture.structures import OutputStructure, flatten_output, output_names
+from zbcompile.passes.capture.structures import OutputStructure, flatten_output, vars_of
 from zbcompile.passes.capture.unsupported import (
     NO_METRICS,
     REPLACES_A_BUFFER,
@@ -51,7 +51,6 @@ from zbcompile.passes.torch_private import (
 
 LossFunction = Callable[[Any, Any], Any]
 LOSS_MODULE = "loss_function"  # prefix of parameters that belong to a loss module
-MODEL = "model"
 
 
 class TrainingStep(nn.Module):
@@ -276,7 +275,10 @@ class TrainingStep(nn.Module):
         metrics: tuple[Any, ...] = ()
         if self.loss_function is None:
             loss = loss_in(output)
-            self.unused_outputs = tuple(n for n in output_names(output) if n != "loss")
+            values = output if isinstance(output, Mapping) else vars_of(output)
+            self.unused_outputs = tuple(
+                str(n) for n, value in values.items() if value is not None and n != "loss"
+            )
         else:
             name = getattr(self.loss_function, "__name__", type(self.loss_function).__name__)
             types = tensor_types(output, target)
@@ -327,13 +329,13 @@ def _leaf(parameter: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def gradient_dtype(parameter: Tensor) -> torch.dtype:
-    """Returns the dtype of `.grad`: `grad_dtype` (torch 2.10), if it is set."""
-    return getattr(parameter, "grad_dtype", None) or parameter.dtype
+    """Returns the dtype of `.grad`: `grad_dtype`, if it is set."""
+    return parameter.grad_dtype or parameter.dtype
 
 
 def public_name(name: str) -> str:
     """Returns the user's name of a tensor of a training step: without the prefix `model.`."""
-    return name.removeprefix(f"{MODEL}.")
+    return name.removeprefix("model.")
 
 
 def _tied_names(module: nn.Module) -> dict[str, str]:

@@ -70,6 +70,11 @@ def is_view(node: Node) -> bool:
     return target is UNSAFE_VIEW or any(alias and not alias.is_write for alias in aliases)
 
 
+def is_part(node: Node) -> bool:
+    """Returns True if a node computes nothing: a view, or one of several results."""
+    return is_view(node) or operator_name(node) == "getitem"
+
+
 def is_random(node: Node) -> bool:
     """Returns True if a node draws random numbers: it is never duplicated or reordered. Attention
     with `dropout_p=0` draws none."""

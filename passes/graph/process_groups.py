@@ -97,8 +97,7 @@ def is_collective(node: Node) -> bool:
 def is_async_collective(node: Node) -> bool:
     """Returns True if a node's result is that of a collective that is still running. Custom
     operators wait for theirs."""
-    is_functional = getattr(node.target, "namespace", "") in FUNCTIONAL_COLLECTIVES
-    return is_functional and not is_wait(node)
+    return getattr(node.target, "namespace", "") in FUNCTIONAL_COLLECTIVES and not is_wait(node)
 
 
 def exchanged_bytes(node: Node) -> int:

@@ -44,6 +44,17 @@ def is_users_frame(frame: FrameType) -> bool:
     return frame.f_globals.get("__name__", "").partition(".")[0] not in _LIBRARIES
 
 
+def is_called_by_user(frame: FrameType | None) -> bool:
+    """Returns True if a frame is the user's. Function modes, and fork_rng, pass on what their
+    callers do."""
+    while frame is not None and (
+        frame.f_code.co_name == "__torch_function__"
+        or frame.f_globals.get("__name__") in ("contextlib", "torch.random")
+    ):
+        frame = frame.f_back
+    return frame is not None and is_users_frame(frame)
+
+
 def _line_of(frame: FrameType) -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 

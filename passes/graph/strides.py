@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from zbcompile.passes.graph.fx import like
+from zbcompile.passes.graph.storage import byte_range
 
 Layout = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -18,14 +19,7 @@ Layout = tuple[tuple[int, ...], tuple[int, ...]]
 def is_dense(value: torch.Tensor) -> bool:
     """Returns True if the elements fill a block of memory without gaps or overlap, in any order of
     dimensions."""
-    expected = 1
-    for size, stride in sorted(
-        zip(value.shape, value.stride(), strict=True), key=lambda pair: (pair[1], pair[0])
-    ):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True
+    return torch.empty_like(value, device="meta").stride() == value.stride()
 
 
 def packed_layout(shape: Sequence[int], strides: Sequence[int]) -> Layout:
@@ -48,12 +42,9 @@ def copy_with_strides(value: torch.Tensor) -> torch.Tensor:
     """
     if value.numel() == 0:
         return like(value)
-    reach = 1 + sum(
-        (size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True)
-    )
-    return (
-        value.detach().as_strided((reach,), (1,)).clone().as_strided(value.shape, value.stride(), 0)
-    )
+    begin, end = byte_range(value)
+    block = value.detach().as_strided(((end - begin) // value.itemsize,), (1,)).clone()
+    return block.as_strided(value.shape, value.stride(), 0)
 
 
 def overlaps(value: torch.Tensor) -> bool:

@@ -127,10 +127,6 @@ def _indivisible(step: StepGraph, nodes: list[Node], position: Mapping[Node, int
     hidden = step.vocabulary_values.hidden
     if hidden is not None and hidden in position:
         forbidden.update(range(position[hidden], len(nodes)))
-    large = [index for index, node in enumerate(nodes) if _elements(node) > 1]
+    large = [i for i, node in enumerate(nodes) if any(t.numel() > 1 for t in tensors_of(node))]
     forbidden.update(range(max(large, default=0), len(nodes)))  # what follows is the loss
     return forbidden
-
-
-def _elements(node: Node) -> int:
-    return max((tensor.numel() for tensor in tensors_of(node)), default=0)

@@ -3,10 +3,8 @@
 from collections.abc import Sequence
 from difflib import get_close_matches
 
-from torch.fx import Node
-
 from zbcompile.passes.errors import PartitionError
-from zbcompile.passes.graph.fx import is_view, operator_name
+from zbcompile.passes.graph.fx import is_part
 from zbcompile.passes.partition.cut_points import ForwardLine
 from zbcompile.passes.torch_private import module_paths
 
@@ -55,9 +53,9 @@ def _allowed(line: ForwardLine, edge: int, name: str) -> int:
     """Returns the nearest place before or after `edge` with only views in between."""
     nodes, allowed = line.nodes, set(line.cuts)
     before = after = edge
-    while before > 1 and before not in allowed and _is_view(nodes[before - 1]):
+    while before > 1 and before not in allowed and is_part(nodes[before - 1]):
         before -= 1
-    while 0 < after < len(nodes) and after not in allowed and _is_view(nodes[after]):
+    while 0 < after < len(nodes) and after not in allowed and is_part(nodes[after]):
         after += 1
     for place in (before, after):
         if place in allowed:
@@ -70,7 +68,3 @@ def _allowed(line: ForwardLine, edge: int, name: str) -> int:
         f"balance= asks for a cut at {name!r}, where no gradient flows back, or a tuple or a view "
         f"would cross.{instead}"
     )
-
-
-def _is_view(node: Node) -> bool:
-    return is_view(node) or operator_name(node) == "getitem"

@@ -15,7 +15,7 @@ from zbcompile.passes.compile_options import Policy
 from zbcompile.passes.cost.hardware import Hardware
 from zbcompile.passes.cost.node_cost import node_flops, node_seconds
 from zbcompile.passes.errors import CompileError
-from zbcompile.passes.graph.fx import is_random, is_view, operator_name, reached
+from zbcompile.passes.graph.fx import is_part, is_random, is_view, operator_name, reached
 from zbcompile.passes.graph.storage import storage_bytes, storages_behind
 from zbcompile.passes.recompute.saved_values import (
     Candidates,
@@ -55,7 +55,7 @@ def recompute(
             return False
         if (
             policy not in ("hints", "selective")
-            or _is_part(node)
+            or is_part(node)
             or checkpoint_region(node) is not None
         ):
             return True
@@ -84,7 +84,7 @@ def recompute(
         choice = _choose(candidates, policy, stage, saved.get(stage, 0))
         chosen: set[Node] = set()
         for node in computed:  # to keep a view of a value that is kept takes no bytes
-            if not _is_part(node) or chosen.intersection(node.all_input_nodes):
+            if not is_part(node) or chosen.intersection(node.all_input_nodes):
                 chosen |= choice.recomputed & {node}
         _duplicate(step, labels, Label(stage, BACKWARD), chosen, readers)
     return saved
@@ -114,10 +114,6 @@ def _forward_values(
     values = {*received, *computed}
     inside = {n: tuple(s for s in n.all_input_nodes if s in values) for n in computed}
     return {**received, **inside}, readers
-
-
-def _is_part(node: Node) -> bool:
-    return is_view(node) or operator_name(node) == "getitem"
 
 
 _UNINITIALIZED = frozenset(

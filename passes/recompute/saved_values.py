@@ -70,18 +70,17 @@ def least_cost_within(candidates: Candidates, budget: int) -> SavedValues | None
     above, below = lowest_cost(uneven), fewest_bytes(uneven)
     if below.bytes > budget:
         return None
-    if above.bytes <= budget:
-        return _with_costs(above, candidates)
-    while True:  # each round finds a corner between the two, or that there is none
+    while above.bytes > budget:  # each round finds a corner between the two, or that there is none
         byte_weight, cost_weight = below.cost - above.cost, above.bytes - below.bytes
         between = minimize(uneven, byte_weight, cost_weight)
         weighted = byte_weight * between.bytes + cost_weight * between.cost
         if weighted >= byte_weight * below.bytes + cost_weight * below.cost:
-            return _with_costs(below, candidates)
-        if between.bytes <= budget:
+            above = below
+        elif between.bytes <= budget:
             below = between
         else:
             above = between
+    return replace(above, cost=above.cost // _TIE)
 
 
 def minimize(candidates: Candidates, byte_weight: int, cost_weight: int) -> SavedValues:
@@ -127,7 +126,3 @@ def _source_side(residual: Any) -> Set[Any]:
             head for head, edge in residual[tail].items() if edge["flow"] < edge["capacity"]
         ],
     ).keys()
-
-
-def _with_costs(saved: SavedValues, candidates: Candidates) -> SavedValues:
-    return replace(saved, cost=sum(candidates.cost[value] for value in saved.recomputed))

@@ -44,12 +44,10 @@ class Extraction:
         self.labels = labels
         self.nodes = list(step.graph.nodes)
         self.members: dict[Label, list[Node]] = defaultdict(list)
-        for node in self.nodes:
-            if node in labels:
-                self.members[labels[node]].append(node)
         self.edges: Edges = defaultdict(dict)
         for node in self.nodes:
             if node in labels:
+                self.members[labels[node]].append(node)
                 for label in dict.fromkeys(labels[user] for user in node.users if user in labels):
                     for edge in pairwise(_route(labels[node], label)):
                         self.edges[edge][node] = None

@@ -9,7 +9,8 @@ half's results are sent as soon as they exist, and the second half's inputs are 
 begins. The values are those of the halves run one after the other.
 """
 
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,16 +37,6 @@ class MergedPieces:
     second: PassGraph
 
 
-def emit_outputs(take: Callable[..., None], values: Sequence[Any]) -> None:
-    """Graph op: passes the first half's results on."""
-    take(list(values))
-
-
-def await_inputs(give: Callable[[], list[Any]]) -> list[Any]:
-    """Graph op: returns the second half's inputs (may block on the receive)."""
-    return give()
-
-
 def take_input(values: list[Any], index: int) -> Any:
     """Graph op: returns one input of the second half, freed after its last user."""
     value, values[index] = values[index], None
@@ -60,8 +51,8 @@ def merge(first: PassGraph, second: PassGraph) -> MergedPieces:
     inputs = [copies[node] for node in first.placeholders]
     take, give = graph.placeholder("take"), graph.placeholder("give")
     results = [copies[node] for node in first.results]
-    first_nodes.append(graph.call_function(emit_outputs, (take, results)))
-    received = graph.call_function(await_inputs, (give,))
+    first_nodes.append(graph.call_function(operator.call, (take, results)))
+    received = graph.call_function(operator.call, (give,))  # may block on the receive
     second_nodes = [received]
     for index, node in enumerate(second.placeholders):
         copies[node] = graph.call_function(take_input, (received, index))
@@ -210,9 +201,9 @@ def sink_waits(graph: PassGraph) -> PassGraph:
     """
     if not any(map(is_wait, graph.calls)):
         return graph
-    later = set(weight_only_nodes(graph))
+    later = dict.fromkeys(weight_only_nodes(graph))
     urgent = [node for node in graph.calls if node not in later]
-    order = interleave(urgent, [], [node for node in graph.calls if node in later])
+    order = interleave(urgent, [], list(later))
     copies: dict[Node, Node] = {}
     reordered = copy_graph(graph.module.graph, copies)
     for node in order:

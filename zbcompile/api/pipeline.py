@@ -23,7 +23,7 @@ from zbcompile.optimizer.optimizer_config import OptimizerConfig, Predicate
 from zbcompile.optimizer.pipeline_optimizer import PipelineOptimizer
 from zbcompile.options import PipelineOptions
 from zbcompile.passes.capture.losses import join_loss
-from zbcompile.passes.capture.model_checks import check_wrappers
+from zbcompile.passes.capture.model_checks import refuse, wrappers
 from zbcompile.passes.capture.training_step import LossFunction
 from zbcompile.planning.choose_schedule import choose_schedule
 from zbcompile.profiling.observation import Observation
@@ -60,7 +60,7 @@ class Pipeline(ModelState):
         self._attached: dict[type, Any] = {}
         self._observation = Observation(self._ranks)
         with self._watch.region("making the pipeline"):
-            check_wrappers(model)
+            refuse(wrappers(model))
             join_loss(model, options.loss)
             schedule = choose_schedule(options, self._ranks.count)
             parts = Parts(model, self._ranks.mesh.labels)

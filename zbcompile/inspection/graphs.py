@@ -13,7 +13,7 @@ from zbcompile.errors import PipelineError
 from zbcompile.passes.compile_step import PASSES
 from zbcompile.passes.graph.fx import copy_graph, with_graph
 from zbcompile.passes.graph.source_location import origin_of
-from zbcompile.passes.torch_private import ANNOTATIONS, set_stack_trace
+from zbcompile.passes.torch_private import ANNOTATIONS
 from zbcompile.schedules import Schedule
 from zbcompile.tables import Figure, Table
 
@@ -57,9 +57,8 @@ def graph_text(inspected: CompiledExample, stage: int, name: str) -> str:
     module = with_graph(piece.module, copy_graph(piece.module.graph))
     for node in module.graph.nodes:
         if (origin := origin_of(node)) and origin.file:
-            set_stack_trace(
-                node, f'File "{origin.file}", line {origin.line}, in forward\n    {origin.code}'
-            )
+            line = f'File "{origin.file}", line {origin.line}'  # print_readable shows it
+            node.stack_trace = f"{line}, in forward\n    {origin.code}"
         node.meta.pop(ANNOTATIONS, None)  # print_readable shows it
     title = (
         f"# {name} of stage {stage} of {model}: {program.flops[name]:,} FLOPs for one microbatch"

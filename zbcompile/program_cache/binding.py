@@ -43,7 +43,7 @@ from zbcompile.model.module_tensors import (
 )
 from zbcompile.model.placements import SHARD, along, require_matches
 from zbcompile.options import PipelineOptions
-from zbcompile.passes.capture.model_checks import check_hooks
+from zbcompile.passes.capture.model_checks import lost_hooks, refuse
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.stage.stage_program import bind_groups
 from zbcompile.passes.torch_private_hooks import (
@@ -182,7 +182,7 @@ class ModelBinding:
         state = fingerprint(self.model), global_hooks(), function_modes(), hooks
         if state != self.checked_state:
             require_same_tensors(self.model, self._bound)
-            check_hooks(self.model)
+            refuse(lost_hooks(self.model))
             # kept, because hooks that are registered later are theirs
             self._accumulators = accumulators(self.model.parameters())
             self.checked_state = state
