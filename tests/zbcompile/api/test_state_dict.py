@@ -112,7 +112,6 @@ def test_loading_is_strict(damage: str) -> None:
     assert_same_tensors(dict(pipe.state_dict()), before, "after a refused load:")
 
 
-@pytest.mark.beyond_sample
 @pytest.mark.slow
 def test_loading_is_strict_on_every_rank(pool: Pool) -> None:
     """A key that only one rank would use is missed by all."""

@@ -238,7 +238,6 @@ def head_sharded_twice() -> None:
     zbcompile.pipeline(model, mesh=mesh, vocab=1, **options).compile(x, target=y)
 
 
-@pytest.mark.beyond_sample
 @pytest.mark.slow
 def test_bad_input_is_one_error_on_every_rank(pool: Pool) -> None:
     cases = [

@@ -179,7 +179,6 @@ def vocabulary_sharded() -> float:
     return errors(pipe, model, full, model.trunk.along)
 
 
-@pytest.mark.beyond_sample
 @pytest.mark.slow
 def test_a_sharded_output_layer_beside_tensor_parallelism(pool: Pool) -> None:
     assert max(pool.run(vocabulary_sharded, ranks=4)) <= BOUND

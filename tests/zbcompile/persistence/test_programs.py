@@ -142,7 +142,6 @@ def step_replicas(directory: str) -> None:
     assert_same_tensors(gradients_of(second), gradients_of(pipe), "gradient of")
 
 
-@pytest.mark.beyond_sample
 @pytest.mark.slow
 def test_replicas_of_a_program(pool: Pool, tmp_path: Path) -> None:
     pool.run(step_replicas, str(tmp_path), ranks=4)

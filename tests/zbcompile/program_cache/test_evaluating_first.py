@@ -154,7 +154,6 @@ def test_an_evaluation_places_a_sharded_output_layer() -> None:
     assert max(rows_life()) <= 1e-6
 
 
-@pytest.mark.beyond_sample
 @pytest.mark.slow
 def test_an_evaluation_places_a_sharded_output_layer_on_ranks(pool: Pool) -> None:
     assert max(max(errors) for errors in pool.run(rows_life)) <= 1e-6

@@ -208,7 +208,6 @@ def test_from_shards_of_the_output_layer(kind: str, vocab: int, frozen: bool) ->
     assert max(sharded(kind, vocab, frozen)) <= 1e-6
 
 
-@pytest.mark.beyond_sample
 @pytest.mark.slow
 def test_from_shards_in_processes(pool: Pool) -> None:
     assert max(max(item) for item in pool.run(sharded, "tied", 1, True)) <= 1e-6
