@@ -227,7 +227,7 @@ def imported(file: Path) -> Iterator[str]:
 # What torch does not document although no underscore says so: regions of an exported graph, keys of
 # `node.meta`.
 UNDOCUMENTED = {"wrap_with_autocast", "wrap_with_set_grad_enabled", "fake_mode"}
-UNDOCUMENTED |= {"custom", "from_node", "nn_module_stack", "stack_trace"}
+UNDOCUMENTED |= {"custom", "from_node", "nn_module_stack"}
 
 
 @pytest.mark.slow
