@@ -39,7 +39,7 @@ PARTS = ("bits", "compile", "step")
 MODELS = ("gpt", "llama", "mixtral")
 RANKS, MICROBATCHES = 4, 8
 INSPECT = ("-m", "zbcompile.inspect", "--json", "--fake", "--ranks", "8", "--schedule", "zb-v")
-BYTES = ("kept F..B", "residue B..W")  # what `inspect --json` calls the bytes kept for B and for W
+BYTES = ("keeps", "residue")  # what `inspect --json` calls the bytes kept for B and for W
 
 TORCH_ALONE = """
 import torch
@@ -173,7 +173,7 @@ def measure_compile(checkout: Path) -> dict[str, Any]:
         results[name] = _costs(seconds, alone, done.gigabytes, saved_bytes)
     alone = run(checkout, "-c", TORCH_ALONE).seconds
     done = run(checkout, *INSPECT, f"{checkout / 'examples' / 'targets.py'}:llama_70b")
-    rows = json.loads(done.text)["bytes"]
+    rows = json.loads(done.text)["stages"]
     saved_bytes = [sum(row[name] for row in rows) for name in BYTES]
     return results | {"llama_70b": _costs(done.seconds, alone, done.gigabytes, saved_bytes)}
 
