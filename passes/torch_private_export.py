@@ -197,7 +197,7 @@ def kernel_strides() -> Iterator[None]:
         mode: FakeTensorMode, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         result: Any = original(mode, func, types, args, kwargs)
-        name = func.__name__
+        name = str(func).removeprefix("aten.")  # operators of other libraries keep their namespace
         if name in _CONTIGUOUS:
             return pytree.tree_map_only(Tensor, functools.partial(_contiguous_like, mode), result)
         if name in _CHANNELS_LAST_OF_FIRST or name in _CHANNELS_LAST_OF_SECOND:

@@ -112,9 +112,10 @@ class TrainingStep(nn.Module):
         self._progress = SimpleNamespace(call=f"torch.export of {type(model).__name__}", exist=None)
         self._progress.predicts = not self.shardings
         self._originals = {name: self._tensor(name) for name in self.trained}
-        plain = [t for _, t in named_tensors(self) if type(t) in (Tensor, nn.Parameter)]
-        known = {*dir(Tensor), "part_of", "_is_buffer"}
-        self._unseen_attributes = {name for tensor in plain for name in vars(tensor)} - known
+        # those of other subclasses are their own, which their operations read
+        tensors = [t for _, t in named_tensors(self) if type(t) in (Tensor, nn.Parameter)]
+        known = {*dir(Tensor), "part_of", "_is_buffer", "_is_param"}
+        self._unseen_attributes = {name for tensor in tensors for name in vars(tensor)} - known
 
     def named_modules(
         self, memo: Any = None, prefix: str = "", remove_duplicate: bool = True

@@ -184,6 +184,7 @@ def _part(tensor: Any, dimensions: tuple[str | None, ...]) -> torch.Tensor:
         if isinstance(tensor, nn.Parameter)
         else local
     )
+    vars(local_tensors).update(vars(tensor))  # attributes that a user has set
     setattr(local_tensors, PART, TensorPart(tensor, dimensions))
     return local_tensors
 

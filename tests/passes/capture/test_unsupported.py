@@ -89,6 +89,23 @@ def decide_in_try(x: Tensor) -> Tensor:
         return x * 4
 
 
+@torch.library.custom_op("zbcompile_tests::softplus_backward", mutates_args=())
+def softplus_backward(x: Tensor, y: Tensor) -> Tensor:
+    """An operator of another library that is called as one of torch's, and does something else."""
+    return (x * y).sum(1)
+
+
+@softplus_backward.register_fake
+def _(x: Tensor, y: Tensor) -> Tensor:
+    return x.new_empty(len(x))
+
+
+def test_an_operator_of_another_library_with_a_name_of_torchs() -> None:
+    assert_equals_eager(
+        Model(lambda m, x: x * softplus_backward(x.detach(), m.plain * x.detach())[:, None])
+    )
+
+
 CASES = {
     "random": Case(
         lambda m, x: x * random.random(),

@@ -238,6 +238,19 @@ def head_sharded_twice() -> None:
     zbcompile.pipeline(model, mesh=mesh, vocab=1, **options).compile(x, target=y)
 
 
+class Scaled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * getattr(self.weight, "scale", 1.0)
+
+
+def reads_an_attribute() -> None:
+    mesh, x = mesh_of(pp=1, tp=2), torch.randn(4, 4)
+    model = parallelize_module(nn.Sequential(Scaled(4, 4)), mesh["tp"], {"0": RowwiseParallel()})
+    model[0].weight.scale = 2.0
+    options: dict[str, Any] = {"schedule": "1f1b", "microbatches": 2, "loss": nn.MSELoss()}
+    zbcompile.pipeline(model, mesh=mesh, **options).step(x[:, :2], target=x)
+
+
 @pytest.mark.slow
 def test_bad_input_is_one_error_on_every_rank(pool: Pool) -> None:
     cases = [
@@ -249,6 +262,7 @@ def test_bad_input_is_one_error_on_every_rank(pool: Pool) -> None:
         (parts_as_output, 2, "these ranks train on one batch and must compute one loss"),
         (head_sharded_twice, 4, "vocab=1: "),
         (along_replicas, 2, 'is a DTensor along "dp", over which the pipeline itself'),
+        (reads_an_attribute, 2, "reads .scale of a tensor"),
         (replicated, 2, "Pass the module as it was before replicate()"),
         (in_context_parallel, 2, "inside torch's context_parallel()"),
     ]
