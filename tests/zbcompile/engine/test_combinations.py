@@ -144,17 +144,12 @@ def test_in_one_process(row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_promise(case, quickly(case))
 
 
-def train_all() -> None:
-    for row in IN_PROCESSES:
-        quickly(case_of(row))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule_row", IN_PROCESSES, ids=title_of)
 def test_in_processes(schedule_row: Row, pool: Pool) -> None:
     """The same bits over messages; the ranks have what one process has compiled for all cases."""
-    pool.rehearse(train_all)
     case = case_of(schedule_row)
+    alone = quickly(case)  # what it compiles the ranks have
     trained = on_ranks(pool, quickly, case)
     assert_promise(case, trained)
-    assert_bitwise(trained, pool.alone(quickly, case))
+    assert_bitwise(trained, alone)

@@ -75,7 +75,7 @@ def train_all(cases: list[Case]) -> list[Trained]:
 @pytest.mark.parametrize("exact", [True, False], ids=["exact", "default"])
 def test_in_two_processes(exact: bool, pool: Pool) -> None:
     cases = [case for problem in ON_RANKS[exact] for case in cases_of(problem, exact)[::2]]
-    pool.rehearse(train_all, cases)  # what is compiled there the ranks have
+    train_all(cases)  # what is compiled here the ranks have
     shares = pool.run(train_all, cases, ranks=RANKS)
     for case, *of_ranks in zip(cases, *shares, strict=True):
         compare = assert_bitwise if exact else assert_close

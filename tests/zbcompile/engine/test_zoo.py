@@ -94,16 +94,12 @@ def operations_from_nowhere(program: Program) -> list[str]:
     ]
 
 
-def built(problem: str) -> None:
-    problem_of(problem).model()
-
-
 @pytest.mark.beyond_sample
 @pytest.mark.mostly_slow(every=2)
 @pytest.mark.slow
 @pytest.mark.parametrize("case", PROCESSES, ids=str)
 def test_in_processes(case: Case, pool: Pool) -> None:
-    pool.rehearse(built, case.problem)  # imports transformers for all ranks
+    problem_of(case.problem).model()  # imports transformers for all ranks
     assert_bitwise(on_ranks(pool, pipelined, case), reference(case))
 
 
