@@ -31,9 +31,10 @@ def balanced_cuts(
             `(0, 1, 1, 0)` in a V.
         hardware: The machine whose seconds are balanced.
 
-    The heaviest stage, in a V the heaviest rank, is within 5 % of the lightest possible. Within
-    this tolerance the cuts lie at equal places of equal layers if possible, else as few bytes as
-    possible cross the widest of them, and then each of them.
+    Where messages would take more than half the time of a mean stage there is no cut, if enough
+    other places are left. With the others the heaviest stage, in a V the heaviest rank, is within
+    5 % of the lightest possible. Within this tolerance the cuts lie at equal places of equal layers
+    if possible, else as few bytes as possible cross the widest of them, and then each of them.
 
     Raises:
         PartitionError: The model has too few places where it can be cut.
