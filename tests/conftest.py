@@ -42,17 +42,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="also the cases beyond the samples of `mostly_slow`",
     )
-    parser.addoption(
-        "--cpu-times", metavar="FILE", help="append the CPU seconds of every test to a CSV file"
-    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("--cpu-times"):
-        times = importlib.import_module("tests.support.cpu_times")
-        config.pluginmanager.register(
-            times.CpuTimes(Path(config.getoption("--cpu-times")).absolute())
-        )
     if config.pluginmanager.hasplugin("xdist"):
         # xdist would begin with the groups of most tests, however short
         config.option.loadscopereorder = False
@@ -99,22 +91,16 @@ def _leave_out_cases(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 
 def _group_for_workers(items: list[pytest.Item]) -> None:
-    """With `-n N --dist loadgroup`: one worker per file, for its fixtures, one for all that start
-    ranks, and one for those that wait. They begin, next to files that use several cores; then come
-    the files with the most slow tests: what is left at the end is short."""
-    groups: dict[pytest.Item, str] = {}
-    for item in items:
-        with_ranks = "pool" in getattr(item, "fixturenames", ()) or item.get_closest_marker(
-            "beside_ranks"
-        )
-        groups[item] = "ranks" if with_ranks else item.path.name
-        if item.get_closest_marker("waits"):
-            groups[item] = "waits"
-        item.add_marker(pytest.mark.xdist_group(groups[item]))
-    slow = Counter(group for item, group in groups.items() if item.get_closest_marker("slow"))
-    wide = {groups[item] for item in items if item.get_closest_marker("several_processes")}
-    first = {"ranks": 0, "waits": 1} | dict.fromkeys(wide, 2)
-    items.sort(key=lambda item: (first.get(groups[item], 3), -slow[groups[item]]))
+    """With `-n N --dist loadgroup`: one worker per file, for its fixtures, and one for all that
+    start ranks. It begins; then come the files with the most slow tests."""
+    groups = {
+        item: "ranks" if "pool" in getattr(item, "fixturenames", ()) else item.path.name
+        for item in items
+    }
+    for item, group in groups.items():
+        item.add_marker(pytest.mark.xdist_group(group))
+    slow = Counter(groups[item] for item in items if item.get_closest_marker("slow"))
+    items.sort(key=lambda item: (groups[item] != "ranks", -slow[groups[item]]))
 
 
 def pytest_collection_finish() -> None:
