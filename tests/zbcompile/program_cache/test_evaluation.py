@@ -1,109 +1,182 @@
-"""Evaluation equals the model's own output in eval mode, on every rank."""
+"""Evaluation equals the model's own output in eval mode, on every rank and at any time: before the
+first step, between steps, after changes. It leaves nothing behind in what trains."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zbcompile
-from tests.support.oracle import WIDTH, WithLoss
+from tests.support.live_storages import Alive, forward_bytes
+from tests.support.oracle import WIDTH, Batch, WithLoss, eager_step
 from tests.support.pool import Pool
+from tests.support.training import assert_same_tensors
+
+SIZES = (8, 6, 7, 1)  # what a step takes, what microbatches do not divide, a prime, one sample
 
 
-class Outputs(nn.Module):
-    """Dropout, and an output of several kinds of leaves."""
+class Net(nn.Module):
+    """Dropout, running statistics, and an output of several kinds of leaves."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.norm = nn.BatchNorm1d(WIDTH)
 
-    def forward(self, x: Tensor, goal: Tensor | None = None) -> dict[str, Any]:
+    def forward(self, x: Tensor) -> dict[str, Any]:
         for layer in self.layers:
-            x = F.dropout(torch.tanh(layer(x)), 0.5, self.training)
-        rows = {"rows": x, "pair": (x.mean(1), x.amax(1)), "nothing": None, "name": 3}
-        return rows if goal is None else {**rows, "loss": F.mse_loss(x, goal)}
+            x = F.dropout(torch.tanh(layer(x)), 0.3, self.training)
+        x = self.norm(x)
+        return {"rows": x, "pair": (x.mean(1), x.amax(1)), "no": None, "half": x.shape[0] / 2}
 
 
-def outputs() -> Outputs:
-    torch.manual_seed(0)
-    return Outputs()
+def values(name: str, tensor: Tensor) -> None:
+    tensor.copy_(0.3 * torch.arange(tensor.numel()).sin().square().view(tensor.shape))
+
+
+def net(meta: bool = False) -> Net:
+    with torch.device("meta" if meta else "cpu"), torch.no_grad():
+        model = Net()
+        for name, tensor in model.state_dict().items():
+            values(name, tensor if not meta else torch.empty(tensor.shape))
+    return model
 
 
 def rows(size: int) -> Tensor:
-    torch.manual_seed(size)
-    return torch.randn(size, WIDTH)
+    return torch.randn(size, WIDTH, generator=torch.Generator().manual_seed(size))
 
 
-def evaluated(sizes: tuple[int, ...], with_loss: bool) -> list[dict[str, Any]]:
-    pipe = zbcompile.pipeline(outputs(), schedule="zb-h1", microbatches=4, ranks=2)
-    pipe.compile(rows(8), goal=rows(8))
-    return [pipe.eval(rows(size), **({"goal": rows(size)} if with_loss else {})) for size in sizes]
+def loss_of(output: dict[str, Any], target: Tensor) -> Tensor:
+    return F.mse_loss(output["rows"], target)
 
 
-def expected(size: int, with_loss: bool) -> dict[str, Any]:
-    model = outputs().eval()
+def made(model: nn.Module, loss: Any = loss_of, **options: Any) -> zbcompile.Pipeline:
+    options = {"schedule": "zb-h1", "ranks": 2, "microbatches": 4, **options}
+    return zbcompile.pipeline(model, loss=loss, **options)
+
+
+@pytest.fixture(scope="module")
+def pipe() -> zbcompile.Pipeline:
+    return made(net()).compile(rows(8), target=rows(8))
+
+
+def assert_like(ours: Any, theirs: Any) -> None:
+    """The last bit of a row may depend on how many rows its GEMM has."""
+    torch.testing.assert_close(ours["rows"], theirs["rows"], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(ours["pair"], theirs["pair"], rtol=1e-6, atol=1e-6)
+    rest = [{k: v for k, v in x.items() if k not in ("rows", "pair")} for x in (ours, theirs)]
+    assert rest[0] == rest[1]
+
+
+def evaluated(model: nn.Module, x: Tensor, microbatches: int = 1) -> Any:
     with torch.no_grad():
-        return model(rows(size), *([rows(size)] if with_loss else []))
+        outputs = [model.eval()(part) for part in x.chunk(microbatches)]
+    model.train()
+    return outputs[0] if microbatches == 1 else torch.cat([item["rows"] for item in outputs])
 
 
-def assert_same_output(ours: Any, theirs: Any) -> None:
-    """Equal structure and values; the last bit of a row may depend on how many rows its
-    GEMM has."""
-    assert type(ours) is type(theirs)
-    if isinstance(theirs, dict):
-        assert ours.keys() == theirs.keys()
-        for key in theirs:
-            assert_same_output(ours[key], theirs[key])
-    elif isinstance(theirs, tuple):
-        for our, their in zip(ours, theirs, strict=True):
-            assert_same_output(our, their)
-    elif isinstance(theirs, Tensor):
-        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
-    else:
-        assert ours == theirs
+def life(meta: bool) -> tuple[list[Tensor], dict[str, Tensor], list[Any]]:
+    """Evaluate, also what is no batch of a step; load other weights; train, with an evaluation in
+    between; evaluate. Results, the last state, and outputs for batches of several sizes."""
+    pipe = made(net(meta), exact=True, init=values if meta else None)
+    optimizer = pipe.optimizer(torch.optim.SGD, lr=0.1)
+    results = [pipe.eval(rows(3))["rows"]]
+    assert any(p.is_meta for p in pipe.model.parameters()) == (meta and dist.is_initialized())
+    pipe.load_state_dict({key: value * 2 for key, value in pipe.state_dict(full=True).items()})
+    for _ in range(3):
+        results.append(pipe.eval(rows(8))["rows"])
+        results.append(pipe.step(rows(8), target=rows(8)))
+        optimizer.step()
+        optimizer.zero_grad()
+    state = dict(pipe.state_dict(full=True))
+    assert_same_tensors(dict(pipe.stream_state_dict()), state, "stream:")
+    return results, state, [pipe.eval(rows(size)) for size in SIZES]
+
+
+def eager_life() -> tuple[list[Tensor], dict[str, Tensor], list[Any]]:
+    """The same of the unsplit model, microbatch by microbatch."""
+    model = net()
+    results = [evaluated(model, rows(3), 3)]
+    model.load_state_dict({key: value * 2 for key, value in model.state_dict().items()})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        results.append(evaluated(model, rows(8), 4))
+        results.append(eager_step(model, loss_of, Batch((rows(8),), {}, rows(8)), 4, step))
+        optimizer.step()
+        optimizer.zero_grad()
+    return results, model.state_dict(), [evaluated(model, rows(size)) for size in SIZES]
+
+
+def calls_apart() -> list[str]:
+    """What two ranks say that make different calls; the pipeline stays whole."""
+    pipe, x, rank = made(net().requires_grad_(False), ranks=None), rows(8), dist.get_rank()
+    pipe.eval(x)
+    labels, reasons = torch.zeros(8, dtype=torch.int64), []
+    for call in (
+        lambda: pipe.eval(x, outputs=("all", "last")[rank]),
+        lambda: pipe.eval(x, microbatches=1 + rank),
+        lambda: pipe.eval(rows(8 - rank)),
+        lambda: pipe.eval(microbatches=[((x[:2],), {})] * (1 + rank)),
+        lambda: pipe.log_probs(x, labels=labels if rank else None),
+        lambda: (pipe.eval, pipe.log_probs)[rank](x),
+    ):
+        with pytest.raises(zbcompile.PipelineError) as raised:
+            call()
+        reasons.append(str(raised.value))
+    output = pipe.eval(x, outputs="last")
+    assert (output is None) == (rank == 0)
+    if output is not None:
+        assert_like(output, evaluated(net(), x))
+    return reasons
+
+
+def on_ranks() -> Any:
+    return life(meta=True), calls_apart()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "with_loss", [False, pytest.param(True, marks=pytest.mark.beyond_sample)], ids=["rows", "loss"]
-)
-def test_output_of_any_structure_for_any_batch_size(with_loss: bool, pool: Pool) -> None:
-    """Sizes: what the step takes, one that its microbatches do not divide, a prime, a single
-    sample."""
-    sizes = (8, 6, 7, 1)
-    alone = pool.alone(evaluated, sizes, with_loss)
-    for ours, size in zip(alone, sizes, strict=True):
-        assert_same_output(ours, expected(size, with_loss))
-    for share in pool.run(evaluated, sizes, with_loss):
-        for ours, theirs in zip(share, alone, strict=True):
-            assert_same_output(ours, theirs)
+def test_training_after_an_evaluation_has_eagers_bits(pool: Pool) -> None:
+    """In one process and on two ranks, from the meta device, with outputs of any structure for any
+    batch size. Ranks that ask for different things say so, all of them."""
+    shares, reasons = zip(*pool.run(on_ranks), strict=True)
+    losses, state, outputs = eager_life()
+    for results, last, given in (life(meta=False), *shares):
+        pairs = enumerate(zip(results, losses, strict=True))
+        assert [i for i, pair in pairs if not torch.equal(*pair)] == []
+        assert_same_tensors(last, state, "state:")
+        for mine, other in zip(given, outputs, strict=True):
+            assert_like(mine, other)
+    assert reasons[0] == reasons[1]
+    words = ("outputs", "microbatches", "the inputs[0]", "the inputs", "the inputs[0]", "the call")
+    for word, reason in zip(words, reasons[0], strict=True):
+        assert f"the ranks evaluate different things: {word} is " in reason
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["scalar", "mapping"])
-def test_scalar_loss_is_that_of_the_whole_batch(form: str) -> None:
-    model = WithLoss(form)
-    pipe = zbcompile.pipeline(model, schedule="1f1b", microbatches=4, ranks=2)
-    pipe.compile(rows(8), goal=rows(8))
-    ours, theirs = pipe.eval(rows(7), goal=rows(7)), model(rows(7), goal=rows(7))
-    if form == "mapping":
-        ours, theirs = ours["loss"], theirs["loss"]
-    assert torch.equal(ours, theirs)
+def test_scalar_loss_is_that_of_the_whole_batch() -> None:
+    model = WithLoss("mapping")
+    pipe = made(model, None).compile(rows(8), goal=rows(8))
+    ours = pipe.eval(rows(7), goal=rows(7))["loss"]
+    assert torch.equal(ours, model(rows(7), goal=rows(7))["loss"])
 
 
 class EvalHead(nn.Module):
     """A head that training never runs: no stage that trains it says where it lives."""
 
-    def __init__(self) -> None:
+    def __init__(self, turned: bool = False) -> None:
         super().__init__()
         self.body = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
-        self.head = nn.Linear(WIDTH, WIDTH)
+        self.head, self.turned = nn.Linear(WIDTH, WIDTH), turned
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.body(x)
-        return x.square().mean() if self.training else self.head(x)
+        if self.turned and not self.training:
+            return self.body[0](self.body[1](x))  # type: ignore[no-any-return]
+        return self.body(x).square().mean() if self.training else self.head(self.body(x))
 
 
 @pytest.mark.slow
@@ -111,30 +184,20 @@ def test_a_head_that_only_evaluation_uses() -> None:
     """It lives on the last stage, after what it works on. Modes and generator stay as they are."""
     model = EvalHead()
     model.body[0].eval()
-    pipe = zbcompile.pipeline(model, schedule="1f1b", microbatches=4, ranks=2)
+    pipe = made(model, None)
     pipe.step(rows(8))
     generator = torch.get_rng_state()
     output = pipe.eval(rows(8))
     assert torch.equal(generator, torch.get_rng_state())
     assert (model.training, model.body[0].training, model.body[1].training) == (True, False, True)
     assert not output.requires_grad
-    torch.testing.assert_close(output, model.eval()(rows(8)).detach())
-
-
-class OutOfOrder(EvalHead):
-    """Evaluation runs the layers backwards."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) if self.training else self.body[0](self.body[1](x))
+    torch.testing.assert_close(output, evaluated(model, rows(8)))
 
 
 def test_parameters_out_of_order_are_refused() -> None:
-    pipe = zbcompile.pipeline(OutOfOrder(), schedule="1f1b", microbatches=4, ranks=2)
+    pipe = made(EvalHead(turned=True), None)
     pipe.step(rows(8))
-    with pytest.raises(
-        zbcompile.PartitionError,
-        match="reads its parameters in another order than when it was placed",
-    ):
+    with pytest.raises(zbcompile.PartitionError, match="parameters in another order than when it"):
         pipe.eval(rows(8))
 
 
@@ -145,46 +208,165 @@ class DropConnect(nn.Linear):
         return F.linear(x, F.dropout(self.weight, 0.2, self.training), self.bias)
 
 
-def spectral() -> nn.Module:
-    return nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))
-
-
-@pytest.mark.parametrize(
-    ("layer", "layers", "ranks"),
-    [(spectral, 3, 2), (lambda: DropConnect(8, 8), 2, 3)],
-    ids=["spectral", "drop"],
-)
-def test_no_cut_divides_a_layer_whose_weight_training_computes(
-    layer: Any, layers: int, ranks: int
-) -> None:
+@pytest.mark.mostly_slow(every=2, suite=1)
+@pytest.mark.parametrize("drop", [True, False])
+def test_no_cut_divides_a_layer_whose_weight_training_computes(drop: bool) -> None:
     """Balance alone would cut behind the power iteration, or behind the mask."""
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Sequential(layer(), nn.Tanh()) for _ in range(layers)))
-    batch = torch.randn(4, 8)
-    pipe = zbcompile.pipeline(
-        model, schedule="zb-h1", microbatches=2, ranks=ranks, loss=F.mse_loss, exact=True
-    )
-    pipe.step(batch, target=batch)
-    assert torch.equal(pipe.eval(batch), model.eval()(batch))
+    norm, layers = nn.utils.parametrizations.spectral_norm, 2 if drop else 3
+    linears = (DropConnect(8, 8) if drop else norm(nn.Linear(8, 8)) for _ in range(layers))
+    model = nn.Sequential(*(nn.Sequential(layer, nn.Tanh()) for layer in linears))
+    x = torch.randn(4, 8)
+    pipe = made(model, F.mse_loss, microbatches=2, ranks=5 - layers, exact=True)
+    pipe.step(x, target=x)
+    assert torch.equal(pipe.eval(x), model.eval()(x))
 
 
-class Seen(nn.Module):
+class Seen(nn.Sequential):
     """Counts its calls in evaluation too."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+        super().__init__(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
         self.register_buffer("calls", torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
-        return self.layers(x) * self.calls
+        return super().forward(x) * self.calls  # type: ignore[no-any-return]
 
 
 @pytest.mark.slow
 def test_buffers_that_evaluation_changes_change_once() -> None:
     model = Seen()
-    pipe = zbcompile.pipeline(model, schedule="1f1b", microbatches=4, ranks=2, loss=F.mse_loss)
+    pipe = made(model, F.mse_loss)
     pipe.step(rows(8), target=rows(8))
     pipe.eval(rows(8))
     assert model.calls == 5  # four microbatches, and one batch as a whole
+
+
+def test_what_is_predicted_is_alive(pipe: zbcompile.Pipeline) -> None:
+    """One microbatch in one stage next to messages and outputs, however many there are."""
+    x = rows(8)
+    pipe.eval(x, microbatches=8)
+    with Alive([], [*pipe.model.parameters(), *pipe.model.buffers(), x]) as alive:
+        pipe.eval(x, microbatches=8)
+    inside, extra = forward_bytes(list(pipe._compiled.evaluations.plans.values())[-1].program)
+    assert inside <= alive.most <= inside + extra
+
+
+def test_split_microbatches_of_any_shape(pipe: zbcompile.Pipeline) -> None:
+    parts = [rows(size) for size in (3, 1, 3)]
+    outputs = pipe.eval(microbatches=[((part,), {}) for part in parts])
+    for output, part in zip(outputs, parts, strict=True):
+        assert torch.equal(output["rows"], evaluated(net(), part)["rows"])
+
+
+def test_hooks_that_come_and_go_are_seen(pipe: zbcompile.Pipeline) -> None:
+    hook = pipe.model.layers[3].register_forward_hook(lambda module, args, output: output * 2)
+    assert_like(pipe.eval(rows(8)), evaluated(pipe.model, rows(8)))
+    hook.remove()
+    assert_like(pipe.eval(rows(8)), evaluated(pipe.model, rows(8)))
+    everywhere = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    try:
+        with pytest.raises(zbcompile.CompileError, match="for all modules are registered"):
+            pipe.eval(rows(8))
+    finally:
+        everywhere.remove()
+
+
+@contextlib.contextmanager
+def changed(layers: nn.ModuleList, kind: str) -> Iterator[None]:
+    before = layers[3].weight, layers[3]
+    if kind == "parameter":
+        layers[3].weight = nn.Parameter(torch.zeros(WIDTH, WIDTH))  # type: ignore[assignment]
+    elif kind == "module":
+        layers[3] = nn.Linear(WIDTH, WIDTH, bias=False)
+    else:
+        layers.double()
+    yield
+    layers[3] = before[1]
+    layers[3].weight = before[0]  # type: ignore[assignment]
+    layers.float()
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_changed_model_is_refused(pipe: zbcompile.Pipeline, frozen: bool) -> None:
+    if frozen:  # nothing trains, and it is evaluated
+        pipe = made(net().requires_grad_(False))
+        pipe.eval(rows(8))
+    replaced = "weight was replaced by another tensor"
+    kinds = {"parameter": replaced, "module": replaced, "dtype": "was float32.* and is float64"}
+    for kind, reason in kinds.items():
+        with changed(pipe.model.layers, kind):  # type: ignore[arg-type]
+            for size in (8, 2):  # compiled, and not yet
+                with pytest.raises(zbcompile.PipelineError, match=reason):
+                    pipe.eval(rows(size))
+    assert_like(pipe.eval(rows(8)), evaluated(pipe.model, rows(8)))
+
+
+def test_split_microbatches_have_one_form(pipe: zbcompile.Pipeline) -> None:
+    x = rows(8)
+    wrong: list[tuple[tuple[Any, ...], Any, str]] = [
+        ((), [], r"microbatches=\[\]; expected one or more \(args, kwargs\)"),
+        ((x,), "4", "microbatches='4'; expected"),
+        ((), [(x,)], r"microbatches\[0\] is a tuple of another form"),
+        ((), [((x,), {}), (x, {})], r"microbatches\[1\] is"),
+        ((), [((x,), {}, x)], r"microbatches\[0\] is"),
+        ((x,), [((x,), {})], "other inputs were passed as well"),
+    ]
+    for args, microbatches, reason in wrong:
+        with pytest.raises(zbcompile.PipelineError, match=reason) as raised:
+            pipe.eval(*args, microbatches=microbatches)
+        assert "\n" not in str(raised.value)
+    for labels, parts, reason in ((x, [((x,), {}, x)], "as well"), (None, [((x,), {})], "labels")):
+        with pytest.raises(zbcompile.PipelineError, match=reason):
+            pipe.log_probs(labels=labels, microbatches=parts)
+
+
+class Random(Net):
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        return {"rows": F.dropout(super().forward(x)["rows"])}
+
+
+def test_random_numbers_in_eval_mode_are_said_to_differ() -> None:
+    with pytest.warns(UserWarning, match="draws random numbers in eval mode"):
+        made(Random().requires_grad_(False)).eval(rows(8))
+
+
+@pytest.mark.slow
+def test_compiled_in_inference_mode_and_frozen_serves_outside_and_trains_later() -> None:
+    model = net().requires_grad_(False)
+    pipe = made(model, exact=True)
+    with torch.inference_mode():
+        inside = pipe.eval(rows(8).clone(), microbatches=2)
+    assert torch.equal(pipe.eval(rows(8), microbatches=2)["rows"], inside["rows"])
+    model.requires_grad_(True)
+    expected = eager_step(net(), loss_of, Batch((rows(8),), {}, rows(8)), 4, 0)
+    assert torch.equal(pipe.step(rows(8), target=rows(8)), expected)
+    assert {name for name, _ in model.named_parameters()} == set(pipe.program.trained)
+
+
+class Prepared(Seen):
+    """Begins with a layer that only training uses: an evaluation cannot know where it belongs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.also = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in (self.also, *list(self)[:4]) if self.training else list(self)[:4]:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.slow
+def test_a_step_that_needs_another_placement_says_what_to_call() -> None:
+    pipe = made(Prepared(), F.mse_loss)
+    pipe.eval(rows(8))
+    with pytest.raises(zbcompile.PipelineError, match=r"no step is compiled yet\. Call pipe\.comp"):
+        pipe.stages()
+    message = r"An evaluation has placed the parameters; compile the training step before it"
+    with pytest.raises(zbcompile.CompileError, match=message):
+        pipe.step(rows(8), target=rows(8))
+    pipe = made(Prepared(), F.mse_loss).compile(rows(8), target=rows(8))
+    pipe.eval(rows(8))
+    pipe.step(rows(8), target=rows(8))

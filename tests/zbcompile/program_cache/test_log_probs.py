@@ -1,7 +1,6 @@
 """Log-probabilities of labels equal log_softmax and gather of the unsplit model: bit by bit, with a
 sharded output layer within 1e-6 of the largest entry."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,33 +11,29 @@ from torch import Tensor, nn
 
 import zbcompile
 from gpt import GPT, VOCABULARY, next_byte_loss
+from tests.support.oracle import Batch, eager_step
 from tests.support.pool import Pool
 from tests.support.vocabulary_training import distance
 
 LENGTH = 6
 
 
-def gpt() -> GPT:
+def gpt() -> nn.Module:
     torch.manual_seed(0)
     return GPT(layers=2, width=16, heads=2, length=LENGTH, dropout=0.2, tied=True)
 
 
 class Capped(nn.Module):
-    """A soft cap and a temperature, as the model has them, and a vocabulary that does not
-    divide."""
+    """A soft cap and a temperature, as the model has them, and words that do not divide."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.table, self.head = nn.Embedding(37, 16), nn.Linear(16, 37)
-        self.body = nn.Sequential(
-            nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16)
-        )
+        self.body = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh())
 
     def forward(self, tokens: Tensor) -> dict[str, Tensor]:
-        return {
-            "logits": 4 * torch.tanh(self.head(torch.tanh(self.body(self.table(tokens)))) / 4) / 0.7
-        }
+        return {"logits": 4 * torch.tanh(self.head(self.body(self.table(tokens))) / 4) / 0.7}
 
 
 def loss_of(output: dict[str, Tensor], target: Tensor) -> Tensor:
@@ -53,57 +48,46 @@ def batch_of(rows: int, words: int = VOCABULARY) -> tuple[Tensor, Tensor]:
     return tokens, labels
 
 
-def eager(model: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
-    """Log-probabilities of the unsplit model."""
-    model.eval()
+def made(model: nn.Module, loss: Any = next_byte_loss, **options: Any) -> zbcompile.Pipeline:
+    ranks = None if dist.is_initialized() else 2
+    options = {"schedule": "zb-h1", "microbatches": 4, "ranks": ranks, "loss": loss, **options}
+    return zbcompile.pipeline(model, **options)
+
+
+def logits_of(model: nn.Module, tokens: Tensor) -> Tensor:
     with torch.no_grad():
-        output = model(tokens)
-    model.train()
-    normal = torch.log_softmax(output if isinstance(output, Tensor) else output["logits"], -1)
+        output = model.eval()(tokens)
+    return output if isinstance(output, Tensor) else output["logits"]
+
+
+def eager(model: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
+    normal = torch.log_softmax(logits_of(model, tokens), -1)
     results = normal.gather(-1, labels.clamp(min=0)[..., None])[..., 0]
     return torch.where(labels == -100, 0.0, results)
 
 
 @pytest.fixture(scope="module")
 def pipe() -> zbcompile.Pipeline:
-    built = zbcompile.pipeline(
-        gpt(), schedule="zb-h1", microbatches=4, ranks=2, loss=next_byte_loss
-    )
     tokens, _ = batch_of(8)
-    return built.compile(tokens, target=tokens)
-
-
-@pytest.mark.slow
-def test_labels_of_a_small_type(pipe: zbcompile.Pipeline) -> None:
-    """In eight bits -100 would be 156."""
-    tokens, _ = batch_of(8)
-    labels = tokens.to(torch.uint8)
-    labels[0, 0] = 156
-    assert torch.equal(pipe.log_probs(tokens, labels=labels), eager(gpt(), tokens, labels.long()))
-
-
-@pytest.mark.slow
-def test_split_microbatches(pipe: zbcompile.Pipeline) -> None:
-    """Microbatches of two shapes flow through one run."""
-    tokens, labels = batch_of(8)
-    split = [
-        ((tokens[:2],), {}, labels[:2]),
-        ((tokens[2:4, :3],), {}, labels[2:4, :3]),
-        ((tokens[4:6],), {}, labels[4:6]),
-    ]
-    for ours, ((part,), _, target) in zip(pipe.log_probs(microbatches=split), split, strict=True):
-        assert torch.equal(ours, eager(gpt(), part, target))
+    return made(gpt()).compile(tokens, target=tokens)
 
 
 @pytest.mark.slow
 def test_bits_of_the_unsplit_model(pipe: zbcompile.Pipeline) -> None:
-    """A batch that divides, and one whose last microbatch is smaller."""
+    """Of a batch that divides, one whose last microbatch is smaller, labels in eight bits (-100
+    would be 156), and microbatches of two shapes."""
     for rows in (8, 7):
         tokens, labels = batch_of(rows)
-        ours, theirs = pipe.log_probs(tokens, labels=labels), eager(gpt(), tokens, labels)
-        assert torch.equal(ours, theirs)
-        assert not ours[labels == -100].any()
+        ours = pipe.log_probs(tokens, labels=labels)
+        assert torch.equal(ours, eager(gpt(), tokens, labels))
         assert not ours.requires_grad
+    tokens, labels = batch_of(8)
+    small = tokens.to(torch.uint8)
+    small[0, 0] = 156
+    assert torch.equal(pipe.log_probs(tokens, labels=small), eager(gpt(), tokens, small.long()))
+    split: Any = [((tokens[:2],), {}, labels[:2]), ((tokens[2:4, :3],), {}, labels[2:4, :3])]
+    for ours, ((part,), _, target) in zip(pipe.log_probs(microbatches=split), split, strict=True):
+        assert torch.equal(ours, eager(gpt(), part, target))
 
 
 @pytest.mark.slow
@@ -113,96 +97,71 @@ def test_what_is_refused_says_why_in_one_line(pipe: zbcompile.Pipeline) -> None:
         ({"labels": labels[:, :3]}, r"labels= is int64\[8, 3\] and the logits are \[8, 6, 256\]"),
         ({"labels": labels.float()}, "labels= is float32"),
         ({}, "labels= is NoneType"),
-        (
-            {"labels": labels + 255},
-            "and the output layer has 256 words; expected 0 to 255, or -100",
-        ),
+        ({"labels": labels + 255}, "the output layer has 256 words; expected 0 to 255, or -100"),
         ({"labels": labels, "outputs": "first"}, "outputs='first'"),
         ({"labels": labels, "microbatches": 0}, "microbatches=0"),
     ]
-    pipe.log_probs(tokens, labels=labels)
-    saved = len(pipe._compiled.evaluations.entries)
     for arguments, reason in wrong:
-        with pytest.raises(
-            (zbcompile.PipelineError, zbcompile.CompileError), match=reason
-        ) as raised:
+        with pytest.raises(zbcompile.PipelineError, match=reason) as raised:
             pipe.log_probs(tokens, **arguments)
         assert "\n" not in str(raised.value)
     with pytest.raises(zbcompile.PipelineError, match="got no inputs besides labels="):
         pipe.log_probs(labels=labels)
-    assert len(pipe._compiled.evaluations.entries) == saved
 
 
 class Odd(nn.Module):
-    """Returns something that is no logits."""
+    """Returns something that is no logits: numbers of classes, or another name."""
 
-    def __init__(self, make: Callable[[Tensor], Any]) -> None:
+    def __init__(self, classes: bool) -> None:
         super().__init__()
-        self.layers, self.make = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), make
+        self.layers, self.classes = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), classes
 
     def forward(self, x: Tensor) -> Any:
-        return self.make(self.layers(x))
+        x = self.layers(x)
+        return x.argmax(-1) if self.classes else {"score": x}
 
 
-@pytest.mark.parametrize(
-    ("make", "reason"),
-    [
-        (lambda y: y.argmax(-1), r"returned int64\[4\], which is no logits"),
-        (lambda y: {"score": y}, "without logits"),
-    ],
-    ids=["numbers", "another name"],
-)
-def test_an_output_without_logits(make: Callable[[Tensor], Any], reason: str) -> None:
-    frozen = zbcompile.pipeline(
-        Odd(make).requires_grad_(False), schedule="1f1b", microbatches=2, ranks=2
-    )
+def test_an_output_without_logits() -> None:
+    x, labels = torch.randn(4, 4), torch.zeros(4, dtype=torch.int64)
+    for classes, reason in ((True, r"int64\[4\], which is no logits"), (False, "without logits")):
+        with pytest.raises(zbcompile.CompileError, match=reason):
+            made(Odd(classes).requires_grad_(False), None).log_probs(x, labels=labels)
+    reason = r"vocab=1: .*Call pipe\.compile\(batch, target=\.\.\.\) before"
     with pytest.raises(zbcompile.CompileError, match=reason):
-        frozen.log_probs(torch.randn(4, 4), labels=torch.zeros(4, dtype=torch.int64))
+        made(Odd(False), F.mse_loss, vocab=1).eval(x)
 
 
 def sharded(kind: str, vocab: int, frozen: bool) -> list[float]:
-    """The largest differences from eager: of log-probabilities from the shards, and of all logits,
-    for which the rows are gathered."""
-    model, words, loss = (
-        (gpt(), VOCABULARY, next_byte_loss) if kind == "tied" else (Capped(), 37, loss_of)
+    """The largest differences from eager: of log-probabilities from the shards, of all logits, for
+    which the rows are gathered, and of a step; nothing was compiled before, or the step."""
+    make, words, loss = (
+        (gpt, VOCABULARY, next_byte_loss) if kind == "tied" else (Capped, 37, loss_of)
     )
-    ranks = None if dist.is_initialized() else 2
-    built = zbcompile.pipeline(
-        model, schedule="zb-h1", microbatches=4, ranks=ranks, loss=loss, vocab=vocab
-    )
-    tokens, labels = batch_of(8, words)
+    model, (tokens, labels) = make(), batch_of(8, words)
+    pipe = made(model, loss, vocab=vocab)
     model.requires_grad_(not frozen)
-    if not frozen:
-        built.compile(tokens, target=tokens)
-    built.record = True
-    ours = built.log_probs(tokens, labels=labels)
-    assert built.last_step is not None
-    assert "S" in built.last_step.schedule.ops
-    logits = built.eval(tokens)
-    assert "S" not in built.last_step.schedule.ops
-    built.record = False
-    assert [parameter.requires_grad for parameter in built.parameters()] == [not frozen] * len(
-        list(built.parameters())
-    )
+    if vocab == 2:
+        pipe.compile(tokens, target=tokens)
+    pipe.record = True
+    ours = pipe.log_probs(tokens, labels=labels)
+    assert pipe.last_step is not None
+    assert "S" in pipe.last_step.schedule.ops
+    output = pipe.eval(tokens)
+    assert "S" not in pipe.last_step.schedule.ops
+    assert {parameter.requires_grad for parameter in pipe.parameters()} == {not frozen}
     model.requires_grad_(True)
-    built.step(tokens, target=tokens)
-    assert "T" in built.program.schedule.ops  # what was placed frozen trains from its shards
-    assert all(parameter.requires_grad for parameter in built.parameters())
-    reference = gpt() if kind == "tied" else Capped()
-    theirs = eager(reference, tokens, labels)
-    full = (
-        reference.eval()(tokens).detach()
-        if kind == "tied"
-        else reference(tokens)["logits"].detach()
-    )
-    results = [ours, logits if kind == "tied" else logits["logits"]]
-    return [distance(a, b) for a, b in zip(results, (theirs, full), strict=True)]
+    trained = pipe.step(tokens, target=tokens)
+    assert "T" in pipe.program.schedule.ops  # what was placed before trains from its shards
+    expected = eager_step(make(), loss, Batch((tokens,), {}, tokens), 4, 0)
+    logits = output if isinstance(output, Tensor) else output["logits"]
+    pairs = [(ours, eager(make(), tokens, labels)), (logits, logits_of(make(), tokens))]
+    return [distance(one, other) for one, other in (*pairs, (trained, expected))]
 
 
 @pytest.mark.slow
 @pytest.mark.mostly_slow(every=3)
 @pytest.mark.parametrize(
-    ("kind", "vocab", "frozen"), [("capped", 2, False), ("capped", 1, True), ("tied", 1, True)]
+    ("kind", "vocab", "frozen"), [("capped", 2, False), ("capped", 1, True), ("tied", 1, False)]
 )
 def test_from_shards_of_the_output_layer(kind: str, vocab: int, frozen: bool) -> None:
     assert max(sharded(kind, vocab, frozen)) <= 1e-6

@@ -1,48 +1,31 @@
-"""The warm-up before the first message: every pass runs once on zeros, and leaves nothing behind."""
+"""The warm-up before the first message: every pass runs once on zeros, so that ranks build their
+kernels at the same time, and leaves nothing behind."""
 
-import time
-from typing import Any
-
-import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zbcompile
-from tests.support.pool import Pool
+from tests.support.training import assert_same_tensors, gradients_of
 
-WIDTH, BUILD_SECONDS = 16, 0.3
-BUILDS: dict[str, tuple[float, float]] = {}
-CALLS: list[Tensor] = []  # the inputs of the operator
-
-
-def build(kernel: str) -> None:
-    """Builds a kernel at its first call, as a library with lazily compiled kernels does."""
-    if kernel not in BUILDS:
-        begin = time.monotonic()
-        time.sleep(BUILD_SECONDS)
-        BUILDS[kernel] = (begin, time.monotonic())
+WIDTH = 16
+CALLS: list[tuple[str, Tensor]] = []  # of the operator, with its input
 
 
 @torch.library.custom_op("warm_up::scaled", mutates_args=())
 def scaled(x: Tensor, weight: Tensor) -> Tensor:
-    build("forward")
-    CALLS.append(x.clone())
+    CALLS.append(("forward", x.clone()))
     return x * weight
 
 
 @torch.library.custom_op("warm_up::scaled_backward", mutates_args=())
 def scaled_backward(gradient: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    build("backward")
-    CALLS.append(x.clone())
+    CALLS.append(("backward", x.clone()))
     return gradient * weight, (gradient * x).sum(0)
 
 
 scaled.register_fake(lambda x, weight: torch.empty_like(x))
-scaled_backward.register_fake(
-    lambda gradient, x, weight: (torch.empty_like(gradient), torch.empty_like(weight))
-)
+scaled_backward.register_fake(lambda g, x, w: (torch.empty_like(g), torch.empty_like(w)))
 scaled.register_autograd(
     lambda ctx, g: scaled_backward(g, *ctx.saved_tensors),
     setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
@@ -58,55 +41,30 @@ class Scaled(nn.Module):
         self.norm, self.drop = nn.BatchNorm1d(WIDTH), nn.Dropout(0.2)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.drop(self.norm(torch.tanh(self.linear(scaled(x, self.weight)))))
+        return self.drop(self.norm(torch.tanh(self.linear(scaled(x, self.weight)))))  # type: ignore[no-any-return]
 
 
-def pipeline(schedule: str = "zb-h1", **options: Any) -> zbcompile.Pipeline:
-    torch.manual_seed(0)
-    BUILDS.clear()
-    model = nn.Sequential(*(Scaled() for _ in range(4)))
-    return zbcompile.pipeline(
-        model, schedule=schedule, microbatches=4, loss=F.mse_loss, exact=True, **options
-    )
-
-
-@pytest.mark.parametrize("schedule", ["zb-h1", "1f1b"])
-def test_random_state_buffers_and_gradients_are_as_before(schedule: str) -> None:
+def test_every_pass_runs_and_random_state_buffers_and_gradients_are_as_before() -> None:
     x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(1))
     gradients = []
     for warm_up in (True, False):
-        pipe = pipeline(schedule, ranks=2, warm_up=warm_up)
-        for parameter in pipe.model.parameters():
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Scaled() for _ in range(4)))
+        options = {"schedule": "zb-h1", "ranks": 2, "microbatches": 4, "exact": True}
+        pipe = zbcompile.pipeline(model, loss=F.mse_loss, warm_up=warm_up, **options)
+        for parameter in model.parameters():
             parameter.grad = torch.full_like(parameter, 0.5)
-        state = {name: tensor.clone() for name, tensor in pipe.model.state_dict().items()}
+        state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         generator = torch.get_rng_state()
         CALLS.clear()
         pipe.compile(x, target=x)
+        names = [name for name, _ in CALLS]
+        assert (names.count("forward"), names.count("backward")) == (4 * warm_up, 4 * warm_up)
+        assert not any(value.any() for _, value in CALLS[:1])  # F of stage 0, on zeros
         assert torch.equal(torch.get_rng_state(), generator)
-        assert all(torch.equal(t, state[name]) for name, t in pipe.model.state_dict().items())
-        assert all(bool((p.grad == 0.5).all()) for p in pipe.parameters())
-        assert bool(CALLS) == warm_up
-        assert not any(call.any() for call in CALLS[:1])  # F of stage 0, on zeros
+        assert_same_tensors(model.state_dict(), state, "state dict:")
+        assert all(bool((p.grad == 0.5).all()) for p in pipe.parameters())  # type: ignore[union-attr]
         pipe.step(x, target=x)
         assert torch.equal(torch.get_rng_state(), generator)
-        gradients.append([p.grad for p in pipe.parameters()])
-    assert all(map(torch.equal, *gradients))
-
-
-def builds_of_first_step() -> list[dict[str, tuple[float, float]]]:
-    """Returns for each rank the times between which it built its kernels."""
-    x, pipe = torch.randn(8, WIDTH), pipeline()
-    generator = torch.get_rng_state()
-    pipe.step(x, target=x)
-    assert torch.equal(torch.get_rng_state(), generator)
-    ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, BUILDS)
-    return ranks
-
-
-@pytest.mark.slow
-def test_ranks_build_their_kernels_at_the_same_time(pool: Pool) -> None:
-    first, second = pool.run(builds_of_first_step)[0]
-    assert first.keys() == second.keys() == {"forward", "backward"}
-    for kernel in first:
-        assert max(first[kernel][0], second[kernel][0]) < min(first[kernel][1], second[kernel][1])
+        gradients.append(gradients_of(pipe))
+    assert_same_tensors(*gradients, "gradient of")
