@@ -6,8 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from types import SimpleNamespace
+from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
@@ -19,8 +18,7 @@ from torch import Tensor, nn
 import zbcompile
 from zbcompile.engine.rank import HANDLERS, Instruction, RankRun
 
-WIDTH = 8
-LAYERS = 4
+WIDTH, LAYERS = 8, 4
 WORDS = 32  # of the output layer that is sharded
 
 
@@ -70,21 +68,15 @@ def act(x: Tensor, pass_: str) -> Tensor:
     return x.clone()
 
 
-@act.register_fake
-def _(x: Tensor, pass_: str) -> Tensor:
-    return torch.empty_like(x)
+def _setup(ctx: Any, inputs: tuple[Tensor, str], output: Tensor) -> None:
+    ctx.backward_pass = {"F": "B", "": "W"}.get(inputs[1], "")
 
 
-def _setup(
-    ctx: torch.autograd.function.FunctionCtx, inputs: tuple[Tensor, str], output: Tensor
-) -> None:
-    ctx.backward_pass = {"F": "B", "": "W"}.get(inputs[1], "")  # type: ignore[attr-defined]
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    return act(gradient, ctx.backward_pass), None
 
 
-def _backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> tuple[Tensor, None]:
-    return act(gradient, ctx.backward_pass), None  # type: ignore[attr-defined]
-
-
+act.register_fake(lambda x, pass_: torch.empty_like(x))
 act.register_autograd(_backward, setup_context=_setup)
 
 
@@ -118,13 +110,11 @@ def rows(samples: int = 8) -> Tensor:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a call ended on a rank: the error, how many gradients were left, whether the parameters
-    kept their bits."""
+    """How a call ended on a rank: the error, and whether gradients were left or parameters lost
+    their bits."""
 
-    error: str
     message: str
     seconds: float
-    gradients: int = 0
     untouched: bool = True
 
 
@@ -136,170 +126,89 @@ def attempt(pipe: zbcompile.Pipeline, call: Callable[[], object]) -> Ended | Non
         call()
     except (Exception, KeyboardInterrupt) as error:
         seconds = time.monotonic() - started
-        left = sum(parameter.grad is not None for parameter in pipe.parameters())
         same = all(map(torch.equal, before, pipe.parameters()))
-        return Ended(type(error).__name__, str(error), seconds, left, same)
+        left = any(parameter.grad is not None for parameter in pipe.parameters())
+        return Ended(str(error), seconds, same and not left)
     finally:
         INJECT.order = Order()
         pipe.close()
     return None
 
 
-def trained(schedule: str = "1f1b", timeout: float = 60) -> zbcompile.Pipeline:
-    """A pipeline after one good step, which from then on waits `timeout` seconds (compiling may
+def trained(
+    pipe: zbcompile.Pipeline, timeout: float = 60, target: Tensor | None = None, **more: object
+) -> zbcompile.Pipeline:
+    """The pipeline after one good step, which from then on waits `timeout` seconds (compiling may
     take longer)."""
-    pipe = make(schedule)
-    pipe.step(rows(), target=rows())
-    _drop_gradients(pipe)
+    pipe.step(rows(), target=rows() if target is None else target, **more)
+    pipe.zero_grad()
     pipe._watch.timeout = timeout  # type: ignore[union-attr]
     return pipe
 
 
-def _drop_gradients(pipe: zbcompile.Pipeline) -> None:
-    for parameter in pipe.parameters():
-        parameter.grad = None
-
-
 def failing_step(order: Order, timeout: float = 60, schedule: str = "1f1b") -> Ended | None:
     """`order` is carried out in the second step."""
-    pipe = trained(schedule, timeout)
+    pipe = trained(make(schedule), timeout)
     INJECT.order, INJECT.calls = order, 0
     return attempt(pipe, lambda: pipe.step(rows(), target=rows()))
 
 
-def failing_beside_a_stall(order: Order) -> Ended | None:
-    """Like `failing_step`; a rank that looks for the reason pauses 2.6 seconds between looks, as on a
-    busy machine."""
-    pause = SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: time.sleep(2.6))
-    with patch("zbcompile.faults.watch.time", pause):
-        return failing_step(order)
+def sharding(timeout: float = 60) -> zbcompile.Pipeline:
+    model = Faulty(nn.Linear(WIDTH, WORDS, bias=False))
+    return make("zb-h1", timeout, model, loss=F.cross_entropy, vocab=1)
 
 
 def failing_shard(order: Order) -> Ended | None:
     """`order` is carried out in S or T of the second step, on a rank's shard of the output
     layer."""
-    targets = torch.arange(8)
-    model = Faulty(nn.Linear(WIDTH, WORDS, bias=False))
-    pipe = make("zb-h1", model=model, loss=F.cross_entropy, vocab=1)
-    pipe.step(rows(), target=targets)
-    _drop_gradients(pipe)
+
+    def injected(run: RankRun, to: Instruction) -> None:
+        INJECT(to.action.op)
+        run._shard(to)
+
+    pipe = trained(sharding(), target=torch.arange(8))
     INJECT.order, INJECT.calls = order, 0
-    with patch.dict(HANDLERS, dict.fromkeys("ST", _injected)):
-        return attempt(pipe, lambda: pipe.step(rows(), target=targets))
+    with patch.dict(HANDLERS, dict.fromkeys("ST", injected)):
+        return attempt(pipe, lambda: pipe.step(rows(), target=torch.arange(8)))
 
 
-def _injected(run: RankRun, to: Instruction) -> None:
-    INJECT(to.action.op)
-    run._shard(to)
-
-
-def never_comes(rank: int, timeout: float) -> Ended | None:
-    """A rank makes no pipeline at all."""
-    if dist.get_rank() == rank:
+def never_comes(timeout: float) -> Ended | None:
+    """The last rank makes no pipeline at all."""
+    if dist.get_rank() == 1:
         return None
-    return _uncompiled(make(timeout=timeout), rows())
-
-
-def bad_first_batch(rank: int) -> Ended | None:
-    """A rank's first batch cannot be split."""
-    return _uncompiled(make(), rows(6 if dist.get_rank() == rank else 8))
-
-
-def _uncompiled(pipe: zbcompile.Pipeline, x: Tensor) -> Ended | None:
-    started = time.monotonic()
+    pipe, started = make(timeout=timeout), time.monotonic()
     try:
-        pipe.step(x, target=x)
+        pipe.step(rows(), target=rows())
     except zbcompile.PipelineError as error:
-        return Ended(type(error).__name__, str(error), time.monotonic() - started)
-    finally:
-        pipe.close()
+        return Ended(str(error), time.monotonic() - started)
     return None
 
 
-def bad_batch(rank: int) -> Ended | None:
-    """A rank's second batch cannot be split: its target has other rows."""
-    pipe = trained()
-    return attempt(
-        pipe, lambda: pipe.step(rows(8), target=rows(6 if dist.get_rank() == rank else 8))
-    )
+Call = tuple[str, int, dict[str, object]]  # a method, the samples of its batch, its keywords
 
 
-def other_count(rank: int) -> Ended | None:
-    """A rank's second batch runs in fewer microbatches."""
-    pipe = trained(timeout=3)
-    x = rows(6 if dist.get_rank() == rank else 8)
-    return attempt(pipe, lambda: pipe.step(x, target=x))
-
-
-def other_shape(rank: int) -> Ended | None:
-    """A rank's second batch has another size."""
-    pipe = trained(timeout=3)
-    x = rows(4 if dist.get_rank() == rank else 8)
-    return attempt(pipe, lambda: pipe.step(x, target=x))
-
-
-def other_known_step(
-    rank: int, usual: dict[str, object], other: dict[str, object], samples: int = 8
-) -> Ended | None:
-    """A rank takes another step than the others, and all have compiled both."""
+def apart(usual: Call, other: Call, known: bool) -> Ended | None:
+    """The last rank makes another call than the others; `known`: all have compiled both."""
     pipe = make()
-    pipe.step(rows(samples), target=rows(samples), **usual)
-    pipe.step(rows(), target=rows(), **other)
-    _drop_gradients(pipe)
+
+    def made(call: Call) -> object:
+        name, samples, keywords = call
+        target = {"target": rows(samples)} if name == "step" else {}
+        return getattr(pipe, name)(rows(samples), **target, **keywords)
+
+    for call in (usual, other) if known else (usual,):
+        made(call)
+    pipe.zero_grad()
     pipe._watch.timeout = 3  # type: ignore[union-attr]
-    x, keywords = (rows(), other) if dist.get_rank() == rank else (rows(samples), usual)
-    return attempt(pipe, lambda: pipe.step(x, target=x, **keywords))
+    return attempt(pipe, lambda: made(other if dist.get_rank() == 1 else usual))
 
 
-def other_call(rank: int) -> Ended | None:
-    """A rank evaluates while the others train."""
-    pipe = trained(timeout=3)
-    if dist.get_rank() == rank:
-        return attempt(pipe, lambda: pipe.eval(rows()))
-    return attempt(pipe, lambda: pipe.step(rows(), target=rows()))
-
-
-def one_call_ahead(rank: int) -> Ended | None:
-    """A rank fails in a call that the others have left."""
-    pipe = trained()
-    if dist.get_rank() == rank:
-        INJECT.order, INJECT.calls = Order("raise", rank, "F", 0), 0
-    else:
-        with pipe._watch.region("another call"):
-            pass
-    return attempt(pipe, lambda: pipe.step(rows(), target=rows()))
-
-
-def other_program(rank: int, what: str) -> Ended | None:
-    """A rank compiles something else, or with another torch or switch."""
-    options, version, x, switches = {}, torch.__version__, rows(), {}
-    if dist.get_rank() == rank:
-        options = OTHER.get(what, dict)()
-        x = x.double() if what == "dtype" else x
-        torch.__version__ = "2.12.1" if what == "torch" else version  # type: ignore[assignment]
-        switches = {what: "1"} if what.isupper() else {}
-    try:
-        with patch.dict(os.environ, switches):
-            return _uncompiled(make(**options), x)  # type: ignore[arg-type]
-    finally:
-        torch.__version__ = version
-
-
-OTHER: dict[str, Callable[[], dict[str, object]]] = {
-    "microbatches": lambda: {"microbatches": 2},
-    "schedule": lambda: {"schedule": "gpipe"},
-    "model": lambda: {"model": Faulty(torch.sin)},
-    "dtype": lambda: {"model": Faulty().double()},
-    "timeout": lambda: {"timeout": 90.0},
-}
-
-
-def peer_of_a_device(rank: int, timeout: float, what: str = "") -> Ended | None:
-    """A rank does not come to a call that another one has given to its device, and goes on from; or
-    what it is ordered to do instead."""
-    pipe = trained(timeout=timeout)
+def peer_of_a_device(timeout: float, what: str = "") -> Ended | None:
+    """The last rank does not come to a call that another one has given to its device, and goes on
+    from; or what it is ordered to do instead."""
+    pipe = trained(make(), timeout)
     watch: Any = pipe._watch
-    if dist.get_rank() == rank:
+    if dist.get_rank() == 1:
         ACTS.get(what, int)()
         region = watch.position.region + 1
         _wait_until(lambda: watch.store.get_fault(region) is not None)
@@ -307,7 +216,7 @@ def peer_of_a_device(rank: int, timeout: float, what: str = "") -> Ended | None:
         # The fault may be known before the region ends; the call below must then say the same.
         with contextlib.suppress(zbcompile.FaultError), watch.region("step 1"):
             if watch.backend == "nccl":  # the stream stands still until the message comes
-                pipe._ranks.links.inward[rank].recv([rows(1)], 0, 0).wait()  # type: ignore[attr-defined]
+                pipe._ranks.links.inward[1].recv([rows(1)], 0, 0).wait()  # type: ignore[attr-defined]
             else:
                 watch._device_waits = lambda: True
         _wait_until(lambda: watch.fault is not None)
@@ -325,205 +234,90 @@ class Scenario:
     """Something that breaks, on which rank, and what every rank that lives then says."""
 
     name: str
+    says: str
     rank: int
     run: Callable[..., Ended | None]
     args: tuple[object, ...]
-    says: str
-    within: float = 10.0
     silent: bool = False  # the rank itself says nothing: it is dead, or not there
-    ranks: int = 2
+    within: float = 5.0
 
 
-def _raises(rank: int, pass_: str, call: int, where: str) -> Scenario:
+def _raises(rank: int, pass_: str, call: int, where: str, schedule: str = "zb-h1") -> Scenario:
     order = Order("raise", rank, pass_, call)
-    return Scenario(
-        f"an exception in {pass_}", rank, failing_step, (order, 60.0, "zb-h1"), _broken(rank, where)
+    run, args = (
+        (failing_shard, (order,)) if pass_ in "ST" else (failing_step, (order, 60, schedule))
     )
+    says = f"rank {rank} failed at {where}.* of step 1: ValueError: broken on order"
+    pair = " of a pair" if schedule == "dualpipe-v" else ""
+    return Scenario(f"an exception in {pass_}{pair}", says, rank, run, args)
 
 
-def _raises_in_pair(rank: int, pass_: str, call: int, where: str) -> Scenario:
-    order, half = Order("raise", rank, pass_, call), "forward" if pass_ == "F" else "backward"
-    name = f"an exception in the {half} of a pair"
-    return Scenario(name, rank, failing_step, (order, 60.0, "dualpipe-v"), _broken(rank, where))
+def _kill(pass_: str, call: int, run: Any) -> Scenario:
+    says, order = "rank 1 failed at .*step 1: its process ended", Order("kill", 1, pass_, call)
+    return Scenario(f"SIGKILL in {pass_}", says, 1, run, (order,), silent=True)
 
 
-def _raises_in_shard(rank: int, pass_: str, call: int) -> Scenario:
-    order = Order("raise", rank, pass_, call)
-    return Scenario(f"an exception in {pass_}", rank, failing_shard, (order,), _broken(rank, pass_))
+def _apart(name: str, says: str, usual: Call, other: Call, known: bool = False) -> Scenario:
+    return Scenario(name, says, 1, apart, (usual, other, known))
 
 
-def _dies(run: Callable[[Order], Ended | None], rank: int, pass_: str, call: int) -> Scenario:
-    message = f"rank {rank} failed at .*step 1: its process ended"
-    return Scenario(
-        f"SIGKILL in {pass_}", rank, run, (Order("kill", rank, pass_, call),), message, silent=True
-    )
+def _ordered(name: str, says: str, call: int, *more: float) -> Scenario:
+    order = Order("sleep" if more else "interrupt", 0, "F", call)
+    return Scenario(name, f"rank 0 failed at F0.*{says}", 0, failing_step, (order, *more))
 
 
-def _broken(rank: int, where: str) -> str:
-    return f"rank {rank} failed at {where}.* of step 1: ValueError: broken on order"
-
-
-DIFFERENT = "the ranks compiled different programs: "
+STEP, ALL, LAST = (
+    ("step", 8, {} if where is None else {"return_outputs": where})
+    for where in (None, True, "last")
+)
+AT, STEP_2 = "rank 0 waited 2 s for it at", r"rank 1 failed at .* of step 2"
 SCENARIOS = (
+    _raises(1, "W", 2, "W1"),
     _raises(0, "F", 5, "F0"),
     _raises(1, "F", 0, "F1"),
     _raises(0, "B", 3, "B0"),
-    _raises(1, "W", 2, "W1"),
-    _raises_in_pair(0, "F", 6, "F3.2"),
-    _raises_in_pair(1, "B", 2, "BW2.1"),
-    _raises_in_shard(1, "S", 2),
-    _raises_in_shard(0, "T", 1),
-    _dies(failing_shard, 1, "S", 1),
+    _raises(0, "F", 6, "F3.2", "dualpipe-v"),
+    _raises(1, "B", 2, "BW2.1", "dualpipe-v"),
+    _raises(1, "S", 2, "S"),
+    _raises(0, "T", 1, "T"),
+    _kill("B", 3, failing_step),
+    _kill("S", 1, failing_shard),
+    _ordered("Ctrl-C in F", "KeyboardInterrupt|^$", 3),
+    _ordered("endless F", "of step 1: it did not finish; rank 1 waited 2 s for it at F1", 5, 2.0),
     Scenario(
-        "Ctrl-C in F",
-        0,
-        failing_step,
-        (Order("interrupt", 0, "F", 3),),
-        "^$|rank 0 failed at F0.*KeyboardInterrupt",
+        *("a rank that never comes", f"rank 1 failed at its first call: it never arrived; {AT}"),
+        *(1, never_comes, (2.0,), True),
     ),
-    _dies(failing_step, 1, "B", 3),
-    replace(_dies(failing_beside_a_stall, 1, "B", 3), name="SIGKILL in B on a busy machine"),
-    Scenario(
-        "endless F, timeout=2",
-        0,
-        failing_step,
-        (Order("sleep", 0, "F", 5), 2.0),
-        r"rank 0 failed at F0.* of step 1: it did not finish; rank 1 waited 2 s for it at F1.* of"
-        r" step 1",
+    _apart(
+        *("fewer microbatches", "of step 1 in 3 microbatches: rank 0 is at .* of step 1 meanwhile"),
+        *(STEP, ("step", 6, {})),
     ),
-    Scenario(
-        "a rank that never comes, timeout=2",
-        1,
-        never_comes,
-        (1, 2.0),
-        "rank 1 failed at its first call: it never arrived; rank 0 waited 2 s for it at the"
-        " comparison of compiling",
-        silent=True,
+    _apart(
+        *(
+            "a batch of another size",
+            "comparison of compiling microbatches of .* rank 0 is at (F0|BW0)",
+        ),
+        *(STEP, ("step", 4, {})),
     ),
-    Scenario(
-        "a first batch that cannot be split",
-        1,
-        bad_first_batch,
-        (1,),
-        "a batch of 6 samples cannot be split into 4 equal microbatches",
+    _apart(
+        "a batch of another size that was compiled before",
+        rf"{STEP_2} of program 2 for args\[0\]\[2, 8\].* rank 0 is at .* of step 2 meanwhile",
+        *(("step", 16, {}), STEP, True),
     ),
-    Scenario(
-        "a later batch that cannot be split", 1, bad_batch, (1,), "target has 6 rows, the batch 8"
-    ),
-    Scenario(
-        "a later batch of fewer microbatches",
-        1,
-        other_count,
-        (1,),
-        r"rank 1 failed at .* of step 1 in 3 microbatches: rank 0 is at .* of step 1 meanwhile",
-    ),
-    Scenario(
-        "a later batch of another size",
-        1,
-        other_shape,
-        (1,),
-        r"rank 1 failed at the comparison of compiling microbatches of .* rank 0 is at"
-        r" (F0|BW0).* of step 1",
-    ),
-    Scenario(
-        "a later batch of another size that was compiled before",
-        1,
-        other_known_step,
-        (1, {}, {}, 16),
-        r"rank 1 failed at .* of step 2 of program 2 for args\[0\]\[2, 8\].* rank 0 is at .* of"
-        r" step 2 meanwhile",
-    ),
-    Scenario(
-        "another return_outputs= that was compiled before",
-        1,
-        other_known_step,
-        (1, {}, {"return_outputs": True}),
-        "rank 1 failed at .* of step 2 of program 2 for .* with return_outputs=True: rank 0 is at"
-        " .* of step 2 meanwh",
-    ),
-    Scenario(
+    _apart(
         "outputs for the last rank alone",
-        1,
-        other_known_step,
-        (1, {"return_outputs": True}, {"return_outputs": "last"}),
-        "rank 1 failed at .* of step 2 with return_outputs='last': rank 0 is at .* of step 2 with"
-        " return_outputs=True",
+        f"{STEP_2} with return_outputs='last': rank 0 is at .* of step 2 with return_outputs=True",
+        *(ALL, LAST, True),
     ),
+    _apart("eval instead of step", "eval.* is at .* meanwhile. Every rank", STEP, ("eval", 8, {})),
     Scenario(
-        "an exception in a call that others have left", 1, one_call_ahead, (1,), _broken(1, "F1")
-    ),
-    Scenario(
-        "eval instead of step",
-        1,
-        other_call,
-        (1,),
-        "eval.* is at .* meanwhile. Every rank must make the same",
-    ),
-    Scenario(
-        "another count of microbatches",
-        1,
-        other_program,
-        (1, "microbatches"),
-        r"args\[0\] of this batch differs .* \(4 microbatches of float32.*, and 2 microbatches of"
-        r" float32",
-    ),
-    Scenario(
-        "another model",
-        1,
-        other_program,
-        (1, "model"),
-        DIFFERENT + r"graphs\[\d\] is \w+ on rank 0",
-    ),
-    Scenario(
-        "another dtype",
-        1,
-        other_program,
-        (1, "dtype"),
-        r"args\[0\] of this batch differs .* \(4 microbatches of float32.*, and 4 microbatches of"
-        r" float64",
-    ),
-    Scenario(
-        "a rank that a device waits for, timeout=2",
-        1,
-        peer_of_a_device,
-        (1, 2.0),
-        "rank 1 failed at the end of step 0: it went no further; rank 0 waited 2 s for it at the"
-        " end of step 1",
+        "a rank that a device waits for",
+        f"rank 1 failed at the end of step 0: it went no further; {AT} the end of step 1",
+        *(1, peer_of_a_device, (2.0,)),
     ),
     Scenario(
         "a rank that a device waits for is killed",
-        1,
-        peer_of_a_device,
-        (1, 2.0, "kill"),
         "rank 1 failed at .*: (its process ended|it went no further)",
-        silent=True,
-    ),
-    Scenario(
-        "another schedule",
-        1,
-        other_program,
-        (1, "schedule"),
-        DIFFERENT + "schedule is 1f1b on rank 0 and gpipe",
-    ),
-    Scenario(
-        "another timeout=",
-        1,
-        other_program,
-        (1, "timeout"),
-        DIFFERENT + "timeout is 60 on rank 0 and 90",
-    ),
-    Scenario(
-        "another ZBCOMPILE_ORDERED",
-        1,
-        other_program,
-        (1, "ZBCOMPILE_ORDERED"),
-        DIFFERENT + "ZBCOMPILE_ORDERED is False on rank 0 and True on rank 1",
-    ),
-    Scenario(
-        "another torch",
-        1,
-        other_program,
-        (1, "torch"),
-        DIFFERENT + "torch is .* on rank 0 and 2.12.1 on rank 1",
+        *(1, peer_of_a_device, (2.0, "kill"), True),
     ),
 )

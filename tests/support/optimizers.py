@@ -17,75 +17,53 @@ class Plain(Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    parameter.add_(self.direction(parameter), alpha=-group["lr"])
+                    direction = self.direction(parameter, parameter.grad)
+                    parameter.add_(direction, alpha=-group["lr"])
 
-    def direction(self, parameter: Tensor) -> Tensor:
-        assert parameter.grad is not None
-        return parameter.grad.sign()
+    def direction(self, parameter: Tensor, gradient: Tensor) -> Tensor:
+        return gradient.sign()
 
 
 class EightBits(Plain):
     """Keeps the momentum in bytes, with a scale for each block of 64 elements of a parameter."""
 
-    def direction(self, parameter: Tensor) -> Tensor:
-        assert parameter.grad is not None
+    def direction(self, parameter: Tensor, gradient: Tensor) -> Tensor:
         state, rest = self.state[parameter], -parameter.numel() % 64
-        gradient = nn.functional.pad(parameter.grad.reshape(-1), (0, rest)).view(-1, 64)
-        momentum = gradient + (0.9 * state["scale"] * state["bytes"] if state else 0)
+        blocks = nn.functional.pad(gradient.reshape(-1), (0, rest)).view(-1, 64)
+        momentum = blocks + (0.9 * state["scale"] * state["bytes"] if state else 0)
         state["scale"] = momentum.abs().amax(dim=1, keepdim=True).clamp(min=1e-9) / 127
         state["bytes"] = (momentum / state["scale"]).round().to(torch.int8)
         return momentum.view(-1)[: parameter.numel()].view(parameter.shape)
 
 
-class Lars(Plain):
-    """Scales a gradient by the norms of its parameter."""
-
-    def direction(self, parameter: Tensor) -> Tensor:
-        assert parameter.grad is not None
-        return parameter.grad * (parameter.norm() / parameter.grad.norm().clamp(min=1e-9))
-
-
 class Lion(Plain):
     """The sign of a momentum that leads its gradient."""
 
-    def direction(self, parameter: Tensor) -> Tensor:
-        assert parameter.grad is not None
-        state = self.state[parameter]
-        momentum = state.setdefault("momentum", torch.zeros_like(parameter.grad))
-        towards = (0.9 * momentum + 0.1 * parameter.grad).sign()
-        momentum.mul_(0.99).add_(parameter.grad, alpha=0.01)
+    def direction(self, parameter: Tensor, gradient: Tensor) -> Tensor:
+        momentum = self.state[parameter].setdefault("momentum", torch.zeros_like(gradient))
+        towards = (0.9 * momentum + 0.1 * gradient).sign()
+        momentum.mul_(0.99).add_(gradient, alpha=0.01)
         return towards
 
 
 class Shampoo(Plain):
     """Divides a matrix by the roots of the sums of its gradients' products, along either side."""
 
-    def direction(self, parameter: Tensor) -> Tensor:
-        assert parameter.grad is not None
-        result = (
-            parameter.grad.view(len(parameter), -1) if parameter.ndim else parameter.grad.view(1, 1)
-        )
-        state, (rows, columns) = self.state[parameter], result.shape
-        for side, size, product in (
-            ("rows", rows, result @ result.T),
-            ("columns", columns, result.T @ result),
-        ):
-            saved = state.setdefault(side, 1e-4 * torch.eye(size, dtype=result.dtype))
+    def direction(self, parameter: Tensor, gradient: Tensor) -> Tensor:
+        result = gradient.view(len(parameter), -1) if parameter.ndim else gradient.view(1, 1)
+        products = {"rows": result @ result.T, "columns": result.T @ result}
+        for side, product in products.items():
+            start = 1e-4 * torch.eye(len(product), dtype=result.dtype)
+            saved = self.state[parameter].setdefault(side, start)
             values, vectors = torch.linalg.eigh(saved.add_(product))
             root = vectors @ (values.clamp(min=1e-9) ** -0.25).diag() @ vectors.T
             result = root @ result if side == "rows" else result @ root
         return result.view(parameter.shape)
 
 
+_TORCHS = ("AdamW", "Adam", "SGD", "RMSprop", "Adagrad", "Muon", "Adafactor")
 OPTIMIZERS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {  # and their options
-    **{
-        name: (getattr(torch.optim, name), {})
-        for name in ("AdamW", "Adam", "SGD", "RMSprop", "Adagrad", "Muon")
-    },
+    **{name: (getattr(torch.optim, name), {}) for name in _TORCHS},
+    **{kind.__name__: (kind, {}) for kind in (Lion, EightBits, Shampoo)},
     "AdamW, fused": (torch.optim.AdamW, {"fused": True}),
-    "Adafactor": (torch.optim.Adafactor, {}),
-    "Lion": (Lion, {}),
-    "EightBits": (EightBits, {}),
-    "Shampoo": (Shampoo, {}),
-    "Lars": (Lars, {}),
 }

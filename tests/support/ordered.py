@@ -3,8 +3,9 @@ them, never by name."""
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor
@@ -46,32 +47,26 @@ class InOrder(Transport):
         assert not any(self.posted.values())
 
 
-class Job:
-    """The work of an operation that may not have begun yet."""
-
-    def __init__(self, future: "Future[Any]") -> None:
-        self.future = future
-
-    def wait(self) -> None:
-        self.future.result(60)
-
-
 class InTurn:
     """A link whose operations run one after the other, as on a stream. A send of gloo's ends when
-    its receive has been posted, so one that stands behind another waits for that."""
+    its receive has been posted, so one that stands behind another waits for that. What it returns
+    is a work, as of an operation that may not have begun yet."""
 
     def __init__(self, link: Any) -> None:
-        self.link = link
-        self.stream = ThreadPoolExecutor(1)
+        self.link, self.stream = link, ThreadPoolExecutor(1)
 
     def send(self, tensors: list[Tensor], rank: int, tag: int) -> Any:
-        return Job(self.stream.submit(lambda: self.link.send(tensors, rank, tag).wait()))
+        job = self.stream.submit(lambda: self.link.send(tensors, rank, tag).wait())
+        return SimpleNamespace(wait=lambda: job.result(60) and None)
 
     def recv(self, tensors: list[Tensor], rank: int, tag: int) -> Any:
-        return Job(self.stream.submit(lambda: self.link.recv(tensors, rank, tag).wait()))
+        job = self.stream.submit(lambda: self.link.recv(tensors, rank, tag).wait())
+        return SimpleNamespace(wait=lambda: job.result(60) and None)
 
 
 def in_turn(channels: OrderedLinks) -> OrderedLinks:
     """The same channels, each a stream."""
-    outward = {peer: InTurn(link) for peer, link in channels.outward.items()}
-    return OrderedLinks(outward, {peer: InTurn(link) for peer, link in channels.inward.items()})  # type: ignore[arg-type]
+    links = (
+        {peer: InTurn(x) for peer, x in d.items()} for d in (channels.outward, channels.inward)
+    )
+    return OrderedLinks(*links)  # type: ignore[arg-type]

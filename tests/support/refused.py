@@ -3,61 +3,49 @@ another."""
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zbcompile
-from tests.support.oracle import WIDTH
-from tests.support.pool import Pool
+from tests.support.oracle import MLP, WIDTH
 
 ROWS = torch.linspace(-1, 1, 8 * WIDTH).view(8, WIDTH)
-PIPELINE, CAPTURE, PARTITION, SCHEDULE = (
-    "PipelineError",
-    "CaptureError",
-    "PartitionError",
-    "ScheduleError",
-)
+PIPELINE, CAPTURE = "PipelineError", "CaptureError"
+PARTITION, SCHEDULE = "PartitionError", "ScheduleError"
+Refused = tuple[str, str, Callable[[], object]]  # the class, what its message matches, the call
 
 
-@dataclass(frozen=True)
-class Refused:
-    """`function` raises the class of that name; what it says matches `message`, over lines."""
+def said(call: Callable[[], object]) -> tuple[str, str]:
+    """The class of what `call` raises, and its message; empty if it raises nothing."""
+    try:
+        call()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""
 
-    function: Callable[[], None]
-    error: str
-    message: str
 
-    def __str__(self) -> str:
-        return self.function.__name__
+def refusals(error: str, calls: dict[str, Callable[[], object]]) -> tuple[Refused, ...]:
+    return tuple((error, message, call) for message, call in calls.items())
 
-    def here(self) -> None:
-        """Raised in this process, which runs both ranks."""
-        with pytest.raises(Exception, match=f"(?s){self.message}") as caught:
-            self.function()
-        assert type(caught.value).__name__ == self.error
 
-    def everywhere(self, pool: Pool) -> None:
-        """Raised by each of two processes; a rank that waits for another one fails the test after a
-        few seconds."""
-        for outcome in pool.outcomes(self.function):
-            assert outcome.error == self.error, outcome.trace
-            assert re.search(f"(?s){self.message}", outcome.text), outcome.text
+def assert_refused(result: tuple[str, str], refused: Refused) -> None:
+    error, message, _ = refused
+    assert result[0] == error, result[1]
+    assert re.search(f"(?s){message}", result[1]), result[1]
 
 
 def train(
-    model: nn.Module,
-    x: Tensor = ROWS,
-    schedule: Any = "1f1b",
-    microbatches: int | None = 4,
-    **options: Any,
+    model: Any = None, x: Tensor = ROWS, target: Any = None, **options: Any
 ) -> zbcompile.Pipeline:
-    """Build a pipeline of two ranks and run a step."""
-    options = {"loss": F.mse_loss, "ranks": 2} | options
-    pipe = zbcompile.pipeline(model, schedule=schedule, microbatches=microbatches, **options)
-    pipe.step(x, target=x)
-    return pipe  # type: ignore[no-any-return]
+    """Build a pipeline of two ranks and run a step; `target` is x where none is given."""
+    pipe = pipeline_of(MLP(2) if model is None else model, **options)
+    pipe.step(x, target=x if target is None else target)
+    return pipe
+
+
+def pipeline_of(model: nn.Module, **options: Any) -> zbcompile.Pipeline:
+    usual = {"schedule": "1f1b", "microbatches": 4, "ranks": 2, "loss": F.mse_loss}
+    return zbcompile.pipeline(model, **{**usual, **options})  # type: ignore[no-any-return]

@@ -46,12 +46,8 @@ def test_keywords_are_the_options() -> None:
     del parameters["model"], parameters["unknown"]
     assert {name: p.default for name, p in parameters.items()} == OPTIONS
     for name in OPTIONS:
+        assert checked(name, OPTIONS[name]) == OPTIONS[name]
         assert f"\n        {name}: " in (zbcompile.pipeline.__doc__ or "")
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-def test_defaults_are_among_what_is_accepted(name: str) -> None:
-    assert checked(name, OPTIONS[name]) == OPTIONS[name]
 
 
 def test_every_option_of_a_graph_is_a_flag() -> None:
@@ -61,9 +57,8 @@ def test_every_option_of_a_graph_is_a_flag() -> None:
 
 @pytest.mark.parametrize("name", REMOVED)
 def test_a_removed_option_says_what_to_do(name: str) -> None:
-    with pytest.raises(
-        TypeError, match=rf"^zbcompile\.pipeline has no option {name}= any more: .."
-    ) as caught:
+    says = rf"^zbcompile\.pipeline has no option {name}= any more: .."
+    with pytest.raises(TypeError, match=says) as caught:
         zbcompile.pipeline(nn.Linear(2, 2), **{name: 1})
     assert REMOVED[name] in str(caught.value)
     assert name not in OPTIONS
@@ -71,8 +66,7 @@ def test_a_removed_option_says_what_to_do(name: str) -> None:
 
 @pytest.mark.parametrize("name", SPELLED)
 def test_flags(name: str) -> None:
-    """Flags of a command line arrive as the keyword would; others are left
-    out."""
+    """Flags of a command line arrive as the keyword would; others are left out."""
     parser = argparse.ArgumentParser()
     add_options(parser, SPELLED)
     text, value = SPELLED[name]
@@ -88,45 +82,21 @@ def test_flags(name: str) -> None:
         ("ranks", "2", "ranks='2'; expected a positive whole number of ranks."),
         ("ranks", 0, "ranks=0; expected a positive whole number of ranks."),
         ("mesh", "pp", "mesh='pp'; expected a DeviceMesh."),
-        (
-            "microbatches",
-            2.0,
-            "microbatches=2.0; expected a positive whole number of microbatches.",
-        ),
-        (
-            "microbatches",
-            True,
-            "microbatches=True; expected a positive whole number of microbatches.",
-        ),
+        ("microbatches", 2.0, "microbatches=2.0; expected a positive whole number of microb"),
+        ("microbatches", True, "microbatches=True; expected a positive whole number of micr"),
         ("example", (1, 2, 3), "example=(1, 2, 3); expected (args, kwargs) of one batch."),
-        (
-            "split",
-            {"mask": "no"},
-            "split={'mask': 'no'}; expected a mapping of inputs to False, True or the dimension",
-        ),
+        ("split", {"mask": "no"}, "split={'mask': 'no'}; expected a mapping of inputs to False, "),
         ("timeout", 0, "timeout=0; expected a positive number of seconds."),
         ("exact", "yes", "exact='yes'; expected True or False."),
         ("vocab", True, 'vocab=True; expected "off", "auto", 1 or 2 (barriers).'),
-        (
-            "recompute",
-            "selectiv",
-            'recompute=\'selectiv\'; expected "off", "hints", "selective", "full"; a share of',
-        ),
-        (
-            "accumulate_dtype",
-            torch.int32,
-            "accumulate_dtype=torch.int32; expected a floating-point dtype",
-        ),
+        ("recompute", "selectiv", 'recompute=\'selectiv\'; expected "off", "hints", '),
+        ("recompute", ["off", 2.5], "recompute=['off', 2.5]; expected \"off\""),
+        ("accumulate_dtype", torch.int32, "accumulate_dtype=torch.int32; expected a floating-"),
         ("backend", "tpu", 'backend=\'tpu\'; expected "fx", "inductor", or a function'),
-        (
-            "schedule",
-            nn.Linear(2, 2),
-            "schedule=Linear(in_features=2, out_features=2, bias=True); expected a name",
-        ),
+        ("schedule", nn.Linear(2, 2), "schedule=Linear(in_features=2, out_features=2, bias=True)"),
         ("memory", "80 Gb", "memory='80 Gb'; expected a positive number of bytes: "),
         ("memory", 0.5, "memory=0.5; expected a positive number of bytes: "),
         ("max_shapes", 0, "max_shapes=0; expected a positive whole number of programs"),
-        ("recompute", ["off", 2.5], "recompute=['off', 2.5]; expected \"off\""),
         ("loss", list(range(100)), "loss=<list>; expected a function loss(output, target)."),
     ],
 )
@@ -136,11 +106,9 @@ def test_wrong_values(name: str, value: Any, says: str) -> None:
     assert str(caught.value).startswith(says)
 
 
-@pytest.mark.parametrize(
-    ("text", "number"), [("1.5kB", 1500), ("1 KB", 1000), ("2MiB", 2 << 20), ("1TB", 10**12)]
-)
-def test_units_of_bytes(text: str, number: int) -> None:
-    assert checked("memory", text) == number
+def test_units_of_bytes() -> None:
+    texts = {"1.5kB": 1500, "1 KB": 1000, "2MiB": 2 << 20, "1TB": 10**12}
+    assert {text: checked("memory", text) for text in texts} == texts
 
 
 def test_unknown_keyword() -> None:
@@ -148,16 +116,15 @@ def test_unknown_keyword() -> None:
         zbcompile.pipeline(nn.Linear(2, 2), microbatch=2)
 
 
+def tiny(**options: Any) -> zbcompile.Pipeline:
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(8)))
+    return zbcompile.pipeline(model, loss=nn.functional.mse_loss, **options)
+
+
 def test_options_of_a_saved_program(tmp_path: Path) -> None:
     """A loaded program has the options that it was compiled with."""
-    options = {
-        "recompute": ("full", 0.5),
-        "balance": ("4",),
-        "accumulate_dtype": torch.float32,
-        "memory": 1 << 30,
-        "seed": 3,
-        "split": {"args[0]": True},
-    }
+    options: dict[str, Any] = {"recompute": ("full", 0.5), "balance": ("4",), "memory": 1 << 30}
+    options |= {"accumulate_dtype": torch.float32, "seed": 3, "split": {"args[0]": True}}
     pipe = tiny(schedule="1f1b", ranks=2, microbatches=2, **options)
     program = pipe.compile(torch.ones(4, 4), target=torch.ones(4, 4)).program
     program.save(tmp_path)
@@ -165,45 +132,22 @@ def test_options_of_a_saved_program(tmp_path: Path) -> None:
     assert (loaded.choices, loaded.step) == (program.choices, program.step)
 
 
-class Tiny(nn.Sequential):
-    def __init__(self, depth: int = 8) -> None:
-        super().__init__(*(nn.Linear(4, 4) for _ in range(depth)))
-
-
-def tiny(**options: Any) -> zbcompile.Pipeline:
-    return zbcompile.pipeline(Tiny(), loss=nn.functional.mse_loss, **options)
-
-
-def test_none_is_no_model() -> None:
+def test_misspelt_attributes_and_no_model_are_refused() -> None:
     with pytest.raises(PipelineError, match=r"takes an nn.Module.*received NoneType"):
         zbcompile.pipeline(None)
-
-
-def test_misspelt_attributes_are_refused() -> None:
-    pipe = tiny(ranks=2, schedule="1f1b")
-    with pytest.raises(
-        AttributeError, match=r"no attribute microbatches\. Options are fixed.*zbcompile\.pipeline"
-    ):
+    pipe, says = tiny(ranks=2, schedule="1f1b"), r"no attribute microbatches\. Options are fixed"
+    with pytest.raises(AttributeError, match=rf"{says}.*zbcompile\.pipeline"):
         pipe.microbatches = 8  # type: ignore[attr-defined]
     pipe.record, pipe.step_index = True, 5
 
 
-def test_a_schedule_brings_its_own_ranks_and_microbatches(
+def test_a_schedule_or_the_batch_bring_ranks_and_microbatches(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     pipe = tiny(schedule=build("1f1b", ranks=2, microbatches=4))
     pipe.compile(torch.ones(8, 4), target=torch.ones(8, 4))
     assert (pipe.program.schedule.ranks, pipe.program.schedule.microbatches) == (2, 4)
     assert "ranks" not in capsys.readouterr().out
-
-
-@pytest.mark.mostly_slow(every=4, suite=1)
-@pytest.mark.parametrize(("rows", "count"), [(8, 8), (16, 16), (24, 24), (74, 37)])
-def test_the_default_count_divides_the_batch(
-    rows: int, count: int, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pipe = tiny(schedule="zb-v", ranks=4)
-    assert capsys.readouterr().out == ""
-    pipe.compile(torch.ones(rows, 4), target=torch.ones(rows, 4))
-    assert pipe.program.schedule.microbatches == count
-    assert f"using {count}, " in capsys.readouterr().out
+    pipe = tiny(schedule="zb-v", ranks=4).compile(torch.ones(74, 4), target=torch.ones(74, 4))
+    assert pipe.program.schedule.microbatches == 37
+    assert "using 37, " in capsys.readouterr().out

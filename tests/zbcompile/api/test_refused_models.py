@@ -1,7 +1,9 @@
-"""Models that cannot be a pipeline: said precisely, in one process and on every rank, and nothing
-hangs."""
+"""Models that cannot be a pipeline: said precisely, before anything is lost in silence. On ranks:
+test_bad_input.py."""
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -13,127 +15,76 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.parallel import DistributedDataParallel
 
-import zbcompile
 from tests.support.oracle import MLP, WIDTH
-from tests.support.pool import Pool
-from tests.support.refused import CAPTURE, PARTITION, PIPELINE, ROWS, Refused, train
+from tests.support.refused import (
+    CAPTURE,
+    PARTITION,
+    PIPELINE,
+    ROWS,
+    Refused,
+    assert_refused,
+    refusals,
+    said,
+    train,
+)
 from zbcompile.passes.capture.model_checks import _WRAPPERS as WRAPPERS
 
-# Lost in silence, if it were not refused
+
+class Through(MLP):
+    """An MLP of two layers, with something between them."""
+
+    def __init__(self, between: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__(2)
+        self.between, self.norm = between, nn.BatchNorm1d(WIDTH, momentum=None)
+        self.register_buffer("kept", torch.zeros(1, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers[1](self.between(self, self.layers[0](x)))  # type: ignore[no-any-return]
+
+
+def through(between: Callable[[Any, Tensor], Tensor]) -> None:
+    train(Through(between))
 
 
 def loss_that_trains() -> None:
     scale = nn.Parameter(torch.ones(WIDTH))
-    train(MLP(), loss=lambda output, target: F.mse_loss(output * scale, target))
-
-
-def all_frozen() -> None:
-    train(MLP().requires_grad_(False))
+    train(loss=lambda output, target: F.mse_loss(output * scale, target))
 
 
 def hook_for_all_modules() -> None:
     handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
     try:
-        train(MLP())
+        train()
     finally:
         handle.remove()
 
 
-def freezes_while_it_runs() -> None:
-    class Freezing(MLP):
-        def forward(self, x: Tensor) -> Tensor:
-            self.layers[1].requires_grad_(False)
-            return super().forward(x)
-
-    train(Freezing(2))
-
-
-# What no graph can say
-
-
-def layer_added_after_the_first_step() -> None:
-    pipe = train(MLP())
+def grown_by_a_layer() -> None:
+    pipe = train()
     pipe.model.layers.append(nn.Linear(WIDTH, WIDTH))
     pipe.step(ROWS, target=ROWS)
 
 
-def data_dependent_control_flow() -> None:
-    class Branching(MLP):
-        def forward(self, x: Tensor) -> Tensor:
-            result = super().forward(x)
-            return result if result.sum() > 0 else -result
-
-    train(Branching())
-
-
-def shape_from_data() -> None:
-    class Picking(MLP):
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.layers[0](x)
-            return super().forward(x[x[:, 0] > 0])
-
-    train(Picking(2))
-
-
-def derivative_along_an_input() -> None:
-    class Derived(MLP):
-        def forward(self, x: Tensor) -> Tensor:
-            return self.layers[1](torch.func.jvp(torch.sin, (self.layers[0](x),), (x,))[1])  # type: ignore[no-any-return]
-
-    train(Derived(2))
-
-
-def flexible_attention() -> None:
+def flexible_attention(net: Any, x: Tensor) -> Tensor:
     blocks = create_block_mask(lambda b, h, q, k: q >= k, None, None, WIDTH, WIDTH, device="cpu")
-
-    class Flexible(MLP):
-        def forward(self, x: Tensor) -> Tensor:
-            rows = super().forward(x)[:, None, :, None].expand(-1, 1, -1, 8).contiguous()
-            return flex_attention(rows, rows, rows, block_mask=blocks)[:, 0, :, 0]  # type: ignore[index,union-attr]
-
-    train(Flexible(2))
+    rows = x[:, None, :, None].expand(-1, 1, -1, 8).contiguous()
+    return flex_attention(rows, rows, rows, block_mask=blocks)[:, 0, :, 0]  # type: ignore[index, return-value]
 
 
-def loss_over_some_rows() -> None:
-    def over_some(output: Tensor, target: Tensor) -> Tensor:
-        saved = output[:, 0] > 0
-        return F.cross_entropy(output[saved], target[saved].argmax(-1))
-
-    train(MLP(2), loss=over_some)
+def over_some_rows(output: Tensor, target: Tensor) -> Tensor:
+    saved = output[:, 0] > 0
+    return F.cross_entropy(output[saved], target[saved].argmax(-1))
 
 
-def lazy() -> None:
-    train(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LazyLinear(WIDTH)))
+def clamped(net: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        net.layers[1].weight.clamp_(-0.3, 0.3)
+    return x
 
 
-def wrapped() -> None:
-    train(nn.DataParallel(MLP(2)))
-
-
-def changes_a_parameter() -> None:
-    class Clamping(MLP):
-        def forward(self, x: Tensor) -> Tensor:
-            with torch.no_grad():
-                self.layers[1].weight.clamp_(-0.3, 0.3)  # type: ignore[operator, union-attr]
-            return super().forward(x)
-
-    train(Clamping(2))
-
-
-def grows_a_buffer() -> None:
-    class Growing(MLP):
-        def __init__(self) -> None:
-            super().__init__(2)
-            self.register_buffer("kept", torch.zeros(1, WIDTH))
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.kept = torch.cat([self.kept, x.detach()])
-            return super().forward(x)
-
-    train(Growing())
-
-
-# What has no gradient
+def grown(net: Any, x: Tensor) -> Tensor:
+    net.kept = torch.cat([net.kept, x.detach()])
+    return x
 
 
 @torch.library.custom_op("zbcompile_tests::no_way_back", mutates_args=())
@@ -144,193 +95,72 @@ def no_way_back(x: Tensor) -> Tensor:
 no_way_back.register_fake(torch.empty_like)
 
 
-def operation_without_a_derivative() -> None:
-    class OneWay(MLP):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(no_way_back(self.layers[0](x)))
-
-    train(OneWay(2))
-
-
-# Batches and weights that do not fit
-
-
-def wrong_width() -> None:
-    train(MLP(2), ROWS[:, : WIDTH // 2])
-
-
-def wrong_target() -> None:
-    pipe = zbcompile.pipeline(
-        MLP(2), schedule="1f1b", microbatches=4, loss=nn.functional.cross_entropy, ranks=2
-    )
-    pipe.step(ROWS, target=torch.zeros(8))
-
-
-def converted_after_compiling() -> None:
-    model = MLP(2)
-    pipe = train(model)
-    model.double()
+def converted() -> None:
+    pipe = train()
+    pipe.model.double()
     pipe.step(ROWS, target=ROWS)
 
 
 def inference_mode() -> None:
-    pipe = train(MLP(2))
+    pipe = train()
     with torch.inference_mode():
         pipe.step(ROWS, target=ROWS)
 
 
-# Cuts and limits that cannot be
-
-
-def unknown_cut() -> None:
-    train(MLP(2), balance=["layers.7"])
-
-
-def little_memory() -> None:
-    train(MLP(2), memory=1)
-
-
-class Through(MLP):
-    """An MLP of two layers, with something between them."""
-
-    def __init__(self, between: Callable[[Tensor], Tensor]) -> None:
-        super().__init__(2)
-        self.between = between
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers[1](self.between(self.layers[0](x)))  # type: ignore[no-any-return]
-
-
-def average_of_all_batches() -> None:
-    train(Through(nn.BatchNorm1d(WIDTH, momentum=None)))
-
-
-REFUSED = (
-    Refused(
-        average_of_all_batches,
-        CAPTURE,
-        r"reads a value that depends on its inputs \(.*Give a batch norm a momentum",
-    ),
-    Refused(
-        loss_that_trains,
-        CAPTURE,
-        r"reads a tensor that requires a gradient, but is not a parameter.*detach it",
-    ),
-    Refused(
-        data_dependent_control_flow,
-        CAPTURE,
-        r"reads a value that depends on its inputs \(.*torch\.where",
-    ),
-    Refused(
-        layer_added_after_the_first_step,
-        PIPELINE,
-        r"parameter layers\.\d+\.\w+ is new since the model was compiled",
-    ),
-    Refused(
-        all_frozen, CAPTURE, r"does not depend on a trained parameter: there is nothing to train"
-    ),
-    Refused(hook_for_all_modules, CAPTURE, r"forward_hooks for all modules.*silently lost"),
-    Refused(freezes_while_it_runs, CAPTURE, r"sets `requires_grad` of a parameter \(.*\.py:\d+\)"),
-    Refused(
-        shape_from_data,
-        CAPTURE,
-        r"shape of a result depends on values of the inputs \(.*\.py:\d+\).*mask",
-    ),
-    Refused(
-        flexible_attention,
-        CAPTURE,
-        r"test_refused.*FlexAttention does not support backward on CPU.*Train on a GPU",
-    ),
-    Refused(
-        loss_over_some_rows,
-        CAPTURE,
-        r"shape of a result depends on values of the inputs \(.*\.py:\d+\).*ignore_index",
-    ),
-    Refused(lazy, CAPTURE, r"module 1 \(LazyLinear\) is lazy"),
-    Refused(
-        wrapped,
-        CAPTURE,
-        r"the model itself.* is a DataParallel, which cannot be captured\. Pass model\.module",
-    ),
-    Refused(
-        changes_a_parameter, CAPTURE, r"forward writes a parameter \(.*after the optimizer's step"
-    ),
-    Refused(
-        grows_a_buffer,
-        CAPTURE,
-        r"replaces the buffer kept \(float32\[1, 32\]\) by float32\[3, 32\]",
-    ),
-    Refused(
-        operation_without_a_derivative,
-        CAPTURE,
-        r"no_way_back\.default but no autograd formula.*register_autograd",
-    ),
-    Refused(
-        wrong_width,
-        CAPTURE,
-        r"forward of MLP, called with \(float32\[2, 16\]\), fails .*same reduction dim",
-    ),
-    Refused(
-        wrong_target,
-        CAPTURE,
-        r"the loss cross_entropy, called with \(float32\[2, 32\], float32\[2\]\), fails",
-    ),
-    Refused(
-        converted_after_compiling,
-        PIPELINE,
-        r"was float32\[32, 32\] on (?:cpu|meta) .* is float64.*new pipeline|belongs to rank \d",
-    ),
-    Refused(inference_mode, PIPELINE, r"inside torch\.inference_mode"),
-    Refused(unknown_cut, PARTITION, r"names 'layers\.7', which is neither a module that"),
-    Refused(derivative_along_an_input, CAPTURE, r"torch\.export of Derived fails"),
-    Refused(little_memory, PARTITION, r"memory=1 bytes per rank is too small"),
-)
-
-
-@pytest.mark.mostly_slow(every=9, suite=3)
-@pytest.mark.parametrize("refused", REFUSED, ids=str)
-def test_in_one_process(refused: Refused) -> None:
-    refused.here()
-
-
-ON_RANKS = [each for i, each in enumerate(REFUSED) if each.error != CAPTURE or i % 4 == 0]
-
-
-@pytest.mark.mostly_slow(every=5)
-@pytest.mark.parametrize("refused", ON_RANKS, ids=str)
-def test_on_every_rank(refused: Refused, pool: Pool) -> None:
-    refused.everywhere(pool)
-
-
-# Hooks that run when autograd adds to `.grad`: a compiled stage would lose them in silence
-
-
 def hooked() -> None:
-    model = MLP()
-    model.layers[2].weight.register_post_accumulate_grad_hook(lambda _: None)  # type: ignore[union-attr, operator]
+    model: Any = MLP(2)
+    model.layers[1].weight.register_post_accumulate_grad_hook(lambda _: None)
     train(model)
 
 
-def test_hooks_on_accumulated_gradients(pool: Pool) -> None:
-    with pytest.raises(
-        zbcompile.CaptureError, match=r"'layers\.2\.weight'.*register_hook\(hook\)"
-    ) as caught:
-        hooked()
-    assert [(o.error, o.text) for o in pool.outcomes(hooked)] == [
-        ("CaptureError", str(caught.value))
-    ] * 2
+LAZY = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LazyLinear(WIDTH))
+DEPENDS = r"depends on (?:values of the|its) inputs \(.*\.py:\d+\)"
+BETWEEN = {  # what stands between two layers
+    rf"a value that {DEPENDS}.*Give a batch norm a momentum": lambda n, x: n.norm(x),
+    rf"a value that {DEPENDS}.*torch\.where": lambda n, x: x if x.sum() > 0 else -x,
+    rf"shape of a result {DEPENDS}.*mask": lambda n, x: x[x[:, 0] > 0],
+    r"sets `requires_grad` of .*\.py:\d+": lambda n, x: n.layers[1].requires_grad_(False) and x,
+    "test_refused.*FlexAttention.* not support backward on CPU.*on a GPU": flexible_attention,
+    r"writes a parameter \(.*after the optimizer's step": clamped,
+    r"replaces the buffer kept \(float32\[1, 32\]\) by float32\[3, 32\]": grown,
+    r"no_way_back\.default but no autograd formula.*register_autograd": lambda n, x: no_way_back(x),
+    "torch.export of Through fails": lambda n, x: torch.func.jvp(torch.sin, (x,), (ROWS[:2],))[1],
+}
+OF_CAPTURE: dict[str, Callable[[], object]] = {
+    **{message: partial(through, between) for message, between in BETWEEN.items()},
+    "tensor that requires a gradient, but is not a parameter.*detach it": loss_that_trains,
+    "does not depend on a trained parameter": lambda: train(MLP(2).requires_grad_(False)),
+    "forward_hooks for all modules.*silently lost": hook_for_all_modules,
+    rf"shape of a result {DEPENDS}.*ignore_index": lambda: train(loss=over_some_rows),
+    r"module 1 \(LazyLinear\) is lazy": lambda: train(LAZY),
+    r"is a DataParallel.*Pass model\.module": lambda: train(nn.DataParallel(MLP(2))),
+    r"forward of MLP, called with \(float32\[2, 16\]\), fails": lambda: train(x=ROWS[:, :16]),
+    r"loss cross_entropy, called with .*\[2\]\), fails": lambda: train(
+        target=torch.zeros(8), loss=F.cross_entropy
+    ),
+    r"'layers\.1\.weight'.*register_hook\(hook\)": hooked,
+}
+OF_PIPELINE = {
+    r"parameter layers\.\d+\.\w+ is new since the model was compiled": grown_by_a_layer,
+    r"was float32.* on (?:cpu|meta) .* is float64.*new pipeline|belongs to rank \d": converted,
+    r"inside torch\.inference_mode": inference_mode,
+}
+REFUSED = (
+    *refusals(CAPTURE, OF_CAPTURE),
+    *refusals(PIPELINE, OF_PIPELINE),
+    (PARTITION, r"'layers\.7', which is neither a module", lambda: train(balance=["layers.7"])),
+    (PARTITION, "memory=1 bytes per rank is too small", lambda: train(memory=1)),
+)
+
+
+@pytest.mark.mostly_slow(every=8, suite=2)
+@pytest.mark.parametrize("refused", REFUSED, ids=lambda refused: refused[1])
+def test_in_one_process(refused: Refused) -> None:
+    assert_refused(said(refused[2]), refused)
 
 
 def test_wrappers_are_known_by_the_names_of_torchs_classes() -> None:
-    classes = (
-        *(
-            nn.DataParallel,
-            DistributedDataParallel,
-            FullyShardedDataParallel,
-            FSDPModule,
-            torch.jit.ScriptModule,
-        ),
-        *(DDP, ReplicateModule),
-    )
+    classes = (nn.DataParallel, DistributedDataParallel, FullyShardedDataParallel, FSDPModule)
+    classes = (*classes, torch.jit.ScriptModule, DDP, ReplicateModule)
     assert {cls.__name__ for cls in classes} == WRAPPERS.keys()
     assert all(cls.__module__.startswith("torch.") for cls in classes)

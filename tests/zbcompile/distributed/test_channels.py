@@ -2,6 +2,8 @@
 show it."""
 
 import warnings
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -9,7 +11,6 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.oracle import PROBLEMS
-from tests.support.pool import Pool
 from tests.support.training import Case, pipeline_of
 from zbcompile.distributed.process_group import (
     backend_of,
@@ -44,54 +45,35 @@ def test_both_ends_of_a_channel_post_the_same_messages_in_the_same_order(name: s
 class NoValues(TorchDispatchMode):
     """Refuses to tell the host the value of a tensor: on CUDA that would wait for the device."""
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         assert func is not torch.ops.aten._local_scalar_dense.default
         return func(*args, **(kwargs or {}))
 
 
-def step_without_values(case: Case) -> bool:
-    pipe = pipeline_of(case)
-    batch = PROBLEMS[case.problem].batches(1, 2 * case.microbatches)[0]
+@pytest.mark.slow
+def test_no_step_reads_a_value_of_a_tensor() -> None:
+    """Loss and norm are tensors."""
+    pipe = pipeline_of(Case("small-dropout", "zb-v", 2, 4, exact=False))
+    batch = PROBLEMS["small-dropout"].batches(1, 8)[0]
     pipe.step(*batch.args, target=batch.target)
     with NoValues():
         loss = pipe.step(*batch.args, target=batch.target)
         norm = pipe.clip_grad_norm_(1.0)
-    return bool(torch.isfinite(loss)) and bool(torch.isfinite(norm))
+    assert torch.isfinite(loss)
+    assert torch.isfinite(norm)
 
 
-@pytest.mark.slow
-def test_no_step_reads_a_value_of_a_tensor(pool: Pool) -> None:
-    """Loss and norm are tensors."""
-    case = Case("small-dropout", "zb-v", 2, 4, exact=False)
-    assert pool.run(step_without_values, case) == [True, True]
-
-
-def test_every_rank_has_a_gpu() -> None:
+def test_every_rank_has_a_gpu_with_queues_and_a_backend_that_fits() -> None:
     require_distinct_gpus({0: "a", 1: "b"}, torch.device("cuda:0"))
     with pytest.raises(PipelineError, match=r"ranks 0 and 2 use the same GPU \(a\)"):
         require_distinct_gpus({0: "a", 1: "b", 2: "a"}, torch.device("cuda:0"))
-
-
-def test_too_few_hardware_queues_are_warned_of() -> None:
     with pytest.warns(RuntimeWarning, match=r"CUDA_DEVICE_MAX_CONNECTIONS=1: .* Unset it"):
         warn_of_few_queues({"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
-    for enough in ({}, {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}, {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}):
+    for enough in ({}, {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}):
         with warnings.catch_warnings(action="error"):
             warn_of_few_queues(enough)
-
-
-def refused_devices() -> list[str]:
-    said = []
-    for device in ("cuda:0", "meta"):
-        with pytest.raises(PipelineError) as caught:
-            backend_of(dist.group.WORLD, torch.device(device))
-        said.append(str(caught.value))
-    return said
-
-
-@pytest.mark.slow
-def test_the_backend_must_fit_the_device(pool: Pool) -> None:
-    for cuda, meta in pool.run(refused_devices):
-        assert "the model is on cuda:0, for which the process group has the backend gloo" in cuda
-        assert "Move the model" in cuda
-        assert "the model is on meta" in meta
+    cuda = "on cuda:0, for which the process group has the backend gloo.*Move the model"
+    with patch.object(dist, "get_backend_config", return_value="cpu:gloo,cuda:gloo"):
+        for device, says in (("cuda:0", cuda), ("meta", "the model is on meta")):
+            with pytest.raises(PipelineError, match=f"(?s){says}"):
+                backend_of(None, torch.device(device))  # type: ignore[arg-type]

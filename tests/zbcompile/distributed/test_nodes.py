@@ -31,14 +31,7 @@ pipe.step(x, target=x[: 4 - rank])  # rank 1 passes a target of 3 rows
 def test_two_agents_train_and_fail_together(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    place = [
-        "--rdzv-backend",
-        "c10d",
-        "--rdzv-endpoint",
-        f"localhost:{free_port()}",
-        "--rdzv-id",
-        "two",
-    ]
+    place = ("--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{free_port()}", "--rdzv-id=two")
     arguments = ("--nnodes", "2", "--nproc-per-node", "1", *place, str(script))
     codes, texts = zip(*warm_agents(2, tmp_path, "import zbcompile.run", *arguments), strict=True)
     said = sorted(texts, key=lambda text: "FaultError" in text)

@@ -8,12 +8,16 @@ import torch
 from torch import Tensor, nn
 
 import zbcompile
-from tests.support.oracle import MLP, PROBLEMS, Batch, eager_step
+from tests.support.oracle import MLP, Batch, Problem, eager_step
 from tests.support.training import assert_same_tensors, gradients_of
 from zbcompile.errors import PipelineError
 from zbcompile.schedules import build
 
-PROBLEM = PROBLEMS["small-tied"]
+PROBLEM = Problem(
+    lambda: MLP(4),
+    torch.nn.functional.mse_loss,
+    lambda size: Batch((torch.randn(size, 6, 32),), {}, torch.randn(size, 6, 32)),
+)
 
 
 def rows(count: int) -> Batch:
@@ -40,9 +44,9 @@ def test_a_smaller_batch_takes_fewer_microbatches_and_compiles_nothing() -> None
 
 def split(*sizes: int) -> list[Any]:
     """Microbatches of so many samples, with shorter sequences from one to the next."""
-    (tokens,), target = rows(8).args, rows(8).target
+    (x,), target = rows(8).args, rows(8).target
     assert target is not None
-    pairs = enumerate(zip(tokens.split(sizes), target.split(sizes), strict=True))
+    pairs = enumerate(zip(x.split(sizes), target.split(sizes), strict=True))
     return [((x[:, : x.shape[1] - i],), {}, t[:, : t.shape[1] - i]) for i, (x, t) in pairs]
 
 
