@@ -28,8 +28,8 @@ def pipe_and_batches(problem: str = "short-mlp", count: int = 1) -> tuple[Any, l
     return pipe, PROBLEMS[problem].batches(count, MICROBATCHES * ROWS)
 
 
-@pytest.mark.mostly_slow(every=4, suite=2)
-@pytest.mark.parametrize("name", ["AdamW", "RMSprop", "SGD", "Adam"])
+@pytest.mark.mostly_slow(every=4)
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "RMSprop", "Adam"])
 def test_groups_schedulers_and_clipping_are_those_of_eager(name: str) -> None:
     """Made before the first batch, or after it."""
     pipe, batches = pipe_and_batches("small-tied", STEPS)
@@ -130,7 +130,7 @@ class Normalised(nn.Module):
         return x
 
 
-@pytest.mark.mostly_slow(every=6, suite=2)
+@pytest.mark.mostly_slow(every=6, suite=3)
 @pytest.mark.parametrize("tie", [3, 1, 0])
 @pytest.mark.parametrize("masters", [True, False])
 def test_gradients_of_half_precision_are_rounded_where_eager_rounds_them(

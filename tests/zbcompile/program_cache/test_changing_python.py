@@ -177,7 +177,7 @@ WRITES: dict[str, Callable[[Any, Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.mostly_slow(every=4, suite=1)
+@pytest.mark.mostly_slow(every=6, suite=3)
 @pytest.mark.parametrize("path", WRITES)
 def test_what_forward_changes_is_traced_once_and_put_back_with_a_warning(
     path: str, notices: Callable[[], list[str]]

@@ -67,8 +67,8 @@ def pipe() -> zbcompile.Pipeline:
 
 @pytest.mark.slow
 def test_bits_of_the_unsplit_model(pipe: zbcompile.Pipeline) -> None:
-    """Of a batch that divides, one whose last microbatch is smaller, labels in eight bits (-100
-    would be 156), and microbatches of two shapes."""
+    """Of a batch that divides, one whose last microbatch is smaller, labels in eight bits, and
+    microbatches of two shapes."""
     for rows in (8, 7):
         tokens, labels = batch_of(rows)
         ours = pipe.log_probs(tokens, labels=labels)
@@ -76,7 +76,6 @@ def test_bits_of_the_unsplit_model(pipe: zbcompile.Pipeline) -> None:
         assert not ours.requires_grad
     tokens, labels = batch_of(8)
     small = tokens.to(torch.uint8)
-    small[0, 0] = 156
     assert torch.equal(pipe.log_probs(tokens, labels=small), eager(Capped(), tokens, small.long()))
     split: Any = [((tokens[:2],), {}, labels[:2]), ((tokens[2:4, :3],), {}, labels[2:4, :3])]
     for ours, ((part,), _, target) in zip(pipe.log_probs(microbatches=split), split, strict=True):
@@ -90,6 +89,7 @@ def test_what_is_refused_says_why_in_one_line(pipe: zbcompile.Pipeline) -> None:
         ({"labels": labels[:, :3]}, r"labels= is int64\[8, 3\] and the logits are \[8, 6, 37\]"),
         ({"labels": labels.float()}, "labels= is float32"),
         ({}, "labels= is NoneType"),
+        ({"labels": (labels % 256).to(torch.uint8)}, "labels= holds 156"),  # no -100 in eight bits
         ({"labels": labels + 36}, "the output layer has 37 words; expected 0 to 36, or -100"),
         ({"labels": labels, "outputs": "first"}, "outputs='first'"),
         ({"labels": labels, "microbatches": 0}, "microbatches=0"),
@@ -119,12 +119,12 @@ def test_an_output_without_logits() -> None:
     for classes, reason in ((True, r"int64\[4\], which is no logits"), (False, "without logits")):
         with pytest.raises(zbcompile.CompileError, match=reason):
             made(Odd(classes).requires_grad_(False), None).log_probs(x, labels=labels)
-    reason = r"vocab=1: .*Call pipe\.compile\(batch, target=\.\.\.\) before"
+    reason = "without logits.*An evaluation before the first"
     with pytest.raises(zbcompile.CompileError, match=reason):
         made(Odd(False), F.mse_loss, vocab=1).eval(x)
 
 
-def sharded(vocab: int, frozen: bool) -> list[float]:
+def sharded(vocab: int, frozen: bool, trains: bool = True) -> list[float]:
     """The largest differences from eager: of log-probabilities from the shards, of all logits, for
     which the rows are gathered, and of a step; nothing was compiled before, or the step."""
     model, (tokens, labels) = Capped(), batch_of(8)
@@ -139,21 +139,22 @@ def sharded(vocab: int, frozen: bool) -> list[float]:
     logits = pipe.eval(tokens)["logits"]
     assert "S" not in pipe.last_step.schedule.ops
     assert {parameter.requires_grad for parameter in pipe.parameters()} == {not frozen}
-    model.requires_grad_(True)
-    trained = pipe.step(tokens, target=tokens)
-    assert "T" in pipe.program.schedule.ops  # what was placed before trains from its shards
     pairs = [(ours, eager(Capped(), tokens, labels)), (logits, logits_of(Capped(), tokens))]
-    pairs.append((trained, eager_step(Capped(), loss_of, Batch((tokens,), {}, tokens), 4, 0)))
+    if trains:
+        model.requires_grad_(True)
+        expected = eager_step(Capped(), loss_of, Batch((tokens,), {}, tokens), 4, 0)
+        pairs.append((pipe.step(tokens, target=tokens), expected))
+        assert "T" in pipe.program.schedule.ops  # what was placed before trains from its shards
     return [distance(one, other) for one, other in pairs]
 
 
 @pytest.mark.slow
 @pytest.mark.mostly_slow(every=3)
-@pytest.mark.parametrize(("vocab", "frozen"), [(2, False), (1, True), (1, False)])
+@pytest.mark.parametrize(("vocab", "frozen"), [(1, True), (2, False), (1, False)])
 def test_from_shards_of_the_output_layer(vocab: int, frozen: bool) -> None:
     assert max(sharded(vocab, frozen)) <= 1e-6
 
 
 @pytest.mark.slow
 def test_from_shards_in_processes(pool: Pool) -> None:
-    assert max(max(item) for item in pool.run(sharded, 1, True)) <= 1e-6
+    assert max(max(item) for item in pool.run(sharded, 1, True, False)) <= 1e-6

@@ -8,30 +8,9 @@ import pytest
 import torch
 
 import zbcompile
+from tests.support import training
 from tests.support.oracle import PROBLEMS
-from tests.support.training import (
-    Case,
-    Trained,
-    assert_bitwise,
-    assert_close,
-    compiled_once,
-    eager,
-    train,
-)
-from zbcompile.schedules import (
-    Action,
-    Costs,
-    Placement,
-    Schedule,
-    ScheduleError,
-    check,
-    from_csv,
-    load,
-    lower,
-    save,
-    search,
-    simulate,
-)
+from zbcompile import schedules
 
 # One rank a line, in torch's letters, as the schedules that torch keeps for its tests: a V, five
 # stages on two ranks, weight gradients apart, the messages of a batch of backwards behind all of
@@ -58,16 +37,16 @@ FILES = {
 DESCENDING = {"looped": (1, 0), "last first": (0, 2, 1)}
 
 
-def step_of(schedule: Any, exact: bool = True) -> tuple[zbcompile.Pipeline, Trained]:
+def step_of(schedule: Any, exact: bool = True) -> tuple[zbcompile.Pipeline, training.Trained]:
     """One step of the oracle's net; the schedule alone says how many ranks and microbatches there
     are."""
     problem = PROBLEMS["mlp"]
     pipe = zbcompile.pipeline(problem.model(), schedule=schedule, loss=problem.loss, exact=exact)
     choices = pipe.options.schedule
-    assert isinstance(choices, Schedule)
-    with compiled_once("mlp", exact):
-        return pipe, train(
-            pipe, Case("mlp", choices.name, choices.ranks, choices.microbatches, steps=1)
+    assert isinstance(choices, schedules.Schedule)
+    with training.compiled_once("mlp", exact):
+        return pipe, training.train(
+            pipe, training.Case("mlp", choices.name, choices.ranks, choices.microbatches, steps=1)
         )
 
 
@@ -79,13 +58,13 @@ def test_an_order_of_torch_runs_as_a_file(name: str, tmp_path: Path) -> None:
     path.write_text(FILES[name], encoding="utf-8")
     if name not in DESCENDING:
         pipe, ours = step_of(str(path))
-        assert_bitwise(ours, eager("mlp", pipe.program.schedule.microbatches, 1))
+        training.assert_bitwise(ours, training.eager("mlp", pipe.program.schedule.microbatches, 1))
         return
     pipe, ours = step_of(str(path), exact=False)
-    assert_close(ours, eager("mlp", pipe.program.schedule.microbatches, 1))
+    training.assert_close(ours, training.eager("mlp", pipe.program.schedule.microbatches, 1))
     assert pipe.program.schedule.weight_order(1) == DESCENDING[name]
     says = r"weight gradients of stage \d run microbatch \d before [01]"
-    with pytest.raises(ScheduleError, match=says):
+    with pytest.raises(schedules.ScheduleError, match=says):
         step_of(str(path))
 
 
@@ -94,7 +73,7 @@ def test_the_order_of_w_is_the_order_of_accumulation() -> None:
     ascending order."""
     x, result = torch.tensor([[1e8, 0.0], [1.0, 0.0], [-1e8, 0.0]]), []
     options: Any = {"balance": ("1",), "loss_reduction": "sum", "microbatches": 3, "ranks": 2}
-    for schedule, exact in ((from_csv(FILES["last first"]), False), ("1f1b", True)):
+    for schedule, exact in ((schedules.from_csv(FILES["last first"]), False), ("1f1b", True)):
         model = torch.nn.Sequential(*(torch.nn.Linear(2, 2, bias=False) for _ in range(2)))
         for layer in model:
             torch.nn.init.eye_(layer.weight)  # type: ignore[arg-type]
@@ -107,24 +86,27 @@ def test_the_order_of_w_is_the_order_of_accumulation() -> None:
 def test_any_map_of_stages_to_ranks(tmp_path: Path) -> None:
     """An order that no name has, checked, lowered, written, read back, searched, and run, also with
     its messages."""
-    placement, owners = Placement.of_ranks((2, 0, 1, 1, 0, 2, 2)), (2, 0, 1, 1, 0, 2, 2)
+    placement, owners = schedules.Placement.of_ranks((2, 0, 1, 1, 0, 2, 2)), (2, 0, 1, 1, 0, 2, 2)
     orders = []
     for rank in range(placement.ranks):
         stages = placement.stages_of(rank)
         passes = [("F", s) for s in stages] + [(op, s) for s in reversed(stages) for op in "BW"]
-        orders.append(tuple(Action(op, s, m) for op, s in passes for m in range(3)))
-    schedule, costs = Schedule("mine", placement, 3, tuple(orders)), Costs.uniform(len(owners))
-    check(schedule)
-    lowered = lower(schedule)
-    check(lowered)
+        orders.append(tuple(schedules.Action(op, s, m) for op, s in passes for m in range(3)))
+    schedule, costs = (
+        schedules.Schedule("mine", placement, 3, tuple(orders)),
+        schedules.Costs.uniform(len(owners)),
+    )
+    schedules.check(schedule)
+    lowered = schedules.lower(schedule)
+    schedules.check(lowered)
     for ending in ("csv", "json"):
-        save(schedule, tmp_path / f"mine.{ending}")
-        assert load(tmp_path / f"mine.{ending}").orders == schedule.orders
-    result = search(costs, schedule.ranks, 3, placements=[str(placement)], passes=8)
-    assert result.simulation.makespan <= simulate(schedule, costs).makespan
-    check(result.schedule)
+        schedules.save(schedule, tmp_path / f"mine.{ending}")
+        assert schedules.load(tmp_path / f"mine.{ending}").orders == schedule.orders
+    result = schedules.search(costs, schedule.ranks, 3, placements=[str(placement)], passes=8)
+    assert result.simulation.makespan <= schedules.simulate(schedule, costs).makespan
+    schedules.check(result.schedule)
     for given in (result.schedule, lowered):
         pipe, ours = step_of(given)
         assert [pipe.program.rank_of(stage) for stage in range(len(owners))] == list(owners)
-        assert_bitwise(ours, eager("mlp", 3, 1))
+        training.assert_bitwise(ours, training.eager("mlp", 3, 1))
     assert pipe.program.lowered == lowered

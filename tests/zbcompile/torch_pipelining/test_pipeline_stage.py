@@ -13,20 +13,11 @@ from torch import Tensor
 from torch.distributed.pipelining import schedules as torch_schedules
 
 import zbcompile
+from tests.support import training
 from tests.support.meshes import mesh_of
 from tests.support.oracle import PROBLEMS, WIDTH
 from tests.support.pool import Pool
 from tests.support.refused import said
-from tests.support.training import (
-    Case,
-    Trained,
-    assert_same_tensors,
-    eager,
-    gradients_of,
-    join,
-    pipeline_of,
-    reference,
-)
 from tests.zbcompile.torch_pipelining.test_given_orders import FILES
 from zbcompile.schedules import from_csv
 from zbcompile.torch_pipelining import pipeline_stage
@@ -50,13 +41,13 @@ class TorchCase:
     groups: bool = False
 
     @property
-    def case(self) -> Case:
-        return Case(self.problem, self.ours, ranks=2, microbatches=8, steps=STEPS)
+    def case(self) -> training.Case:
+        return training.Case(self.problem, self.ours, ranks=2, microbatches=8, steps=STEPS)
 
 
 GROUPS = hasattr(CompiledPipelineStage, "_get_p2p_group")
 CASES = [
-    TorchCase("ScheduleInterleavedZeroBubble", "interleaved-zb", "small-dropout", GROUPS),
+    TorchCase("ScheduleInterleavedZeroBubble", "interleaved-zb", "short-mlp", GROUPS),
     TorchCase("ScheduleGPipe", "gpipe"),
     TorchCase("Schedule1F1B", "1f1b", "gpt-dropout"),
     TorchCase("Schedule1F1B", "1f1b", "u-net"),
@@ -76,7 +67,7 @@ def schedule_of(choices: TorchCase, pipe: zbcompile.Pipeline) -> Any:
     return kind(stages[0] if single else stages, pipe.program.schedule.microbatches, loss_fn=loss)
 
 
-def driven_by_torch(choices: TorchCase) -> tuple[Trained, list[Tensor], int]:
+def driven_by_torch(choices: TorchCase) -> tuple[training.Trained, list[Tensor], int]:
     """Training after an evaluation, which leaves no gradients, no outputs and no trace in random
     numbers; its losses, and how many groups next to the pipeline's own the messages took."""
     taken, case = {}, choices.case
@@ -89,7 +80,7 @@ def driven_by_torch(choices: TorchCase) -> tuple[Trained, list[Tensor], int]:
     config, losses = torch.distributed.config, []
     groups: Any = config.patch(pipeline_per_edge_p2p=True) if choices.groups else patch.dict({})
     with groups, patch.object(pipeline_stage, "group_between", noted):
-        pipe = pipeline_of(case)
+        pipe = training.pipeline_of(case)
         batches = PROBLEMS[case.problem].batches(STEPS, 2 * case.microbatches)
         pipe.compile(*batches[0].args, target=batches[0].target)
         schedule = schedule_of(choices, pipe)
@@ -99,10 +90,10 @@ def driven_by_torch(choices: TorchCase) -> tuple[Trained, list[Tensor], int]:
         gradients, optimizer = [], torch.optim.AdamW(pipe.parameters(), lr=1e-2, weight_decay=0.1)
         for batch in batches:
             schedule.step(*batch.args, target=batch.target, losses=[])
-            gradients.append(gradients_of(pipe))
+            gradients.append(training.gradients_of(pipe))
             optimizer.step()
             optimizer.zero_grad()
-    return Trained([], gradients, dict(pipe.state_dict())), losses, sum(taken.values())
+    return training.Trained([], gradients, dict(pipe.state_dict())), losses, sum(taken.values())
 
 
 @pytest.mark.slow
@@ -110,10 +101,12 @@ def driven_by_torch(choices: TorchCase) -> tuple[Trained, list[Tensor], int]:
 @pytest.mark.parametrize("choices", CASES, ids=lambda item: f"{item.theirs} {item.problem}")
 def test_gradients_are_eagers(choices: TorchCase, pool: Pool) -> None:
     shares, losses, groups = zip(*pool.run(driven_by_torch, choices), strict=True)
-    ours, theirs = join(shares), reference(choices.case)
+    ours, theirs = training.join(shares), training.reference(choices.case)
     for step in range(STEPS):
-        assert_same_tensors(ours.gradients[step], theirs.gradients[step], f"in step {step}:")
-    assert_same_tensors(ours.state, theirs.state, "state dict:")
+        training.assert_same_tensors(
+            ours.gradients[step], theirs.gradients[step], f"in step {step}:"
+        )
+    training.assert_same_tensors(ours.state, theirs.state, "state dict:")
     (evaluated,) = [item for item in losses if item]
     torch.testing.assert_close(torch.stack(evaluated).mean(), theirs.losses[0])
     assert groups == ((2, 2) if choices.groups else groups)
@@ -134,14 +127,16 @@ def driven_from_a_file(path: str) -> Any:
     )
     runtime._load_csv(path)
     outputs = [runtime.step(*batch.args, target=batch.target, losses=losses)]
-    share = Trained([], [gradients_of(pipe)], {})
+    share = training.Trained([], [training.gradients_of(pipe)], {})
     outputs.append(runtime.eval(*batch.args, target=batch.target))
     return share, losses, outputs, [said(tied), *wrong_steps()]
 
 
 def tied() -> None:
     batch = PROBLEMS["small-tied"].batches(1, 4)[0]
-    pipeline_of(Case("small-tied", "1f1b", 2, 2)).compile(*batch.args, target=batch.target).stages()
+    training.pipeline_of(training.Case("small-tied", "1f1b", 2, 2)).compile(
+        *batch.args, target=batch.target
+    ).stages()
 
 
 def wrong_steps() -> list[tuple[str, str]]:
@@ -175,13 +170,15 @@ def test_a_file_under_torchs_runtime(name: str, pool: Pool, tmp_path: Path) -> N
     (tmp_path / "order.csv").write_text(FILES[name], encoding="utf-8")
     results = pool.run(driven_from_a_file, str(tmp_path / "order.csv"))
     microbatches = from_csv(FILES[name]).microbatches
-    theirs = eager("mlp", microbatches, 1)
-    ours = join([share for share, *_ in results])
-    assert_same_tensors(ours.gradients[0], theirs.gradients[0], "gradient of")
+    theirs = training.eager("mlp", microbatches, 1)
+    ours = training.join([share for share, *_ in results])
+    training.assert_same_tensors(ours.gradients[0], theirs.gradients[0], "gradient of")
     (batch,), model = PROBLEMS["mlp"].batches(1, 2 * microbatches), PROBLEMS["mlp"].model()
     ((losses, outputs),) = [(result[1], result[2]) for result in results if result[1]]
     parts = [(model(*part.args), part.target) for part in batch.parts(microbatches)]
-    assert_same_tensors(losses, [F.mse_loss(*part) for part in parts], "loss of microbatch")  # type: ignore[arg-type]
+    training.assert_same_tensors(
+        losses, [F.mse_loss(*part) for part in parts], "loss of microbatch"
+    )  # type: ignore[arg-type]
     for output in outputs:
         assert torch.equal(output, torch.cat([output for output, _ in parts]))
     for *_, refused in results:
@@ -194,7 +191,7 @@ def test_another_loss_function_and_one_process_say_what_to_pass() -> None:
     for loss in (torch.nn.CrossEntropyLoss(), lambda output, target: (output - target).sum()):
         with pytest.raises(zbcompile.PipelineError, match=r"loss_fn=stage\.loss"):
             loss(OutputToCome.of(3), torch.zeros(4, WIDTH))
-    pipe = pipeline_of(Case("mlp", "1f1b", 2, 2))
+    pipe = training.pipeline_of(training.Case("mlp", "1f1b", 2, 2))
     pipe.compile(torch.zeros(4, WIDTH), target=torch.zeros(4, WIDTH))
     with pytest.raises(zbcompile.PipelineError, match="torchrun"):
         pipe.stages()
