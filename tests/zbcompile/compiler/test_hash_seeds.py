@@ -7,31 +7,32 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from tests.support.training import Case, pipeline_of, problem_of
+import zbcompile
+from tests.support.oracle import PROBLEMS
 
 ROOT = Path(__file__).parents[3]
-CASES = (Case("skips", "zb-v", 2, 4),)
 SCRIPT = "from tests.zbcompile.compiler.test_hash_seeds import programs; print(programs())"
 
 
 def programs() -> str:
-    """The bytes of every file of the programs, and all values in their graphs."""
+    """The bytes of every file of a program, and all values in its graphs."""
     torch.set_num_threads(1)
-    lines = []
-    for case in CASES:
-        batch = problem_of(case.problem).batches(1, 2 * case.microbatches)[0]
-        program = pipeline_of(case).compile(*batch.args, target=batch.target).program
-        pieces = [piece for stage in program.stages for piece in stage.pieces.values()]
-        nodes = [node for piece in pieces for node in piece.module.graph.nodes]
-        with tempfile.TemporaryDirectory() as folder:
-            program.save(Path(folder, "program"))
-            files = sorted(path for path in Path(folder).rglob("*") if path.is_file())
-            lines += [f"{x.name} {hashlib.sha256(x.read_bytes()).hexdigest()}" for x in files]
-        lines += [str(node.meta["val"]) for node in nodes if "val" in node.meta]
+    (batch,), model = PROBLEMS["skips"].batches(1, 8), PROBLEMS["skips"].model()
+    options: Any = {"schedule": "zb-v", "ranks": 2, "microbatches": 4, "loss": F.mse_loss}
+    pipe = zbcompile.pipeline(model, **options).compile(*batch.args, target=batch.target)
+    pieces = [piece for stage in pipe.program.stages for piece in stage.pieces.values()]
+    nodes = [node for piece in pieces for node in piece.module.graph.nodes]
+    lines = [str(node.meta["val"]) for node in nodes if "val" in node.meta]
+    with tempfile.TemporaryDirectory() as folder:
+        pipe.program.save(Path(folder, "program"))
+        files = sorted(path for path in Path(folder).rglob("*") if path.is_file())
+        lines += [f"{x.name} {hashlib.sha256(x.read_bytes()).hexdigest()}" for x in files]
     return "\n".join(lines)
 
 

@@ -14,19 +14,15 @@ from zbcompile.faults.watch import Watch
 
 
 class Store:
-    """A store that answers and has no fault, or does what `fails` does."""
+    """A store that answers and has no fault, or does what `answer` does."""
 
-    members = (0, 1)
-    address = "10.0.0.1:1234"
+    members, address = (0, 1), "10.0.0.1:1234"
 
-    def __init__(self, fails: Any = None) -> None:
-        self.fails = fails
+    def __init__(self, answer: Any = lambda: None) -> None:
+        self.answer = answer
 
     def __getattr__(self, name: str) -> Any:
-        return self._answer
-
-    def _answer(self, *args: object) -> Any:
-        return None if self.fails is None else self.fails()
+        return lambda *args: self.answer()
 
 
 def watch_with(store: Any) -> Watch:

@@ -3,6 +3,7 @@ and parameters; what it cannot do ends every rank with one line. Gradients that 
 dtype are rounded by each replica and added."""
 
 import copy
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -148,11 +149,13 @@ def refusing(folder: str) -> Any:
     """What is said, and whether a checkpoint brings the state back."""
     mesh, training, results = mesh_of_replicas(), Training("short-mlp"), []
     (batch,) = batches(training, 1, mesh)
-    with compiled_once("short-mlp float32", exact=True):
-        for call in REFUSED.values():
+    for call in REFUSED.values():
+        cached = call is not frozen_in_between
+        with compiled_once("short-mlp float32", exact=True) if cached else nullcontext():
             pipe, optimizer = pipeline_with(training, 1, mesh)
             results.append(said(lambda call=call, a=pipe, b=optimizer: call(a, b, batch)))
             pipe.close()
+    with compiled_once("short-mlp float32", exact=True):
         pipe, optimizer = pipeline_with(training, 1, mesh)
         pipe.step(*batch.args, target=batch.target)
         optimizer.step()
