@@ -239,17 +239,16 @@ class Scenario:
     run: Callable[..., Ended | None]
     args: tuple[object, ...]
     silent: bool = False  # the rank itself says nothing: it is dead, or not there
-    within: float = 5.0
+    within: float = 5.0  # beyond a timeout
 
 
 def _raises(rank: int, pass_: str, call: int, where: str, schedule: str = "zb-h1") -> Scenario:
     order = Order("raise", rank, pass_, call)
-    run, args = (
-        (failing_shard, (order,)) if pass_ in "ST" else (failing_step, (order, 60, schedule))
-    )
     says = f"rank {rank} failed at {where}.* of step 1: ValueError: broken on order"
-    pair = " of a pair" if schedule == "dualpipe-v" else ""
-    return Scenario(f"an exception in {pass_}{pair}", says, rank, run, args)
+    if pass_ in "ST":
+        return Scenario(f"an exception in {pass_}", says, rank, failing_shard, (order,))
+    name = f"an exception in {pass_}{' of a pair' * (schedule == 'dualpipe-v')}"
+    return Scenario(name, says, rank, failing_step, (order, 60, schedule))
 
 
 def _kill(pass_: str, call: int, run: Any) -> Scenario:
@@ -258,18 +257,17 @@ def _kill(pass_: str, call: int, run: Any) -> Scenario:
 
 
 def _apart(name: str, says: str, usual: Call, other: Call, known: bool = False) -> Scenario:
-    return Scenario(name, says, 1, apart, (usual, other, known))
+    return Scenario(name, says, 1, apart, (usual, other, known), within=8.0)
 
 
 def _ordered(name: str, says: str, call: int, *more: float) -> Scenario:
     order = Order("sleep" if more else "interrupt", 0, "F", call)
-    return Scenario(name, f"rank 0 failed at F0.*{says}", 0, failing_step, (order, *more))
+    says = f"rank 0 failed at F0.*{says}"
+    return Scenario(name, says, 0, failing_step, (order, *more), within=5.0 + 6.0 * bool(more))
 
 
-STEP, ALL, LAST = (
-    ("step", 8, {} if where is None else {"return_outputs": where})
-    for where in (None, True, "last")
-)
+STEP: Call = ("step", 8, {})
+ALL, LAST = (("step", 8, {"return_outputs": where}) for where in (True, "last"))
 AT, STEP_2 = "rank 0 waited 2 s for it at", r"rank 1 failed at .* of step 2"
 SCENARIOS = (
     _raises(1, "W", 2, "W1"),
@@ -289,14 +287,13 @@ SCENARIOS = (
         *(1, never_comes, (2.0,), True),
     ),
     _apart(
-        *("fewer microbatches", "of step 1 in 3 microbatches: rank 0 is at .* of step 1 meanwhile"),
+        "fewer microbatches",
+        "of step 1 in 3 microbatches: rank 0 is at .* of step 1 meanwhile",
         *(STEP, ("step", 6, {})),
     ),
     _apart(
-        *(
-            "a batch of another size",
-            "comparison of compiling microbatches of .* rank 0 is at (F0|BW0)",
-        ),
+        "a batch of another size",
+        "comparison of compiling microbatches of .* rank 0 is at (F0|BW0)",
         *(STEP, ("step", 4, {})),
     ),
     _apart(
