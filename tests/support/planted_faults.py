@@ -267,7 +267,7 @@ OPTIMIZER = (
         "zbcompile/api/model_state.py",
         " and is_first",
         "",
-        ("tests/zbcompile/optimizer/test_pipeline_optimizer.py",),
+        ("tests/zbcompile/engine",),
     ),
     PlantedFault(
         "an update that was not valid is not taken back",

@@ -13,12 +13,11 @@ import zbcompile
 from tests.support.oracle import MLP, WIDTH
 
 ROWS = torch.linspace(-1, 1, 8 * WIDTH).view(8, WIDTH)
-PIPELINE, CAPTURE = "PipelineError", "CaptureError"
-PARTITION, SCHEDULE = "PartitionError", "ScheduleError"
-Refused = tuple[str, str, Callable[[], object]]  # the class, what its message matches, the call
+Call = Callable[[], object]
+Refused = tuple[str, str, Call]  # the class, what its message matches, the call
 
 
-def said(call: Callable[[], object]) -> tuple[str, str]:
+def said(call: Call) -> tuple[str, str]:
     """The class of what `call` raises, and its message; empty if it raises nothing."""
     try:
         call()
@@ -27,8 +26,16 @@ def said(call: Callable[[], object]) -> tuple[str, str]:
     return "", ""
 
 
-def refusals(error: str, calls: dict[str, Callable[[], object]]) -> tuple[Refused, ...]:
-    return tuple((error, message, call) for message, call in calls.items())
+def refusals(
+    pipeline: dict[str, Call],
+    capture: dict[str, Call],
+    partition: dict[str, Call],
+    schedule: dict[str, Call],
+) -> tuple[Refused, ...]:
+    """Calls by what their messages match, for each class of errors."""
+    errors = ("PipelineError", "CaptureError", "PartitionError", "ScheduleError")
+    pairs = zip(errors, (pipeline, capture, partition, schedule), strict=True)
+    return tuple((error, *item) for error, calls in pairs for item in calls.items())
 
 
 def assert_refused(result: tuple[str, str], refused: Refused) -> None:

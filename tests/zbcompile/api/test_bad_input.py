@@ -14,19 +14,7 @@ from torch import Tensor, nn
 import zbcompile
 from tests.support.oracle import MLP, WIDTH
 from tests.support.pool import Pool
-from tests.support.refused import (
-    CAPTURE,
-    PARTITION,
-    PIPELINE,
-    ROWS,
-    SCHEDULE,
-    Refused,
-    assert_refused,
-    pipeline_of,
-    refusals,
-    said,
-    train,
-)
+from tests.support.refused import ROWS, Refused, assert_refused, pipeline_of, refusals, said, train
 from tests.zbcompile.api.test_refused_models import REFUSED
 from zbcompile.schedules import build
 
@@ -113,26 +101,15 @@ OF_CAPTURE = {
     "target is on meta and .* cpu: pass tensor.to": lambda: train(target=FAR),
     "is on meta and the model on cpu": lambda: train().eval(FAR),
 }
-BAD = (
-    *refusals(PIPELINE, OF_PIPELINE),
-    *refusals(CAPTURE, OF_CAPTURE),
-    (
-        PARTITION,
-        "cut at 0 places; 4 stages need 3",
-        lambda: train(nn.Linear(32, 32), schedule="zb-v"),
-    ),
-    (
-        PARTITION,
-        r"running_mean .* two copies",
-        lambda: train(nn.Sequential(*NORMED), schedule="dualpipe"),
-    ),
-    (SCHEDULE, "'1f2b'; did you mean", lambda: train(schedule="1f2b")),
-    (
-        SCHEDULE,
-        "2 microbatches on 2 ranks; .*; use 4",
-        lambda: train(schedule="dualpipe-v", microbatches=2),
-    ),
-)
+OF_PARTITION = {
+    "cut at 0 places; 4 stages need 3": lambda: train(nn.Linear(32, 32), schedule="zb-v"),
+    "running_mean .* two copies": lambda: train(nn.Sequential(*NORMED), schedule="dualpipe"),
+}
+OF_SCHEDULE = {
+    "'1f2b'; did you mean": lambda: train(schedule="1f2b"),
+    "2 microbatches on 2 ranks; .*; use 4": lambda: train(schedule="dualpipe-v", microbatches=2),
+}
+BAD = refusals(OF_PIPELINE, OF_CAPTURE, OF_PARTITION, OF_SCHEDULE)
 
 
 @pytest.mark.mostly_slow(every=4, suite=1)

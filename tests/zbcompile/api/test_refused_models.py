@@ -16,17 +16,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.oracle import MLP, WIDTH
-from tests.support.refused import (
-    CAPTURE,
-    PARTITION,
-    PIPELINE,
-    ROWS,
-    Refused,
-    assert_refused,
-    refusals,
-    said,
-    train,
-)
+from tests.support.refused import ROWS, Refused, assert_refused, refusals, said, train
 from zbcompile.passes.capture.model_checks import _WRAPPERS as WRAPPERS
 
 
@@ -145,12 +135,11 @@ OF_PIPELINE = {
     r"was float32.* on (?:cpu|meta) .* is float64.*new pipeline|belongs to rank \d": converted,
     r"inside torch\.inference_mode": inference_mode,
 }
-REFUSED = (
-    *refusals(CAPTURE, OF_CAPTURE),
-    *refusals(PIPELINE, OF_PIPELINE),
-    (PARTITION, r"'layers\.7', which is neither a module", lambda: train(balance=["layers.7"])),
-    (PARTITION, "memory=1 bytes per rank is too small", lambda: train(memory=1)),
-)
+OF_PARTITION = {
+    r"'layers\.7', which is neither a module": lambda: train(balance=["layers.7"]),
+    "memory=1 bytes per rank is too small": lambda: train(memory=1),
+}
+REFUSED = refusals(OF_PIPELINE, OF_CAPTURE, OF_PARTITION, {})
 
 
 @pytest.mark.mostly_slow(every=8, suite=2)
