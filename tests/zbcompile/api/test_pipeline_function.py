@@ -42,6 +42,7 @@ def test_decorated_class_and_function(make: Any) -> None:
     assert (make.__name__, make.__doc__[:5]) in (("Net", "A net"), ("make_net", "A net"))
 
 
+@pytest.mark.slow
 def test_example_compiles_at_once() -> None:
     pipe = zbcompile.pipeline(MLP(), example=((X,), {"target": GOAL}), **OPTIONS)
     assert pipe.program.schedule.name == "zb-v"

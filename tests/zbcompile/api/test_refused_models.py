@@ -142,7 +142,7 @@ OF_PARTITION = {
 REFUSED = refusals(OF_PIPELINE, OF_CAPTURE, OF_PARTITION, {})
 
 
-@pytest.mark.mostly_slow(every=8, suite=2)
+@pytest.mark.mostly_slow(every=8, suite=4)
 @pytest.mark.parametrize("refused", REFUSED, ids=lambda refused: refused[1])
 def test_in_one_process(refused: Refused) -> None:
     assert_refused(said(refused[2]), refused)

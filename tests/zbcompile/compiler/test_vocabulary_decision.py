@@ -14,7 +14,7 @@ from zbcompile.schedules import build
 
 
 @pytest.mark.slow
-@pytest.mark.mostly_slow(every=2, suite=1)
+@pytest.mark.mostly_slow(every=2)
 @pytest.mark.parametrize(("words", "layers", "shards"), [(2048, 2, True), (16, 4, False)])
 def test_auto_shards_where_that_makes_the_step_shorter(
     words: int, layers: int, shards: bool

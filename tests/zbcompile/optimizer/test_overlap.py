@@ -48,10 +48,11 @@ def trained(overlap: bool, dtype: torch.dtype, *arguments: str) -> dict[str, Any
     return state_of(pipe)
 
 
-@pytest.mark.mostly_slow(every=3)
+@pytest.mark.mostly_slow(every=4)
 @pytest.mark.parametrize(
     ("dtype", "given"),
     [
+        (torch.float32, ("short-mlp", "zb-v")),
         (torch.float32, ("small-tied", "zb-v")),
         (torch.bfloat16, ("mlp", "zb-h1")),
         (torch.float32, ("mlp", "dualpipe")),

@@ -130,7 +130,7 @@ class Normalised(nn.Module):
         return x
 
 
-@pytest.mark.mostly_slow(every=6, suite=3)
+@pytest.mark.mostly_slow(every=6)
 @pytest.mark.parametrize("tie", [3, 1, 0])
 @pytest.mark.parametrize("masters", [True, False])
 def test_gradients_of_half_precision_are_rounded_where_eager_rounds_them(

@@ -38,7 +38,7 @@ def pipe_of(schedule: str = "zb-v") -> zbcompile.Pipeline:
     return pipeline_of(Case("short-mlp", schedule, 2, MICROBATCHES))
 
 
-@pytest.mark.mostly_slow(every=4, suite=2)
+@pytest.mark.mostly_slow(every=4)
 @pytest.mark.parametrize(
     ("schedule", "dtype", "steps"),
     [
@@ -78,6 +78,7 @@ def steps(
 
 
 @pytest.mark.skipif(not FORKS, reason=f"torch does not survive a fork on {sys.platform}")
+@pytest.mark.slow
 def test_a_process_that_dies_before_the_validation_resumes_from_its_checkpoint(
     tmp_path: Path,
 ) -> None:

@@ -56,7 +56,6 @@ def test_no_schedule_has_a_shorter_predicted_step() -> None:
     named = pipeline(balance=("layers.2",))[0].program
     assert named.stages[1].parameters[0].startswith("layers.2.")
     assert (named.schedule.stages, named.schedule.placement.kind) == (2, "linear")
-    assert pipeline(chunks=2)[0].program.schedule.stages == 4
     with pytest.raises(zbcompile.PartitionError, match="names 2 cuts; the schedule has 2 stages"):
         pipeline(balance=("layers.1", "layers.2"))
 

@@ -54,7 +54,7 @@ def notices(capsys: pytest.CaptureFixture[str]) -> Callable[[], list[str]]:
     return lambda: [x for x in capsys.readouterr().out.splitlines() if "compiling again" in x]
 
 
-@pytest.mark.mostly_slow(every=9, suite=3)
+@pytest.mark.mostly_slow(every=8, suite=4)
 @pytest.mark.parametrize("named", STEPS)
 def test_a_change_is_seen(
     named: str, notices: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
@@ -94,6 +94,7 @@ def test_autocast_the_default_dtype_and_a_new_shape_are_named(
     assert all(f"for {a}" in b for a, b in zip(says, notices(), strict=True))
 
 
+@pytest.mark.slow
 def test_an_old_program_comes_back_and_what_changes_often_is_better_a_tensor(
     notices: Callable[[], list[str]],
 ) -> None:
@@ -106,6 +107,7 @@ def test_an_old_program_comes_back_and_what_changes_often_is_better_a_tensor(
     assert "(change 3 of it; pass it as a tensor) (program 4" in said[2]
 
 
+@pytest.mark.slow
 def test_what_is_not_compared_counts_after_recompile() -> None:
     """A class attribute is read once."""
 
@@ -317,6 +319,7 @@ class Scaling:
         return args[-1] * self.factor
 
 
+@pytest.mark.slow
 def test_values_that_hooks_read_are_compared() -> None:
     net, scaling, factor = Net(scaled), Scaling(), 1.0
     net.layers[0].register_forward_hook(scaling)
@@ -352,6 +355,7 @@ def test_evaluations_and_log_probabilities_see_changes() -> None:
         torch.testing.assert_close(pipe.log_probs(batch(1), labels=labels), expected)
 
 
+@pytest.mark.slow
 def test_functions_of_one_name_have_closures_and_defaults_of_their_own() -> None:
     def scaling(rate: float) -> Any:
         return lambda x, shift=0.0: x * rate + shift

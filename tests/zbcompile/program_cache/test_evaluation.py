@@ -219,6 +219,7 @@ class DropConnect(nn.Linear):
         return F.linear(x, F.dropout(self.weight, 0.2, self.training), self.bias)
 
 
+@pytest.mark.slow
 def test_no_cut_divides_a_layer_whose_weight_training_computes() -> None:
     """Balance alone would cut behind the power iteration, or behind the mask."""
     torch.manual_seed(0)
@@ -263,6 +264,7 @@ def test_split_microbatches_of_any_shape(pipe: zbcompile.Pipeline) -> None:
         assert torch.equal(output["rows"], evaluated(net(), part)["rows"])
 
 
+@pytest.mark.slow
 def test_hooks_that_come_and_go_are_seen(pipe: zbcompile.Pipeline) -> None:
     hook = pipe.model.layers[3].register_forward_hook(lambda module, args, output: output * 2)
     assert_like(pipe.eval(rows(8)), evaluated(pipe.model, rows(8)))

@@ -67,13 +67,12 @@ def pipe() -> zbcompile.Pipeline:
 
 @pytest.mark.slow
 def test_bits_of_the_unsplit_model(pipe: zbcompile.Pipeline) -> None:
-    """Of a batch that divides, one whose last microbatch is smaller, labels in eight bits, and
-    microbatches of two shapes."""
-    for rows in (8, 7):
-        tokens, labels = batch_of(rows)
-        ours = pipe.log_probs(tokens, labels=labels)
-        assert torch.equal(ours, eager(Capped(), tokens, labels))
-        assert not ours.requires_grad
+    """Of a batch whose last microbatch is smaller, labels in eight bits, and microbatches of two
+    shapes."""
+    tokens, labels = batch_of(7)
+    ours = pipe.log_probs(tokens, labels=labels)
+    assert torch.equal(ours, eager(Capped(), tokens, labels))
+    assert not ours.requires_grad
     tokens, labels = batch_of(8)
     small = tokens.to(torch.uint8)
     assert torch.equal(pipe.log_probs(tokens, labels=small), eager(Capped(), tokens, small.long()))

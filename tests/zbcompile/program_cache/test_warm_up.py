@@ -44,6 +44,7 @@ class Scaled(nn.Module):
         return self.drop(self.norm(torch.tanh(self.linear(scaled(x, self.weight)))))  # type: ignore[no-any-return]
 
 
+@pytest.mark.slow
 def test_every_pass_runs_and_random_state_buffers_and_gradients_are_as_before() -> None:
     x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(1))
     gradients = []

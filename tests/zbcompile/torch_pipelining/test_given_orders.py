@@ -50,6 +50,7 @@ def step_of(schedule: Any, exact: bool = True) -> tuple[zbcompile.Pipeline, trai
         )
 
 
+@pytest.mark.mostly_slow(every=7, suite=1)
 @pytest.mark.parametrize("name", FILES)
 def test_an_order_of_torch_runs_as_a_file(name: str, tmp_path: Path) -> None:
     """Every order of torch's tests with eager's bits; one whose W do not ascend only where
@@ -68,6 +69,7 @@ def test_an_order_of_torch_runs_as_a_file(name: str, tmp_path: Path) -> None:
         step_of(str(path))
 
 
+@pytest.mark.slow
 def test_the_order_of_w_is_the_order_of_accumulation() -> None:
     """Weight gradients 1e8, 1 and -1e8 of three microbatches add up to 1 in one order, and to 0 in
     ascending order."""
@@ -83,6 +85,7 @@ def test_the_order_of_w_is_the_order_of_accumulation() -> None:
     assert result == [1.0, 0.0]
 
 
+@pytest.mark.slow
 def test_any_map_of_stages_to_ranks(tmp_path: Path) -> None:
     """An order that no name has, checked, lowered, written, read back, searched, and run, also with
     its messages."""
