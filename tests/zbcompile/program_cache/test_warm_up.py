@@ -1,6 +1,7 @@
 """The warm-up before the first message: every pass runs once on zeros, so that ranks build their
 kernels at the same time, and leaves nothing behind."""
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
