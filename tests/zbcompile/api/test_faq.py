@@ -114,6 +114,7 @@ def test_a_heavy_output_layer_is_named_and_can_be_sharded(
     assert "vocab=1" not in capfd.readouterr().out
 
 
+@pytest.mark.beyond_sample
 def test_a_teacher_beside_a_student() -> None:
     """The teacher is a pipeline that evaluates; its outputs are targets of the student's step."""
     teacher, student, inputs = network().requires_grad_(False), network(), torch.randn(8, WIDTH)

@@ -37,6 +37,7 @@ def programs() -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.beyond_sample
 def test_programs_do_not_depend_on_the_hash_seed() -> None:
     paths = os.pathsep.join((str(ROOT), str(ROOT / "examples")))
     environment = {**os.environ, "PYTHONHASHSEED": "1", "PYTHONPATH": paths}

@@ -130,6 +130,7 @@ class Normalised(nn.Module):
         return x
 
 
+@pytest.mark.slow
 @pytest.mark.mostly_slow(every=6)
 @pytest.mark.parametrize("tie", [3, 1, 0])
 @pytest.mark.parametrize("masters", [True, False])

@@ -74,6 +74,7 @@ def test_a_change_is_seen(
     assert named in notice
 
 
+@pytest.mark.slow
 def test_autocast_the_default_dtype_and_a_new_shape_are_named(
     notices: Callable[[], list[str]],
 ) -> None:
@@ -292,6 +293,7 @@ class Shifted(nn.Module):
         return self.drop(x + 0.125 if self.training else x) * 2.0
 
 
+@pytest.mark.slow
 @pytest.mark.mostly_slow(every=3)
 @pytest.mark.parametrize(
     "change", [lambda m: m.eval(), lambda m: m.requires_grad_(False), lambda m: m.drop.eval()]
@@ -343,19 +345,17 @@ def test_layers_that_are_gone_are_named() -> None:
 
 
 @pytest.mark.slow
-def test_evaluations_and_log_probabilities_see_changes() -> None:
+def test_evaluations_see_changes() -> None:
     net = Net(lambda net, x: x * net.alpha)
-    pipe, labels = pipeline_of(net), torch.tensor([0, 1, 2, 3])
+    pipe = pipeline_of(net)
     compare(pipe, net)
     for net.alpha in (1.0, 2.0, 1.0):
         with torch.no_grad():
-            expected = net(batch(1))
-        torch.testing.assert_close(pipe.eval(batch(1)), expected)
-        expected = expected.log_softmax(-1)[range(4), labels]
-        torch.testing.assert_close(pipe.log_probs(batch(1), labels=labels), expected)
+            torch.testing.assert_close(pipe.eval(batch(1)), net(batch(1)))
 
 
 @pytest.mark.slow
+@pytest.mark.beyond_sample
 def test_functions_of_one_name_have_closures_and_defaults_of_their_own() -> None:
     def scaling(rate: float) -> Any:
         return lambda x, shift=0.0: x * rate + shift

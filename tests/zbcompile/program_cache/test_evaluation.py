@@ -86,7 +86,7 @@ def life(meta: bool) -> tuple[list[Tensor], dict[str, Tensor], list[Any]]:
     results = [pipe.eval(rows(3))["rows"]]
     assert any(p.is_meta for p in pipe.model.parameters()) == (meta and dist.is_initialized())
     pipe.load_state_dict({key: value * 2 for key, value in pipe.state_dict(full=True).items()})
-    for _ in range(3):
+    for _ in range(2):
         results.append(pipe.eval(rows(8))["rows"])
         results.append(pipe.step(rows(8), target=rows(8)))
         optimizer.step()
@@ -102,7 +102,7 @@ def eager_life() -> tuple[list[Tensor], dict[str, Tensor], list[Any]]:
     results = [evaluated(model, rows(3), 3)]
     model.load_state_dict({key: value * 2 for key, value in model.state_dict().items()})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(3):
+    for step in range(2):
         results.append(evaluated(model, rows(8), 4))
         results.append(eager_step(model, loss_of, Batch((rows(8),), {}, rows(8)), 4, step))
         optimizer.step()
@@ -328,6 +328,7 @@ def test_random_numbers_in_eval_mode_are_said_to_differ() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.beyond_sample
 def test_compiled_in_inference_mode_and_frozen_serves_outside_and_trains_later() -> None:
     model = net().requires_grad_(False)
     pipe = made(model, exact=True)

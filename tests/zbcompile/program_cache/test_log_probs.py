@@ -67,15 +67,12 @@ def pipe() -> zbcompile.Pipeline:
 
 @pytest.mark.slow
 def test_bits_of_the_unsplit_model(pipe: zbcompile.Pipeline) -> None:
-    """Of a batch whose last microbatch is smaller, labels in eight bits, and microbatches of two
-    shapes."""
+    """Of a batch whose last microbatch is smaller, and microbatches of two shapes."""
     tokens, labels = batch_of(7)
     ours = pipe.log_probs(tokens, labels=labels)
     assert torch.equal(ours, eager(Capped(), tokens, labels))
     assert not ours.requires_grad
     tokens, labels = batch_of(8)
-    small = tokens.to(torch.uint8)
-    assert torch.equal(pipe.log_probs(tokens, labels=small), eager(Capped(), tokens, small.long()))
     split: Any = [((tokens[:2],), {}, labels[:2]), ((tokens[2:4, :3],), {}, labels[2:4, :3])]
     for ours, ((part,), _, target) in zip(pipe.log_probs(microbatches=split), split, strict=True):
         assert torch.equal(ours, eager(Capped(), part, target))
