@@ -172,7 +172,6 @@ def refusing(folder: str) -> Any:
 @pytest.mark.slow
 def test_every_rank_ends_with_one_line(pool: Pool, tmp_path: Path) -> None:
     shares = pool.run(refusing, str(tmp_path))
-    pool.group = None
     for results, same in shares:
         assert same
         for message, (error, text) in zip(REFUSED, results, strict=True):
