@@ -82,11 +82,3 @@ def test_a_pair_is_legal_where_its_parts_are() -> None:
         check(of_one_rank(F0, F1, Pair(B0, W1), B1, W0))
     (order,) = with_pairs(of_one_rank(F0, Pair(B0, W0), F1, B1, W1), Costs.uniform(1)).orders
     assert order[1] == Action("BW", 0, 0)
-
-
-def test_each_half_of_a_pair_hides_what_the_other_exchanges() -> None:
-    costs = Costs((4,), (5,), (3,), forward_exchange=(1,), backward_exchange=(2,))
-    assert costs.time("BW", 0) == 5 + 3 - 2
-    assert costs.pair_time("B", 0, "W", 0) == 5 + 3 - 2
-    assert costs.pair_time("F", 0, "W", 0) == 4 + 3 - 1
-    assert costs.pair_time("F", 0, "B", 0) == 4 + 5 - 1 - 2
