@@ -41,11 +41,13 @@ def balanced_cuts(
     """
     stages = len(ranks_of)
     if len(line.cuts) < stages - 1:
+        written = [*step.buffer_updates][:3]
         raise PartitionError(
             f"the model can be cut at {len(line.cuts)} places; {stages} stages need {stages - 1}. "
-            "Use fewer stages or a deeper model. All between the first and the last use of a "
-            f"buffer that forward writes, such as {[*step.buffer_updates][:3]}, is on one stage: "
-            "read it where it is written."
+            "Use fewer stages or a deeper model."
+            + bool(written)
+            * " All between the first and the last use of a buffer that forward "
+            f"writes, such as {written}, is on one stage: read it where it is written."
         )
     if stages == 1:
         return ()
