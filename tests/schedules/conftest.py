@@ -12,18 +12,11 @@ from zbcompile.schedules import Costs
 def random_costs() -> Callable[[random.Random, int], Costs]:
     """`random_costs(generator, stages)`: whole numbers, so that every sum is exact; some passes
     empty."""
-    return _random_costs
 
+    def make(generator: random.Random, stages: int) -> Costs:
+        ends = {"forward": (1, 20), "backward": (1, 20), "weight": (0, 20)}
+        ends |= {"activation": (10, 20), "residue": (0, 10)}
+        drawn = {n: tuple(generator.randint(*e) for _ in range(stages)) for n, e in ends.items()}
+        return Costs(**drawn, comm=generator.choice((0, 1, 5, 30)))
 
-def _random_costs(generator: random.Random, stages: int) -> Costs:
-    def draw(low: int, high: int) -> tuple[int, ...]:
-        return tuple(generator.randint(low, high) for _ in range(stages))
-
-    return Costs(
-        forward=draw(1, 20),
-        backward=draw(1, 20),
-        weight=draw(0, 20),
-        activation=draw(10, 20),
-        residue=draw(0, 10),
-        comm=generator.choice((0, 1, 5, 30)),
-    )
+    return make

@@ -49,16 +49,13 @@ DIGESTS = {
 def variants(name: str) -> Iterator[Schedule]:
     """Yields the schedules of a name, without messages."""
     if name == "interlaced":
-        yield from (
-            interlaced(ranks, m) for ranks in range(2, 9) for m in (1, ranks, 2 * ranks + 3)
-        )
+        for ranks in range(2, 9):
+            yield from (interlaced(ranks, m) for m in (1, ranks, 2 * ranks + 3))
     elif name == "forward-only":
-        placements = [Placement.parse(kind, 4) for kind in ("linear", "looped:2", "v", "dual")]
-        for placement in placements:
+        for kind in ("linear", "looped:2", "v", "dual"):
+            placement = Placement.parse(kind, 4)
             yield from (
-                forward_only(placement, 6, shards, lookups)
-                for shards in (0, 1)
-                for lookups in (0, 1)
+                forward_only(placement, 6, s, lookups) for s in (0, 1) for lookups in (0, 1)
             )
     else:
         family = find(name)
@@ -70,9 +67,8 @@ def variants(name: str) -> Iterator[Schedule]:
             if family.free_chunks:
                 yield from (build(name, ranks, m, chunks=chunks) for chunks in (1, 3, 4))
             if "group" in family.options:
-                yield from (
-                    build(name, ranks, 2 * m, group=group) for group in (ranks + 1, 2 * ranks)
-                )
+                groups = (ranks + 1, 2 * ranks)
+                yield from (build(name, ranks, 2 * m, group=group) for group in groups)
             if "exact" in family.options:
                 yield build(name, ranks, m, exact=True)
             if family.placement != "dual":

@@ -8,21 +8,9 @@ import pytest
 from zbcompile.schedules import Schedule, ScheduleError, build, check
 from zbcompile.schedules.ir.actions import BW, Action, B, F, W, flatten
 
-NAMES = (
-    "1f1b",
-    "interleaved-1f1b",
-    "zb-h1",
-    "zb-h2",
-    "zb-v",
-    "v-min",
-    "1f1b-overlap",
-    "dualpipe-v",
-)
-Done = set[tuple[str, int, int]]
-
 
 def needed(action: Action, stages: int) -> list[tuple[str, int, int]]:
-    """Returns what an action waits for, by the definitions of F, B and W."""
+    """What an action waits for, by the definitions of F, B and W."""
     op, stage, m = action
     if op == F:
         return [(F, stage - 1, m)] if stage else []
@@ -32,8 +20,8 @@ def needed(action: Action, stages: int) -> list[tuple[str, int, int]]:
 
 
 def run(schedule: Schedule) -> bool:
-    """Returns whether every rank runs its whole order, one step after the other."""
-    done: Done = set()
+    """Whether every rank runs its whole order, one step after the other."""
+    done: set[tuple[str, int, int]] = set()
     position = [0] * schedule.ranks
     progress = True
     while progress:
@@ -53,36 +41,28 @@ def run(schedule: Schedule) -> bool:
 
 
 def is_right(schedule: Schedule) -> bool:
-    """Returns whether every pass is there once, on its rank, in an order of microbatches, and all
-    ranks finish."""
+    """Whether every pass is there once, on its rank, in an order of microbatches, and all finish."""
     for rank, order in enumerate(schedule.orders):
-        passes = [
-            each
-            for a in flatten(order)
-            for each in ((B, W) if a.op == BW else (a.op,))
-            for each in [(each, *a[1:])]
-        ]
-        stages = schedule.placement.stages_of(rank)
-        expected = [
-            (op, s, m) for op in (F, B, W) for s in stages for m in range(schedule.microbatches)
-        ]
-        if sorted(passes) != sorted(expected):
+        actions = flatten(order)
+        passes = [(op, *a[1:]) for a in actions for op in ((B, W) if a.op == BW else (a.op,))]
+        stages, microbatches = schedule.placement.stages_of(rank), range(schedule.microbatches)
+        if sorted(passes) != sorted(
+            (op, s, m) for op in (F, B, W) for s in stages for m in microbatches
+        ):
             return False
         for stage in stages:
             for op in (F, W) if stage == schedule.stages - 1 else (W,):
-                microbatches = [m for o, s, m in passes if (o, s) == (op, stage)]
-                if microbatches != sorted(microbatches):
+                if [m for o, s, m in passes if (o, s) == (op, stage)] != list(microbatches):
                     return False
     return run(schedule)
 
 
 def shuffled(schedule: Schedule, generator: random.Random) -> Schedule:
-    """Returns the schedule with a few steps moved, dropped, repeated or put on another rank."""
+    """The schedule with a few steps moved, dropped, repeated or put on another rank."""
     orders = [list(order) for order in schedule.orders]
     for _ in range(generator.choice((0, 1, 1, 2, 3))):
         order = generator.choice(orders)
-        place = generator.randrange(len(order))
-        kind = generator.random()
+        place, kind = generator.randrange(len(order)), generator.random()
         if kind < 0.8:
             order.insert(max(0, place + generator.choice((-3, -1, 1, 2))), order.pop(place))
         elif kind < 0.9:
@@ -92,11 +72,10 @@ def shuffled(schedule: Schedule, generator: random.Random) -> Schedule:
     return replace(schedule, orders=tuple(map(tuple, orders)))
 
 
-@pytest.mark.mostly_slow(every=4, suite=1)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["interleaved-1f1b", "zb-v", "1f1b-overlap"])
 def test_the_verdict_of_an_executor(name: str) -> None:
     generator, verdicts = random.Random(name), {True: 0, False: 0}
-    for _ in range(150):
+    for _ in range(100):
         schedule = shuffled(build(name, generator.randint(2, 4), 8), generator)
         try:
             check(schedule)

@@ -20,7 +20,7 @@ from zbcompile.schedules import (
 )
 from zbcompile.schedules.ir.actions import COMMUNICATION, Pair, flatten
 
-NAMES = ("1f1b", "interleaved-1f1b", "zb-h2", "zb-v", "1f1b-overlap", "dualpipe")
+NAMES = ("1f1b", "zb-v", "dualpipe")
 Orders = list[list[Any]]  # of steps; damage makes what no type admits
 
 
@@ -29,23 +29,21 @@ def require_refused(schedule: Schedule, orders: Orders) -> None:
         check(replace(schedule, orders=tuple(map(tuple, orders))))
 
 
-def place_of(orders: Orders, generator: random.Random, ops: frozenset[str]) -> tuple[int, int]:
+def place_of(orders: Orders, generator: random.Random, *ops: str) -> tuple[int, int]:
     places = [(r, i) for r, order in enumerate(orders) for i, s in enumerate(order) if s[0] in ops]
     return generator.choice(places)
 
 
-def replacements(
-    action: Action, schedule: Schedule, generator: random.Random
-) -> Iterator[list[Action]]:
+def replacements(action: Action, schedule: Schedule, any_: random.Random) -> Iterator[list[Action]]:
     """Yields what is not that action: others in its place, none, and the action a second time."""
     op, stage, microbatch = action
-    others = {"F", "B", "W", "BW", "X", *COMMUNICATION} - {op}
     stages, microbatches = schedule.stages, schedule.microbatches
-    for number in (-1, stages, (stage + generator.randint(1, stages - 1)) % stages):
+    for number in (-1, stages, (stage + any_.randint(1, stages - 1)) % stages):
         yield [Action(op, number, microbatch)]
-    for number in (-1, microbatches, (microbatch + generator.randint(1, 7)) % microbatches):
+    for number in (-1, microbatches, (microbatch + any_.randint(1, 7)) % microbatches):
         yield [Action(op, stage, number)]
-    yield from ([Action(other, stage, microbatch)] for other in others)
+    for other in {"F", "B", "W", "BW", "X", *COMMUNICATION} - {op}:
+        yield [Action(other, stage, microbatch)]
     yield from ([], [action, action])
 
 
@@ -55,10 +53,10 @@ def test_damage_is_caught(name: str, with_messages: bool) -> None:
     """Steps that move inside of an order are compared with an executor, in `test_brute_force.py`."""
     schedule, generator = build(name, ranks=4, microbatches=8), random.Random(name)
     schedule = lower(schedule) if with_messages else schedule
-    ops = COMMUNICATION if with_messages else frozenset(("F", "B", "W", "BW"))
-    for _ in range(5):
+    for _ in range(3):
         orders: Orders = [list(order) for order in schedule.orders]
-        rank, index = place_of(orders, generator, ops)
+        ops = COMMUNICATION if with_messages else ("F", "B", "W", "BW")
+        rank, index = place_of(orders, generator, *ops)
         step = orders[rank][index]
         for damage in replacements(step, schedule, generator):
             order = [*orders[rank][:index], *damage, *orders[rank][index + 1 :]]
@@ -67,47 +65,38 @@ def test_damage_is_caught(name: str, with_messages: bool) -> None:
         orders[(rank + 1) % 4].insert(min(index, len(orders[(rank + 1) % 4])), step)
         require_refused(schedule, orders)
     a, b, *others = schedule.orders
-    require_refused(schedule, [b, a, *others])  # type: ignore[list-item]
-    require_refused(schedule, [a, b, *others[1:]])  # type: ignore[list-item]
+    require_refused(schedule, [b, a, *others])
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_message_in_another_place_is_caught(name: str) -> None:
     schedule, generator = lower(build(name, ranks=4, microbatches=8)), random.Random(name)
-    sends, receives = frozenset(("SEND_F", "SEND_B")), frozenset(("RECV_F", "RECV_B"))
-    for _ in range(10):
-        for ops in (sends, receives):  # another order on the channel
-            orders: Orders = [list(order) for order in schedule.orders]
-            rank, i = place_of(orders, generator, ops)
-            order = orders[rank]
-            j = generator.choice(
-                [j for j, s in enumerate(order) if s[:2] == order[i][:2] and j != i]
-            )
+    sends, receives = ("SEND_F", "SEND_B"), ("RECV_F", "RECV_B")
+    for kind in ("swapped sends", "swapped receives", "late", "early", "lost") * 4:
+        orders: Orders = [list(order) for order in schedule.orders]
+        ops = receives if kind in ("swapped receives", "late") else sends
+        rank, i = place_of(orders, generator, *(("SEND_F",) if kind == "lost" else ops))
+        order = orders[rank]
+        if kind.startswith("swapped"):  # another order on the channel
+            like = [j for j, s in enumerate(order) if s[:2] == order[i][:2] and j != i]
+            j = generator.choice(like)
             order[i], order[j] = order[j], order[i]
-            require_refused(schedule, orders)
-        orders = [list(order) for order in schedule.orders]
-        rank, i = place_of(orders, generator, receives)
-        orders[rank].append(orders[rank].pop(i))  # behind its use
-        require_refused(schedule, orders)
-        orders = [list(order) for order in schedule.orders]
-        rank, i = place_of(orders, generator, sends)
-        orders[rank].insert(0, orders[rank].pop(i))  # before its pass
-        require_refused(schedule, orders)
-        orders = [list(order) for order in schedule.orders]
-        rank, i = place_of(orders, generator, frozenset(("SEND_F",)))
-        _, stage, microbatch = orders[rank].pop(i)
-        for order in orders:
-            order[:] = [s for s in order if s != Action("RECV_F", stage + 1, microbatch)]
+        elif kind == "late":  # behind its use
+            order.append(order.pop(i))
+        elif kind == "early":  # before its pass
+            order.insert(0, order.pop(i))
+        else:
+            _, stage, microbatch = order.pop(i)
+            for each in orders:
+                each[:] = [s for s in each if s != Action("RECV_F", stage + 1, microbatch)]
         require_refused(schedule, orders)
 
 
 def test_a_pair_is_a_forward_and_a_backward() -> None:
     schedule = build("1f1b-overlap", ranks=1, microbatches=3)
     turned = tuple(
-        Pair(step.second, step.first) if isinstance(step, Pair) else step
-        for step in schedule.orders[0]
+        Pair(*step[::-1]) if isinstance(step, Pair) else step for step in schedule.orders[0]
     )
-    assert turned != schedule.orders[0]
     with pytest.raises(ScheduleError, match="a pair is a forward F and a backward B or BW"):
         check(replace(schedule, orders=(turned,)))
 
@@ -120,16 +109,12 @@ def test_receives_right_before_their_use_deadlock_under_rendezvous() -> None:
     for rank, program in enumerate(lowered.orders):
         late: list[Any] = []
         for step in flatten(program):
-            if step.op in ("RECV_F", "RECV_B"):
-                continue
             if (rank, step.op) in ((1, "F"), (0, "BW")):
                 late.append(Action("RECV_F" if rank else "RECV_B", rank, step.microbatch))
-            late.append(step)
+            late += [] if step.op.startswith("RECV") else [step]
         programs.append(tuple(late))
-    with pytest.raises(
-        ScheduleError,
-        match=r"(?s)deadlock: these ranks wait for each other.*rank 0 stops at SEND_F0",
-    ):
+    message = r"(?s)deadlock: these ranks wait for each other.*rank 0 stops at SEND_F0"
+    with pytest.raises(ScheduleError, match=message):
         check(replace(lowered, orders=tuple(programs)))
 
 
@@ -138,33 +123,22 @@ def test_what_is_no_schedule_is_refused_by_all(judge: Callable[..., object]) -> 
     """Never an error of ours, always one that says what is wrong with theirs."""
     good = build("1f1b", ranks=2, microbatches=2)
     f, b = good.orders
-    bad = (
-        (f,),
-        (f, b, ()),
-        (f, ("F1.0",)),
-        (f, (3, *b)),
-        (f, (Action("F", 1, None), *b)),  # pyright: ignore[reportArgumentType]
-        (f, (Action("X", 1, 0), *b)),
-        (f, (Action("F", 7, 0), *b)),
-        (f, (Action("F", 1, 99), *b)),
-        (f, b[:-2]),
-        (f, b[::-1]),
-    )
-    for orders in bad:
+    wrong = (("F", 1, None), ("X", 1, 0), ("F", 7, 0), ("F", 1, 99))
+    bad = [(f,), (f, b, ()), (f, ("F1.0",)), (f, (3, *b)), (f, b[:-2]), (f, b[::-1])]
+    for orders in (*bad, *((f, (Action(*action), *b)) for action in wrong)):
         with pytest.raises(ScheduleError):
             judge(replace(good, orders=orders))
     with pytest.raises(ScheduleError, match="costs of 3 stages for 2 stages"):
         judge(good, Costs.uniform(3))
+    with pytest.raises(ScheduleError, match="received None; expected a Schedule"):
+        check(None)
 
 
 def test_an_error_shows_the_grid_around_the_culprit() -> None:
     schedule = build("1f1b", ranks=2, microbatches=2)
-    orders = (
-        schedule.orders[0],
-        (*schedule.orders[1][:2], Action("F", 0, 1), schedule.orders[1][3]),
-    )
+    first, second = schedule.orders
     with pytest.raises(ScheduleError) as caught:
-        check(replace(schedule, orders=orders))
+        check(replace(schedule, orders=(first, (*second[:2], Action("F", 0, 1), second[3]))))
     assert (
         str(caught.value) == "1f1b: rank 1, step 2: F0.1 is on rank 1; its place is rank 0\n"
         "        0     1      2       3\n"
@@ -185,8 +159,6 @@ def test_the_memory_limit_is_that_of_the_costs() -> None:
 def test_a_declared_order_of_weight_gradients_is_accepted() -> None:
     lazy = build("zb-h1-lazy", ranks=4, microbatches=8)
     check(lazy)
-    with pytest.raises(
-        ScheduleError, match="weight gradients of stage 1 run microbatch 4 before 0"
-    ):
+    with pytest.raises(ScheduleError, match="gradients of stage 1 run microbatch 4 before 0"):
         check(lazy, weight_order="microbatch")
     check(replace(build("zb-h1", 4, 8), name="mine"), weight_order="microbatch")

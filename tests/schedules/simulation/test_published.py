@@ -3,29 +3,12 @@
 docs/schedules.md says which published figures cannot be recomputed, and why.
 """
 
-from typing import NamedTuple
-
 import pytest
 
 from zbcompile.schedules import Costs, build, peak_memory, simulate
 
-
-class Row(NamedTuple):
-    """One row of tables 9 (times in ms) and 5 (bubble rates) of the zero bubble paper, arXiv
-    2401.10241v1."""
-
-    heads: int
-    hidden: int
-    p: int
-    m: int
-    forward: float
-    backward: float
-    weight: float
-    comm: float
-    rates: tuple[float, float, float, float, float]  # 1F1B, ZB-H1, ZB-H2, ZB-1p, ZB-2p
-
-
-SEQUENCE = 1024
+# tables 9 (times in ms) and 5 (bubble rates) of the zero bubble paper, arXiv 2401.10241v1: heads,
+# hidden size, p, m; T_F, T_B, T_W, a hop; the rates of 1F1B, ZB-H1, ZB-H2, ZB-1p and ZB-2p
 TABLE = """
 1.5B  m24  24 2304  8  24 18.522 18.086  9.337 0.601 0.2431 0.1585 0.1083 0.1585 0.0433
 1.5B  m32  24 2304  8  32 18.513 18.086  9.331 0.626 0.1985 0.1242 0.0837 0.1242 0.0039
@@ -42,66 +25,24 @@ TABLE = """
 """
 
 
-def _row(words: list[str]) -> Row:
-    return Row(*map(int, words[2:6]), *map(float, words[6:10]), tuple(map(float, words[10:])))  # type: ignore[arg-type]
+AUTOMATIC = ("zb-1p", "zb-2p")
 
 
-ROWS = {" ".join(line.split()[:2]): _row(line.split()) for line in TABLE.strip().splitlines()}
-
-
-def _costs(row: Row) -> Costs:
-    """M_W / M_B = 32h / (34h + 5as): what B leaves for W of the activation, table 1."""
-    residue = 32 * row.hidden / (34 * row.hidden + 5 * row.heads * SEQUENCE)
-    return Costs.uniform(
-        row.p, row.forward, row.backward, row.weight, comm=row.comm, residue=residue
-    )
-
-
-def _rate(row: Row, name: str) -> float:
-    """Bubble rate to the four decimals of the paper."""
-    costs = _costs(row)
-    schedule = build(name, row.p, row.m, costs=costs)
-    assert max(peak_memory(schedule, costs)) <= (2 if name in ("zb-h2", "zb-2p") else 1) * row.p
-    return round(simulate(schedule, costs).cost_bubble, 4)
-
-
-@pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
-@pytest.mark.parametrize(("column", "name"), [(0, "1f1b"), (1, "zb-h1"), (2, "zb-h2")])
-def test_table_5_of_the_handcrafted_schedules(row: Row, column: int, name: str) -> None:
-    """36 figures are equal to 4 decimals."""
-    assert _rate(row, name) == row.rates[column]
-
-
-@pytest.mark.mostly_slow(every=6)
-@pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
-@pytest.mark.parametrize(("column", "name"), [(3, "zb-1p"), (4, "zb-2p")])
-def test_table_5_of_the_automatic_schedules(row: Row, column: int, name: str) -> None:
-    """24 figures are equal to 4 decimals or better."""
-    assert _rate(row, name) <= row.rates[column]
-
-
-# chunks a rank (one layer each, first and last rank one less) and the 1F1B-I column of table 5
-INTERLEAVED = {
-    "1.5B": (3, (0.1055, 0.0818, 0.0443)),
-    "6.2B": (4, (0.0808, 0.0628, 0.0320)),
-    "14.6B": (3, (0.1104, 0.0852, 0.0445)),
-    "28.3B": (2, (0.1493, 0.1164, 0.0624)),
-}
-
-
-@pytest.mark.parametrize("model", INTERLEAVED)
-def test_table_5_of_interleaved_1f1b_differs_by_p_hops(model: str) -> None:
-    """The 12 figures that do not come out: ours have p hops more bubble time in every row; why is
-    not published."""
-    chunks, rates = INTERLEAVED[model]
-    for row, published in zip(
-        (row for label, row in ROWS.items() if label.startswith(model)), rates, strict=True
-    ):
-        times = (time / chunks for time in (row.forward, row.backward, row.weight))
-        costs = Costs.uniform(chunks * row.p, *times, comm=row.comm)
-        timeline = simulate(build("interleaved-1f1b", row.p, row.m, chunks=chunks), costs)
-        assert round(timeline.cost_bubble, 4) > published
-        assert round(1 - timeline.work / (timeline.cost - row.p * row.comm), 4) == published
+@pytest.mark.mostly_slow(every=6, suite=3)
+@pytest.mark.parametrize("row", TABLE.strip().splitlines(), ids=lambda row: row[:10])
+def test_table_5(row: str) -> None:
+    """36 figures of handcrafted schedules are equal to 4 decimals, 24 of automatic ones or better.
+    M_W / M_B = 32h / (34h + 5as): what B leaves for W of the activation, table 1."""
+    heads, hidden, p, m = map(int, row.split()[2:6])
+    *times, hop = map(float, row.split()[6:10])
+    residue = 32 * hidden / (34 * hidden + 5 * heads * 1024)
+    costs = Costs.uniform(p, *times, comm=hop, residue=residue)
+    names = ("1f1b", "zb-h1", "zb-h2", *AUTOMATIC)
+    for name, published in zip(names, map(float, row.split()[10:]), strict=True):
+        schedule = build(name, p, m, costs=costs)
+        assert max(peak_memory(schedule, costs)) <= (1 + (name in ("zb-h2", "zb-2p"))) * p
+        rate = round(simulate(schedule, costs).cost_bubble, 4)
+        assert rate <= published if name in AUTOMATIC else rate == published
 
 
 @pytest.mark.parametrize(("p", "m"), [(2, 2), (4, 2), (4, 4), (8, 6), (8, 8)])
@@ -114,61 +55,40 @@ def test_iteration_time_of_few_microbatches(p: int, m: int) -> None:
         assert simulate(build(name, p, m, costs=costs), costs).makespan == (m + p - 1) * 9 + 3
 
 
-@pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 8), (4, 20), (6, 18), (8, 16), (8, 32)])
+@pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 20), (6, 18), (8, 32)])
 def test_dualpipe_readme_table(p: int, m: int) -> None:
     """DeepSeek's table, per chunk with F = T_B and full backward B = 2: bubbles of DualPipe and
-    DualPipeV, F&B = F + B.
-
-    PP counts stages: p for DualPipe and 2p for DualPipeV on p ranks. Peak PP + 1 chunk activations.
-    """
+    DualPipeV, F&B = F + B. PP counts stages: p for DualPipe, 2p for DualPipeV on p ranks."""
     for name, stages in (("dualpipe", p), ("dualpipe-v", 2 * p)):
         timeline = simulate(build(name, p, m), Costs.uniform(stages))
         assert timeline.makespan - timeline.work == (stages // 2 - 1) * (3 + 2 - 3 * 1)
         assert max(timeline.peak_memory) == stages + 1
 
 
-@pytest.mark.parametrize("hidden", [0.25, 0.5, 1])
-def test_dualpipe_bubble_counts_the_overlapped_pair(hidden: float) -> None:
+def test_dualpipe_bubble_counts_the_overlapped_pair() -> None:
     """(PP/2-1)(F&B + B - 3W) with F&B = 3 - hidden: the ranks with the most pairs, at the turn."""
-    p, m = 4, 16
-    costs = Costs((1,) * p, (1,) * p, (1,) * p, forward_exchange=(hidden,) * p)
-    timeline = simulate(build("dualpipe", p, m), costs)
+    costs = Costs((1,) * 4, (1,) * 4, (1,) * 4, forward_exchange=(0.5,) * 4)
+    timeline = simulate(build("dualpipe", 4, 16), costs)
     idle = [timeline.makespan - busy for busy in timeline.busy]
-    assert idle[p // 2 - 1] == idle[p // 2] == (p / 2 - 1) * ((3 - hidden) + 2 - 3)
+    assert idle[1] == idle[2] == (4 / 2 - 1) * ((3 - 0.5) + 2 - 3)
 
 
-@pytest.mark.parametrize(
-    ("name", "peak"), [("v-half", lambda p: (p + 2) // 2), ("v-min", lambda p: (p + 4) // 3)]
-)
-@pytest.mark.parametrize("p", [2, 3, 4, 5, 6, 7, 8, 9, 12, 16])
-def test_controllable_memory_peaks(name: str, peak, p: int) -> None:
+@pytest.mark.parametrize("p", [2, 3, 5, 8, 12])
+def test_controllable_memory_peaks(p: int) -> None:
     """V-Half (p+2)//2 and V-Min (p+4)//3 microbatches; a chunk is half of a microbatch's share of a
     rank."""
     costs = Costs.uniform(2 * p, activation=0.5)
-    assert max(peak_memory(build(name, p, 3 * p), costs)) == peak(p)
+    for name, peak in (("v-half", (p + 2) // 2), ("v-min", (p + 4) // 3)):
+        assert max(peak_memory(build(name, p, 3 * p), costs)) == peak
 
 
 @pytest.mark.parametrize(
     ("name", "published"), [("1f1b", 0.099), ("v-half", 0.042), ("v-min", 0.066)]
 )
 def test_controllable_memory_bubble_rates(name: str, published: float) -> None:
-    """The authors' scheduler at equal times, p=8, m=64: 4.2% and 6.6% where 1F1B has 9.9%. Ours is
-    equal or better."""
-    schedule = build(name, 8, 64)
-    rate = simulate(schedule, Costs.uniform(schedule.stages)).cost_bubble
-    assert round(rate, 3) <= published
-    if name == "1f1b":
-        assert round(rate, 3) == published
-
-
-@pytest.mark.mostly_slow(every=2, suite=1)
-@pytest.mark.parametrize(("name", "per_rank", "chunks"), [("v-half", 3, 2), ("v-min", 4, 2)])
-def test_controllable_memory_bubbles(name: str, per_rank: int, chunks: int) -> None:
-    """About 3p and 4p chunk passes at equal times, independent of the number of microbatches."""
-    for p in (4, 8, 16):
-        bubbles = []
-        for m in (2 * p, 4 * p, 8 * p):
-            timeline = simulate(build(name, p, m), Costs.uniform(chunks * p))
-            bubbles.append(timeline.cost - 3 * chunks * m)
-        assert len(set(bubbles)) == 1
-        assert bubbles[0] <= per_rank * p
+    """The authors' scheduler at equal times, p=8, m=64. Ours is equal or better, and the bubble
+    does not depend on the number of microbatches."""
+    schedules = [build(name, 8, m) for m in (64, 32)]
+    long, short = (simulate(each, Costs.uniform(each.stages)) for each in schedules)
+    assert round(long.cost_bubble, 3) <= published
+    assert long.cost - long.work == short.cost - short.work

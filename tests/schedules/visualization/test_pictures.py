@@ -12,14 +12,14 @@ from zbcompile.schedules.simulation.timeline import Timeline
 from zbcompile.schedules.visualization.chrome_trace import to_chrome_trace
 from zbcompile.schedules.visualization.style import IDLE_STYLES, OP_STYLES
 from zbcompile.schedules.visualization.svg import compare_svg, to_svg
-from zbcompile.schedules.visualization.text import compare_text, format_timeline
+from zbcompile.schedules.visualization.text import format_timeline
 from zbcompile.schedules.visualization.write import to_html, write_comparison, write_picture
 
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def timeline(name: str = "zb-v", ranks: int = 4, microbatches: int = 8) -> Timeline:
-    schedule = build(name, ranks, microbatches)
+def timeline(name: str = "zb-v") -> Timeline:
+    schedule = build(name, 4, 8)
     return simulate(schedule, Costs.uniform(schedule.stages, 10, 12, 8, 1))
 
 
@@ -30,44 +30,22 @@ def titles(svg: str, kind: str) -> list[str]:
     return [title.text or "" for title in elements if title is not None]
 
 
-@pytest.mark.parametrize("name", ["zb-v", "1f1b", "dualpipe", "interleaved-zb"])
+@pytest.mark.parametrize("name", ["zb-v", "dualpipe"])
 def test_svg_shows_every_step_and_every_idle_interval(name: str) -> None:
     t = timeline(name)
     svg = to_svg(t)
-    pairs = sum(len(span.step) == 2 for span in t.spans)
-    assert len(titles(svg, "span")) == len(t.spans) + pairs
+    assert len(titles(svg, "span")) == len(t.spans) + sum(len(span.step) == 2 for span in t.spans)
     assert titles(svg, "idle") == [str(gap) for gap in t.idle]
-    assert svg.count('class="memory wide"') == 4
     for rank in range(4):
         assert f"memory of rank {rank}, peak {t.peak_memory[rank]:g}" in svg
+    assert float(ElementTree.fromstring(to_svg(t, width=2000)).get("width", "0")) == 2000
 
 
-def test_operations_differ_in_colour_hatching_and_letter() -> None:
+def test_nothing_is_told_by_colour_alone() -> None:
     colours, strokes = ({look[place] for look in OP_STYLES.values()} for place in range(2))
     assert len(colours) == len(strokes) == len(OP_STYLES)
-    assert {">F0<", ">B0<", ">W0<"} <= {
-        f">{text}<" for text in ("F0", "B0", "W0") if f">{text}<" in to_svg(timeline(), 3000)
-    }
-
-
-@pytest.mark.slow
-def test_a_large_picture_is_small() -> None:
-    """32 ranks and 128 microbatches: 24,576 steps in a file that a viewer opens in seconds."""
-    t = timeline("zb-v", 32, 128)
-    svg = to_svg(t)
-    ElementTree.fromstring(svg)
-    assert len(svg) < 3_000_000
-    assert titles(svg, "idle")
-
-
-def test_width_is_respected() -> None:
-    root = ElementTree.fromstring(to_svg(timeline(), width=2000))
-    assert float(root.get("width", "0")) == pytest.approx(2000)
-
-
-def test_causes_of_idle_time_differ_without_colour() -> None:
-    svg = to_svg(timeline())
     assert len({path for _, path in IDLE_STYLES.values()}) == len(IDLE_STYLES)
+    svg = to_svg(timeline())
     assert all(f'fill="url(#idle-{gap.cause})"' in svg for gap in timeline().idle)
     assert "prefers-color-scheme: dark" in svg
 
@@ -81,56 +59,37 @@ def test_html_is_the_picture_and_loads_nothing() -> None:
 def test_chrome_trace_has_every_step_idle_interval_and_memory_change() -> None:
     t = timeline()
     events = json.loads(to_chrome_trace(t))["traceEvents"]
-    kinds = Counter(event["ph"] for event in events)
-    assert kinds == {
-        "M": 9,
-        "X": len(t.spans) + len(t.idle),
-        "s": 3 * 32,
-        "f": 3 * 32,
-        "C": sum(len(t.memory_curve(r)) for r in range(4)),
-    }
+    changes = sum(len(t.memory_curve(r)) for r in range(4))
+    kinds = {"M": 9, "X": len(t.spans) + len(t.idle), "s": 3 * 32, "f": 3 * 32, "C": changes}
+    assert Counter(event["ph"] for event in events) == kinds
     steps = [event for event in events if event["ph"] == "X" and event["cat"] != "idle"]
     assert max(event["ts"] + event["dur"] for event in steps) == 1000 * t.finish
     assert steps[0]["args"]["actions"] == [{"op": "F", "stage": 0, "microbatch": 0}]
 
 
 def test_text_is_true_to_time() -> None:
-    lines = format_timeline(simulate(build("zb-h1", ranks=2, microbatches=3))).splitlines()
-    assert lines[1:] == [
+    t = simulate(build("zb-h1", ranks=2, microbatches=3))
+    assert format_timeline(t).splitlines()[1:] == [
         "rank 0  F0.0 F0.1 .....B0.0 W0.0 F0.2 B0.1 W0.1 B0.2 W0.2",
         "rank 1  .....F1.0 B1.0 F1.1 B1.1 W1.0 F1.2 B1.2 W1.1 W1.2",
     ]
-    narrow = format_timeline(
-        simulate(build("zb-h1", ranks=2, microbatches=3)), width=28
-    ).splitlines()
-    assert narrow[1:] == ["rank 0  F F ..B W F B W B W", "rank 1  ..F B F B W F B W W"]
-
-
-def test_unknown_endings_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ScheduleError, match=r"expected one of .txt, .svg, .html, .json"):
-        write_picture(timeline(), tmp_path / "step.png")
+    narrow = ["rank 0  F F ..B W F B W B W", "rank 1  ..F B F B W F B W W"]
+    assert format_timeline(t, width=28).splitlines()[1:] == narrow
 
 
 def test_compared_timelines_share_one_axis(tmp_path: Path) -> None:
-    """The same time is as long in every picture, in pixels and in characters."""
+    """The same time is as long in every picture."""
     timelines = [timeline(name) for name in ("1f1b", "zb-h1", "zb-v")]
-    root = ElementTree.fromstring(compare_svg(timelines))
-    inner = root.findall(f"{SVG}svg")
-    spans = [
-        [box for box in svg.iter(f"{SVG}rect") if box.get("class") == "span" and len(box)]
-        for svg in inner
-    ]
-    scales = {
-        round(float(box.get("width", 0)) / (span.end - span.start), 1)
-        for boxes, t in zip(spans, timelines, strict=True)
-        for box, span in zip(boxes, t.spans, strict=True)
-    }
-    assert len(inner) == 3
+    inner = ElementTree.fromstring(compare_svg(timelines)).findall(f"{SVG}svg")
+    scales = set()
+    for svg, t in zip(inner, timelines, strict=True):
+        boxes = [b for b in svg.iter(f"{SVG}rect") if b.get("class") == "span" and len(b)]
+        for box, span in zip(boxes, t.spans, strict=True):
+            scales.add(round(float(box.get("width", 0)) / (span.end - span.start), 1))
     assert len(scales) == 1
-    rows = [text.splitlines()[1] for text in compare_text(timelines).split("\n\n")]
-    lengths = [len(row.rstrip(". ")) for row in rows]
-    assert sorted(lengths) == sorted(lengths, key=lambda n: -n)[::-1]
     for ending in (".txt", ".svg", ".html"):
         assert write_comparison(timelines, tmp_path / f"all{ending}").stat().st_size > 500
     with pytest.raises(ScheduleError, match=r"expected one of \.txt, \.svg, \.html"):
         write_comparison(timelines, tmp_path / "all.json")
+    with pytest.raises(ScheduleError, match=r"expected one of .txt, .svg, .html, .json"):
+        write_picture(timeline(), tmp_path / "step.png")
