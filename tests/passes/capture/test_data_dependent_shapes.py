@@ -1,5 +1,4 @@
-"""Shapes that depend on values of inputs: bits of eager mode if the input is static, else a
-refusal."""
+"""Shapes that depend on values of inputs: eager's bits if the input is static."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,10 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.support.pass_graph_runner import run_forward
-from zbcompile.passes.capture.export import ExportOptions, export_forward, export_training_step
-from zbcompile.passes.compile_step import compile_graph
-from zbcompile.passes.errors import CaptureError
+import zbcompile
 
 Call = Callable[[Tensor, Tensor], Any]
 
@@ -45,7 +41,6 @@ CALLS: tuple[Call, ...] = (
     lambda x, mask: torch.repeat_interleave(x, mask.sum(), 1),
     lambda x, mask: x.repeat_interleave(mask.flatten().long()),
     lambda x, mask: torch.repeat_interleave(mask.sum(1)),
-    lambda x, mask: x.repeat_interleave(2, dim=0),
     lambda x, mask: torch.arange(mask.sum()),
     lambda x, mask: torch.arange(mask[0].sum(), mask.sum(), 2, dtype=torch.float32),
     _set,
@@ -61,33 +56,22 @@ class All(nn.Module):
         return [call(self.layer(x), mask) for call in self.calls]
 
 
-def batch(seed: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(3, 4, generator=generator), torch.rand(3, 4, generator=generator) > 0.4
+def pipeline(*calls: Call) -> zbcompile.Pipeline:
+    return zbcompile.pipeline(All(*calls), schedule="1f1b", ranks=1, static_inputs=("args[1]",))
 
 
-@pytest.mark.slow
 def test_results_with_a_static_mask_are_eagers() -> None:
-    model, options = All(*CALLS).eval(), ExportOptions(static_inputs=("args[1]",))
+    pipe = pipeline(*CALLS)
     for seed in range(2):
-        step = export_forward(model, batch(seed), options=options)
-        compiled = compile_graph(step, ranks_of=(0,), recompute="off")
-        actual = run_forward(compiled, model, (batch(seed), {}, None))
-        for number, (ours, theirs) in enumerate(zip(actual, model(*batch(seed)), strict=True)):
+        torch.manual_seed(seed)
+        batch = torch.randn(3, 4), torch.rand(3, 4) > 0.4
+        actual, expected = pipe.eval(*batch, microbatches=1), pipe._model.eval()(*batch)
+        for number, (ours, theirs) in enumerate(zip(actual, expected, strict=True)):
             assert torch.equal(ours, theirs), (number, seed)
 
 
-class Total(All):
-    def forward(self, x: Tensor, mask: Tensor) -> Any:
-        return super().forward(x, mask)[0].sum() * 1.0
-
-
-def _export(call: Call, *static_inputs: str) -> None:
-    export_training_step(
-        Total(call), batch(0), {}, options=ExportOptions(static_inputs=static_inputs)
-    )
-
-
 def test_a_mask_of_another_shape_is_named_by_line() -> None:
-    with pytest.raises(CaptureError, match=r"(?s)dependent_shapes\.py:\d+.*does not match"):
-        _export(lambda x, mask: x[mask[:2]], "args[1]")
+    pipe = pipeline(lambda x, mask: x[mask[:2]])
+    message = r"(?s)dependent_shapes\.py:\d+.*does not match"
+    with pytest.raises(zbcompile.CaptureError, match=message):
+        pipe.eval(torch.randn(3, 4), torch.rand(3, 4) > 0.4, microbatches=1)

@@ -1,12 +1,11 @@
 """The solvers against brute force over all cuts."""
 
+import random
 from collections.abc import Sequence
-from itertools import combinations, pairwise
+from itertools import accumulate, combinations, pairwise
 
 import pytest
-from hypothesis import given, strategies as st
 
-from tests.support.generated import examples
 from zbcompile.passes.partition.balance import (
     CHUNK_SHARE,
     PIECE_SLACK,
@@ -16,28 +15,13 @@ from zbcompile.passes.partition.balance import (
 )
 from zbcompile.schedules.ir.placement import Placement
 
-LOADS = st.lists(st.one_of(st.integers(0, 9), st.integers(0, 60)), min_size=1, max_size=13)
-PLACEMENTS = [
-    Placement.named("linear", 3),
-    Placement.named("looped", 2, 2),
-    Placement.named("v", 2, 2),
-    Placement.named("v", 3, 2),
-]
-
-
-def row_of(loads: Sequence[float], placement: Placement, edges: Sequence[int]) -> LoadRow:
-    totals = [0.0]
-    for load in loads:
-        totals.append(totals[-1] + load)
-    ranks_of = [placement.rank(stage) for stage in range(placement.stages)]
-    return LoadRow(totals, ranks_of, heaviest_piece(totals, edges))
+PLACEMENTS = [("linear", 3, 1), ("looped", 2, 2), ("v", 2, 2), ("v", 3, 2)]
 
 
 def heaviest(
     loads: Sequence[float], cuts: Sequence[int], placement: Placement, edges: Sequence[int]
 ) -> float:
-    """The objective, written down once more: the heaviest stage, or rank of a V with its rule for
-    chunks."""
+    """The objective once more: the heaviest stage, or rank of a V with its rule for chunks."""
     stages = [sum(loads[a:b]) for a, b in pairwise([0, *cuts, len(loads)])]
     if placement.kind != "v":
         return max(stages)
@@ -47,20 +31,22 @@ def heaviest(
     return max(*ranks, chunk / CHUNK_SHARE if chunk > piece * PIECE_SLACK else 0)
 
 
-@pytest.mark.mostly_slow(every=4, suite=1)
-@pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
-@given(loads=LOADS, data=st.data())
-@examples(150)
-def test_no_cuts_are_better(placement: Placement, loads: list[int], data: st.DataObject) -> None:
-    inner = [i for i in range(1, len(loads)) if data.draw(st.integers(0, 9)) > 1]
-    edges = [0, *inner, len(loads)]
-    all_cuts = list(combinations(inner, placement.stages - 1))
-    actual = best_cuts(row_of(loads, placement, edges), edges)
-    if not all_cuts:
-        assert actual is None
-        return
-    best = min(heaviest(loads, cuts, placement, edges) for cuts in all_cuts)
-    assert actual is not None
-    assert actual[0] == pytest.approx(best, rel=1e-8, abs=1e-12)
-    assert heaviest(loads, actual[1], placement, edges) == pytest.approx(best, rel=1e-8, abs=1e-12)
-    assert set(actual[1]) <= set(inner)
+@pytest.mark.parametrize("named", PLACEMENTS, ids=str)
+def test_no_cuts_are_better(named: tuple[str, int, int]) -> None:
+    placement, any_ = Placement.named(*named), random.Random(str(named))
+    ranks_of = [placement.rank(stage) for stage in range(placement.stages)]
+    for _ in range(150):
+        largest = any_.choice((9, 60))
+        loads = [any_.randint(0, largest) for _ in range(any_.randint(1, 13))]
+        inner = [i for i in range(1, len(loads)) if any_.random() < 0.8]
+        edges, totals = [0, *inner, len(loads)], [0.0, *accumulate(loads)]
+        row = LoadRow(totals, ranks_of, heaviest_piece(totals, edges))
+        actual = best_cuts(row, edges)
+        choices = list(combinations(inner, placement.stages - 1))
+        if not choices:
+            assert actual is None
+            continue
+        best = min(heaviest(loads, cuts, placement, edges) for cuts in choices)
+        value = heaviest(loads, actual[1], placement, edges)
+        assert (actual[0], value) == pytest.approx((best, best), rel=1e-8, abs=1e-12)
+        assert set(actual[1]) <= set(inner)

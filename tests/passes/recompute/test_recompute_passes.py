@@ -18,12 +18,8 @@ from zbcompile.passes.recompute.saved_values import (
 def test_a_budget_is_met_at_the_lowest_cost() -> None:
     """Three layers of 10 bytes behind an input of 1 byte, with a kept output each."""
     inputs = {"x": (), "a": ("x",), "b": ("a",), "c": ("b",)}
-    candidates = Candidates(
-        backward_inputs=frozenset(inputs),
-        inputs=inputs,
-        bytes={"x": 1, "a": 10, "b": 10, "c": 10},
-        cost={"a": 5, "b": 5, "c": 5},
-    )
+    sizes, cost = {"x": 1, "a": 10, "b": 10, "c": 10}, {"a": 5, "b": 5, "c": 5}
+    candidates = Candidates(frozenset(inputs), inputs, sizes, cost)
     costs = {}
     for budget in (31, 30, 21, 20, 11, 1):
         saved = least_cost_within(candidates, budget)
@@ -58,14 +54,10 @@ def every_choice(candidates: Candidates) -> Iterator[tuple[int, int]]:
             remade.add(value)
             missing += [argument for argument in new if argument not in saved]
         if not missing:
-            yield (
-                sum(candidates.bytes[value] for value in saved),
-                sum(candidates.cost[value] for value in remade),
-            )
+            yield sum(map(candidates.bytes.get, saved)), sum(map(candidates.cost.get, remade))
 
 
-@pytest.mark.mostly_slow(every=4, suite=1)
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(5))
 def test_no_choice_is_better(seed: int) -> None:
     """Within a budget: between the best choice and the best corner of the hull."""
     candidates = random_candidates(seed)
@@ -73,7 +65,7 @@ def test_no_choice_is_better(seed: int) -> None:
     few, cheap = fewest_bytes(candidates), lowest_cost(candidates)
     assert (few.bytes, few.cost) == min(choices)
     assert (cheap.cost, cheap.bytes) == min((cost, size) for size, cost in choices)
-    weights = [(a, b) for a in range(1, 40) for b in range(1, 40)]
+    weights = [(a, b) for a in range(1, 40, 2) for b in range(1, 40)]
     corners = {min(choices, key=lambda c, w=w: (w[0] * c[0] + w[1] * c[1], c)) for w in weights}
     for budget in range(few.bytes, cheap.bytes + 1):
         actual = least_cost_within(candidates, budget)

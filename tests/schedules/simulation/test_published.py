@@ -1,7 +1,4 @@
-"""The figures of the papers, recomputed from the profiles that the papers print.
-
-docs/schedules.md says which published figures cannot be recomputed, and why.
-"""
+"""The figures of the papers, recomputed from the profiles that the papers print."""
 
 import pytest
 
