@@ -21,10 +21,11 @@ def function(forward: Any, backward: Any, **more: Any) -> Any:
     return type("Made", (Function,), {n: staticmethod(m) for n, m in methods.items() if m}).apply
 
 
-def linear(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, scale: float) -> Tensor:
-    ctx.save_for_backward(x, weight)
-    ctx.scale = scale  # a number on ctx
-    return (x @ weight.t() + bias) * scale
+def saved(ctx: Any, result: Any, *tensors: Any, **more: Any) -> Any:
+    ctx.save_for_backward(*tensors)
+    for name, value in more.items():
+        setattr(ctx, name, value)
+    return result
 
 
 def of_linear(ctx: Any, gradient: Any) -> Any:
@@ -44,34 +45,21 @@ def of_power(ctx: Any, gradient: Any) -> Any:
     return inner @ weight.t(), x.t() @ inner, None
 
 
-def tanh(ctx: Any, x: Tensor) -> Tensor:
-    result = x.tanh()
-    ctx.save_for_backward(result)  # its output
-    return result
-
-
-def of_tanh(ctx: Any, gradient: Any) -> Any:
-    (result,) = ctx.saved_tensors
-    return gradient * (1 - result * result)
+def of_product(ctx: Any, gradient: Any) -> Any:
+    weight, x = ctx.saved_tensors
+    of_x = gradient @ weight.t() if ctx.needs_input_grad[0] else None
+    return of_x, x.t() @ gradient if ctx.needs_input_grad[1] else None
 
 
 def sort(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     values, order = x.sort(1)
     ctx.mark_non_differentiable(order)
-    ctx.save_for_backward(order)
-    return values, order
+    return saved(ctx, (values, order), order)
 
 
-def product(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-    needs = ctx.needs_input_grad
-    ctx.save_for_backward(x if needs[1] else None, weight if needs[0] else None)
-    return x @ weight
-
-
-def of_product(ctx: Any, gradient: Any) -> Any:
-    x, weight = ctx.saved_tensors
-    of_x = gradient @ weight.t() if ctx.needs_input_grad[0] else None
-    return of_x, x.t() @ gradient if ctx.needs_input_grad[1] else None
+def masking(ctx: Any, x: Tensor) -> Tensor:
+    mask = (torch.rand_like(x) > 0.25).to(x.dtype)  # random numbers, kept for backward
+    return saved(ctx, x * mask * F.dropout(torch.ones_like(x), 0.5), mask)
 
 
 def several(ctx: Any, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, None, Tensor]:
@@ -87,23 +75,10 @@ def of_several(ctx: Any, one: Any, two: Any, _: Any, three: Any) -> Any:
     return of_x if three is None else of_x + three * x.exp(), of_weight
 
 
-def choose(ctx: Any, run: Any, x: Tensor, inputs: Any, _: None, mode: str, dtype: Any) -> Tensor:
-    """Arguments that are no tensors: a function, a mapping with a tensor in it, None, a string, a
-    type."""
-    ctx.run, ctx.given, ctx.mode = run, inputs, mode
-    ctx.save_for_backward(x)
-    return run(x, inputs["scale"]).to(dtype)
-
-
 def of_choose(ctx: Any, gradient: Any) -> Any:
     sign = {"plus": 1, "minus": -1}[ctx.mode]
     of_x = sign * ctx.run(gradient * ctx.saved_tensors[0], ctx.given["scale"])
     return None, of_x, None, None, None, None
-
-
-def outer(ctx: Any, x: Tensor, weight: Tensor) -> Any:
-    ctx.save_for_backward(x, weight)
-    return VJP(SAVING(x, weight, weight[0], 2.0))
 
 
 def of_outer(ctx: Any, gradient: Any) -> Any:
@@ -111,13 +86,6 @@ def of_outer(ctx: Any, gradient: Any) -> Any:
         x, weight = (tensor.detach().requires_grad_() for tensor in ctx.saved_tensors)
         result = VJP(SAVING(x, weight, weight[0], 2.0))
     return torch.autograd.grad(result, (x, weight), gradient)
-
-
-def module(ctx: Any, x: Tensor, module: nn.Module) -> Any:
-    """Its parameters are no arguments, and get their gradients from a backward in the backward."""
-    ctx.module = module
-    ctx.save_for_backward(x)
-    return module(x)
 
 
 def of_module(ctx: Any, gradient: Any) -> Any:
@@ -145,38 +113,50 @@ def _size(x: Tensor, weight: Tensor) -> Tensor:
     return torch.tanh(x @ weight).pow(2).sum()
 
 
-def masking(ctx: Any, x: Tensor) -> Tensor:
-    mask = (torch.rand_like(x) > 0.25).to(x.dtype)  # random numbers, kept for backward
-    ctx.save_for_backward(mask)
-    return x * mask * F.dropout(torch.ones_like(x), 0.5)
-
-
-def plain_product(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-    ctx.save_for_backward(x, weight)
-    return x @ weight
-
-
 @custom_bwd(device_type="cpu")
 def of_plain_product(ctx: Any, gradient: Any) -> Any:
     x, weight = ctx.saved_tensors
     return gradient @ weight.t(), x.t() @ gradient
 
 
-SAVING = function(linear, of_linear)
+SAVING = function(
+    lambda ctx, x, w, bias, scale: saved(ctx, (x @ w.t() + bias) * scale, x, w, scale=scale),
+    of_linear,
+)
 SETUP = function(lambda x, weight, power=3: (x @ weight).pow(power), of_power, setup_context=set_up)
+VJP = function(  # the other name of backward; it reads the output
+    lambda ctx, x: saved(ctx, result := x.tanh(), result),
+    None,
+    vjp=lambda ctx, g: g * (1 - ctx.saved_tensors[0].square()),
+)
 ONCE = function(lambda ctx, x: x.data.clone().mul_(2), once_differentiable(lambda ctx, g: g * 2))
 SORTED = function(sort, lambda ctx, g, _: g.gather(1, ctx.saved_tensors[0].argsort(1)))
-VJP = function(tanh, None, vjp=of_tanh)  # the other name of backward
-NEEDED, SEVERAL = function(product, of_product), function(several, of_several)
-CHOSEN, OUTER = function(choose, of_choose), function(outer, of_outer)
-MODULE = function(module, of_module)
+NEEDED = function(
+    lambda ctx, x, w: saved(
+        ctx, x @ w, *(t if n else None for t, n in zip((w, x), ctx.needs_input_grad, strict=True))
+    ),
+    of_product,
+)
+SEVERAL = function(several, of_several)
+CHOSEN = function(  # arguments that are no tensors
+    lambda ctx, run, x, inputs, _, mode, dtype: saved(
+        ctx, run(x, inputs["scale"]).to(dtype), x, run=run, given=inputs, mode=mode
+    ),
+    of_choose,
+)
+OUTER = function(lambda ctx, x, w: saved(ctx, VJP(SAVING(x, w, w[0], 2.0)), x, w), of_outer)
+# parameters of the module are no arguments, and get gradients from a backward in the backward
+MODULE = function(lambda ctx, x, module: saved(ctx, module(x), x, module=module), of_module)
 MASKING = function(masking, lambda ctx, g: g * ctx.saved_tensors[0])
 EARLY = function(early, lambda ctx, g: (*(saved * g for saved in ctx.saved_tensors), None))
 PASSED = function(lambda ctx, x: x, lambda ctx, g: g * 0.5)  # the input itself, as Megatron's f
 REVERSED = function(lambda ctx, x: x.view_as(x), lambda ctx, g: g.neg())
 TURNED = function(lambda ctx, x: x.t(), lambda ctx, g: g.t() * 2)  # nothing is contiguous
 LOWERED, CAST = (
-    function(custom_fwd(plain_product, device_type="cpu", **cast), of_plain_product)
+    function(
+        custom_fwd(lambda ctx, x, w: saved(ctx, x @ w, x, w), device_type="cpu", **cast),
+        of_plain_product,
+    )
     for cast in ({}, {"cast_inputs": torch.float32})
 )
 

@@ -121,7 +121,7 @@ PASSES = (
         "passes/stage/accumulate.py",
         "    if padding >= 0:  # type: ignore[operator]\n",
         "    if False:\n",
-        ("tests/passes/stage",),
+        ("tests/passes/stage/test_accumulate.py",),
     ),
     PlantedFault(
         "the backward reads buffers that later forwards have overwritten",
@@ -149,14 +149,14 @@ PASSES = (
         "passes/compile_step.py",
         "    merge_autocast_casts(step)\n",
         "",
-        ("tests/passes/capture",),
+        ("tests/passes/capture/test_capture_autocast.py",),
     ),
     PlantedFault(
         "sums over ranks are deferred although the step is exact",
         "passes/compile_step.py",
         "    else:\n        defer_sums(step)\n",
         "    if step:\n        defer_sums(step)\n",
-        ("tests/passes", "tests/zbcompile/engine/test_dtensor.py"),
+        ("tests/passes/test_dtensor.py", "tests/zbcompile/engine/test_dtensor.py"),
     ),
 )
 ENGINE = (

@@ -14,8 +14,7 @@ GROUPS = {
         " @mse_loss @cross_entropy @nll_loss @huber_loss"
     ),
     "products": (
-        "mm bmm addmm matmul gather index_select @linear @embedding"
-        " @dropout @alpha_dropout @feature_alpha_dropout"
+        "mm bmm addmm matmul gather index_select @linear @embedding @dropout @alpha_dropout"
     ),
 }
 

@@ -150,6 +150,15 @@ class Standardized(Residual):
         return x
 
 
+class Penalized(Residual):
+    """The gradient of the output is part of the output."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x := x.detach().requires_grad_())
+        (gradient,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        return y + gradient.square().mean()
+
+
 def parametrized() -> nn.Module:
     """Weight norm and spectral norm: operations on parameters alone, and buffers of those."""
     first = parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))
@@ -164,6 +173,6 @@ def added_in_place(output: Tensor, target: Tensor) -> Tensor:
     return total
 
 
-@pytest.mark.parametrize("make", [parametrized, Standardized])
+@pytest.mark.parametrize("make", [Penalized, parametrized, Standardized])
 def test_autograd_of_any_kind(make: Any) -> None:
     check("zb-v" if make is Standardized else "zb-h1", make(), added_in_place)
