@@ -16,7 +16,7 @@ from tests.support.pass_graph_runner import compile_step
 from zbcompile.passes.compile_step import CompiledStep
 from zbcompile.passes.errors import CompileError
 from zbcompile.passes.graph.fx import graph_text, tensors_of
-from zbcompile.passes.operators import HIGHER_ORDER, name_of_operator, operator_named
+from zbcompile.passes.operators import name_of_operator, operator_named
 from zbcompile.passes.serialize import graph_from_data, graph_to_data
 from zbcompile.passes.stage.accumulate import accumulate
 from zbcompile.passes.step_graph import Label
@@ -104,9 +104,6 @@ def test_operators_of_other_libraries_are_named_by_the_user() -> None:
 def edits() -> Iterator[tuple[str, Callable[[Any], Any]]]:
     """Yields hostile edits of a written forward: a title and a function that changes the data."""
 
-    def argument(value: Any) -> Callable[[Any], Any]:
-        return lambda d: d["nodes"][-1]["args"].__setitem__(0, value)
-
     for name in (
         *("os.system", "builtins.eval.default", "aten.mm.default\n", "torch.load.default"),
         *("aten.from_file.default", "aten.set_.source_Tensor", "aten.resize_.default"),
@@ -127,7 +124,7 @@ def edits() -> Iterator[tuple[str, Callable[[Any], Any]]]:
         "an unknown device": {"device": "meta:0"},
         "a graph that is not there": {"graph": 3},
     }.items():
-        yield title, argument(value)
+        yield title, lambda d, v=value: d["nodes"][-1]["args"].__setitem__(0, v)
     for title, place, value in (
         ("an input of another shape", 2, [5]),
         ("a negative size", 2, [-1]),
@@ -182,7 +179,3 @@ def test_of_a_packet_only_its_overloads_are_found(packet: str) -> None:
             continue
         assert attribute in actual.overloads()
         assert name_of_operator(target) == f"{packet}.{attribute}"
-
-
-def test_higher_order_operators_are_a_closed_list() -> None:
-    assert [name_of_operator(operator_named(name)) for name in HIGHER_ORDER] == list(HIGHER_ORDER)

@@ -107,7 +107,7 @@ class TorchsLayers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         layer = nn.TransformerEncoderLayer(WIDTH, HEADS, WIDTH, batch_first=True)
-        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
         self.attention = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
 
     def forward(self, x: Tensor, padding: Tensor) -> Tensor:

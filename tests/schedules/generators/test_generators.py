@@ -40,12 +40,13 @@ def _group(ranks: int, microbatches: int) -> int:
     return microbatches // max(1, microbatches // ranks)
 
 
+@pytest.mark.mostly_slow(every=3, suite=1)
 @pytest.mark.parametrize("name", names())
 def test_every_size_is_right_and_keeps_its_promise(name: str, random_costs) -> None:
     """Ranks 1..8, a few numbers of microbatches up to 24 for each; a quarter has random costs too. A search
-    takes long, and gets half of the ranks."""
+    takes long, and gets three numbers of ranks."""
     any_, built = random.Random(name), 0
-    for ranks in range(1, 9, 2) if name == "auto" else range(1, 9):
+    for ranks in (2, 3, 5) if name == "auto" else range(1, 9):
         for microbatches in any_.sample(range(1, 25), 4):
             try:
                 schedule = build(name, ranks, microbatches)
@@ -63,7 +64,7 @@ def test_every_size_is_right_and_keeps_its_promise(name: str, random_costs) -> N
             check(lowered, costs)
             assert t.work <= t.cost <= t.makespan == simulate(lowered, costs).makespan
             assert 0 <= t.cost_bubble <= t.bubble < 1
-    assert built >= 4
+    assert built >= 3
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
