@@ -44,6 +44,7 @@ def loss(output: Tensor, target: Tensor) -> Tensor:
 
 def make() -> tuple[nn.Module, Tensor, Tensor]:
     tokens = torch.randint(0, WORDS, (2, MICROBATCHES * ROWS, LENGTH))
+    tokens[0, :, 0] = 0  # padding
     return ManyLayouts(), tokens[0], tokens[1]
 
 

@@ -66,7 +66,7 @@ def test_smallest_microbatches() -> None:
         ({"exact": True}, "unknown option exact; it has none"),
         ({"name": "zb-h1-lazy", "exakt": True}, "unknown option exakt; expected exact"),
         ({"name": "auto", "exact": True}, "auto: unknown option exact; it has none"),
-        ({"name": "auto", "costs": Costs.uniform(3)}, "costs of 3 stages for a schedule of 4"),
+        ({"name": "auto", "ranks": 2, "costs": Costs.uniform(3)}, "costs of 3 stages for a sched"),
         ({"costs": Costs.uniform(3)}, "costs of 3 stages for a schedule of 4"),
         ({"memory_limit": 3}, r"holds 4 at its peak, but memory_limit is 3; raise the limit"),
         ({"name": "zb-2p", "memory_limit": float("nan")}, "memory_limit=nan; expected"),
