@@ -3,7 +3,6 @@
     python -m tests.support.page_runs [docs/faq.md ...]
 
 A command that takes more than five minutes is only begun: it may not fail in its first seconds.
-
 A Python block with the mark `{file=NAME}` is written into the folder; the other blocks of a page
 are one script, in one process (`{run}`, the front page), or with the names of
 `tests/support/page_names.py` given beforehand.
@@ -22,15 +21,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.support import page_names
 from tests.support.ports import free_port
 
 ROOT = Path(__file__).parents[2]
-PAGES = (
-    "README.md",
-    "CONTRIBUTING.md",
-    *(path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "docs").rglob("*.md"))),
-)
+DOCS = (path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "docs").rglob("*.md")))
+PAGES = ("README.md", "CONTRIBUTING.md", *DOCS)
 FENCE = re.compile(r"^```(\w*)(?: \{(.*?)\})?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 PROGRAM = r"(?:\w+=\S+; )?(?:\.venv/bin/)?(?:python3?|torchrun|pip|pytest|mkdocs|ruff|mypy)"
 SPAN = re.compile(rf"(?<!`)`({PROGRAM} [^`]+|examples/[\w/]+\.py -[^`]+)`(?!`)")
@@ -38,18 +33,14 @@ FRONT_PAGE = "docs/index.md"  # all its Python is one script
 INSTALLS = re.compile(r"^.*pip install [^&;]*(?:&&|;) ")  # what comes behind it runs without
 MENTION = re.compile(r"python -m zbcompile[. ]\w+")  # names a tool
 PLACEHOLDERS = {
-    "TARGET": "examples/targets.py:gpt",
-    "DIR": "checkpoints",
-    "NAME": "zb-h1",
-    "FILE": "file.csv",
-    "COMMAND": "true",
+    **{"TARGET": "examples/targets.py:gpt", "DIR": "checkpoints", "NAME": "zb-h1"},
+    **{"FILE": "file.csv", "COMMAND": "true"},
 }
+TOOLS = ("pytest", "mkdocs", "ruff", "mypy")
 RECORDED = ROOT / "tests" / "golden" / "recorded_gpt.json"  # a step.json of the target
 NETWORK = "installs from a network"
 NOT_RUN = {  # by a part of the command, which ends with "$"
-    "pip install": NETWORK,
-    "python -m build": NETWORK,
-    "newcomer.py": NETWORK,
+    **dict.fromkeys(("pip install", "python -m build", "newcomer.py"), NETWORK),
     "HOST": "needs several machines",
     "gpu_hour.py": "needs a GPU",
     "page_runs": "runs the others",
@@ -60,14 +51,26 @@ LONG = re.compile(  # takes more than five minutes on two cores
     r"|baseline|(?:published_gpts|vs_torch|promise|inductor|split_tax)\.py|overlap_tp\.py$"
 )
 LIMIT, BEGUN = 300.0, 20.0  # seconds that a command, and a long one, may take
-RANKS = {  # processes that run a page's snippets, if not two
-    "docs/checkpoints.md": 1,
-    "docs/composition.md": 8,
-    "docs/optimizer.md": 4,
-    "docs/programs.md": 1,
-    "docs/schedules.md": 1,
-    "docs/training.md": 4,
-}
+RANKS = {"composition": 8, "optimizer": 4, "training": 4, "checkpoints": 1, "programs": 1}
+RANKS |= {"schedules": 1}  # processes that run a page's snippets, if not two
+SCRIPT = """
+import sys, traceback
+names, before, failed = {"__name__": "__main__"}, {}, False
+if with_names:
+    from page_names import BEFORE as before, names_of
+    names = names_of(page)
+for line, text in blocks:
+    try:
+        for part, prepare in before.items():
+            if part in text:
+                prepare(names)
+        exec(compile("\\n" * (line - 1) + text, page, "exec"), names)
+    except Exception as error:
+        print(f"--- {page}:{line}", file=sys.stderr)
+        traceback.print_exc()
+        failed |= getattr(error, "name", None) != "lightning"  # which need not be installed
+sys.exit(int(failed))
+"""
 
 
 @dataclass(frozen=True)
@@ -83,9 +86,7 @@ class Command:
     @property
     def shell(self) -> str:
         text = re.sub(r" \[--[^]]*\]", "", INSTALLS.sub("", self.text))
-        text = re.sub(
-            rf"\b(?:{'|'.join(PLACEHOLDERS)})\b", lambda result: PLACEHOLDERS[result[0]], text
-        )
+        text = re.sub(rf"\b(?:{'|'.join(PLACEHOLDERS)})\b", lambda at: PLACEHOLDERS[at[0]], text)
         if text.startswith("examples/"):
             return f"python {text}"
         return f"{text} --help" if MENTION.fullmatch(text) else text
@@ -136,81 +137,54 @@ def run_page(page: str, folder: Path) -> dict[str, bool]:
         (folder / name).write_text(text, encoding="utf-8")
     results = {}
     for with_names in (False, True):
-        chosen = [snippet for snippet in snippets if snippet.in_page_script is not with_names]
+        chosen = [part for part in snippets if part.in_page_script is not with_names]
         if chosen:
-            ranks = RANKS.get(page, 2) if with_names else 1
-            lines = ", ".join(str(snippet.line) for snippet in chosen)
+            ranks = RANKS.get(Path(page).stem, 2) if with_names else 1
+            lines = ", ".join(str(part.line) for part in chosen)
             title = f"{page}: Python at line {lines}, in {ranks} process(es)"
-            command = _script(page, chosen, folder, ranks, with_names)
+            blocks = [(part.line, part.text) for part in chosen]
+            script = f"page, with_names, blocks = {page!r}, {with_names}, {blocks!r}\n{SCRIPT}"
+            (folder / "snippets_of_page.py").write_text(script, encoding="utf-8")
+            shutil.copy(Path(__file__).with_name("page_names.py"), folder)
+            start = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+            command = [sys.executable, *start[: 4 * (ranks > 1)], "snippets_of_page.py"]
             results[title] = _run(command, folder, title, LIMIT)
-    for command in {
-        command.shell: command for command in commands if not command.left_out
-    }.values():
-        if "step.json" in command.shell:
+    for item in {item.shell: item for item in commands if not item.left_out}.values():
+        if "step.json" in item.shell:
             shutil.copy(RECORDED, folder / "step.json")
-        title, long = f"{page}:{command.line}: {command.shell}", bool(LONG.search(command.shell))
-        results[title] = _run(
-            ["bash", "-euc", command.shell], folder, title, BEGUN if long else LIMIT, begun=long
-        )
+        title, long = f"{page}:{item.line}: {item.shell}", bool(LONG.search(item.shell))
+        command = ["bash", "-euc", item.shell]
+        results[title] = _run(command, folder, title, BEGUN if long else LIMIT, begun=long)
     return results
 
 
-def _script(
-    page: str, snippets: list[Snippet], folder: Path, ranks: int, with_names: bool
-) -> list[str]:
-    """Writes the snippets as a script into `folder`. Returns the command that runs it."""
-    shutil.copy(page_names.__file__, folder / "page_names.py")
-    blocks = [(snippet.line, snippet.text) for snippet in snippets]
-    script = f"import page_names\npage_names.run({page!r}, {blocks!r}, {with_names})\n"
-    (folder / "snippets_of_page.py").write_text(script, encoding="utf-8")
-    start = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    return [sys.executable, *(start if ranks > 1 else []), "snippets_of_page.py"]
-
-
 def _run(command: list[str], folder: Path, title: str, limit: float, begun: bool = False) -> bool:
-    """Returns whether a command ended well, or, if it is only `begun`, still ran after `limit`
-    seconds."""
+    """Returns whether a command ended well, or, if `begun`, still ran after `limit` seconds."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "RANK"))} | {
+        "PATH": f"{folder}/.venv/bin:{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHONPATH": f"{folder}:{ROOT}",
+        **{"OMP_NUM_THREADS": "1", "PORT": str(free_port()), "HF_HUB_OFFLINE": "1"},
+    }
     started = time.monotonic()
     with tempfile.TemporaryFile("w+") as said:
-        run = subprocess.Popen(
-            command,
-            cwd=folder,
-            env=_environment(folder),
-            stdout=said,
-            stderr=said,
-            start_new_session=True,
-        )
+        options = {"stdout": said, "stderr": said, "start_new_session": True}
+        run = subprocess.Popen(command, cwd=folder, env=environment, **options)
         try:
             good = run.wait(limit) == 0
         except subprocess.TimeoutExpired:
             good = begun
         finally:  # with what it has started, also after Ctrl-C
-            end_group(run)
+            _end_group(run)
         verdict = "ok" if good else "FAILED"
         print(f"{verdict:6} {time.monotonic() - started:5.0f} s  {title}", flush=True)
         if not good:
             said.seek(0)
-            text = re.split(r"^[WE]\d{4} .*elastic", said.read(), maxsplit=1, flags=re.MULTILINE)
-            print(text[0][-3000:], flush=True)
+            print(re.split(r"(?m)^[WE]\d{4} .*elastic", said.read())[0][-3000:], flush=True)
     return good
 
 
-def _environment(folder: Path) -> dict[str, str]:
-    names = {
-        name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "RANK"))
-    }
-    return names | {
-        "PATH": f"{folder}/.venv/bin:{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "PYTHONPATH": f"{folder}:{ROOT}",
-        "OMP_NUM_THREADS": "1",
-        "PORT": str(free_port()),
-        "HF_HUB_OFFLINE": "1",
-    }
-
-
-def end_group(run: subprocess.Popen[bytes]) -> None:
-    """End a command's processes: torchrun ends its workers, which are in sessions of their own, if
-    asked to."""
+def _end_group(run: subprocess.Popen[bytes]) -> None:
+    """End a command's processes: torchrun ends its workers, which are in other sessions, if asked."""
     for ask in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(run.pid, ask)
@@ -218,16 +192,14 @@ def end_group(run: subprocess.Popen[bytes]) -> None:
             run.wait(timeout=20)
 
 
-def clone(folder: Path) -> None:
+def _clone(folder: Path) -> None:
     """The checkout, with this interpreter and its programs under .venv/bin."""
     subprocess.run(["git", "clone", "--quiet", str(ROOT), str(folder)], check=True)
     programs = folder / ".venv" / "bin"
     programs.mkdir(parents=True)
     modules = {"python": "", "torchrun": "-m torch.distributed.run"}
-    modules |= {name: f"-m {name}" for name in ("pytest", "mkdocs", "ruff", "mypy")}
-    for name, start in modules.items():
-        text = f'#!/bin/sh\nexec {sys.executable} {start} "$@"\n'
-        (programs / name).write_text(text, encoding="utf-8")
+    for name, start in (modules | {n: f"-m {n}" for n in TOOLS}).items():
+        (programs / name).write_text(f'#!/bin/sh\nexec {sys.executable} {start} "$@"\n')
         (programs / name).chmod(0o755)
 
 
@@ -235,7 +207,7 @@ def main(pages: list[str]) -> int:
     results = {}
     for page in pages or PAGES:
         with tempfile.TemporaryDirectory() as root:
-            clone(Path(root) / "zbcompile")
+            _clone(Path(root) / "zbcompile")
             results |= run_page(page, Path(root) / "zbcompile")
     failures = [title for title, good in results.items() if not good]
     print(f"{len(results)} runs, {len(failures)} failed", *failures, sep="\n  ")
