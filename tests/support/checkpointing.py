@@ -4,10 +4,8 @@ with."""
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import zbcompile
@@ -95,11 +93,3 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
         for key, value in saved.items()
     }
     return State(dict(model.state_dict()), moments)
-
-
-def rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-def options(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    return {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}

@@ -5,9 +5,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 import zbcompile
 from tests.support.optimizers import OPTIMIZERS
@@ -106,29 +105,3 @@ def batches(training: Training, count: int, mesh: DeviceMesh | None = None) -> l
         both = [x.to(dtype) if x.is_floating_point() else x for x in (*part.args, part.target)]
         result.append(Batch((both[0],), {}, both[1]))
     return result
-
-
-def saved_and_moved(
-    training: Training, folder: str, moves: tuple[tuple[str, int, int], ...]
-) -> None:
-    """Train with zero=0 and with zero=1, and save; then let pipelines of other schedules, levels
-    and numbers of replicas load the newest checkpoint, and save it again."""
-    torch.set_num_threads(1)
-    mesh = mesh_of_replicas()
-    for zero in (0, 1):
-        pipe, optimizer = pipeline_with(training, zero, mesh)
-        for local in batches(training, training.updates, mesh):
-            pipe.step(*local.args, target=local.target)
-            optimizer.step()
-            optimizer.zero_grad()
-        zbcompile.save_checkpoint(f"{folder}/{zero}", pipe, optimizer)
-        pipe.close()
-    for number, (schedule, zero, replicas) in enumerate(moves, 1):
-        sizes, names = (replicas, dist.get_world_size() // replicas), ("dp", "pp")
-        mesh = init_device_mesh(torch.get_default_device().type, sizes, mesh_dim_names=names)
-        pipe, optimizer = pipeline_with(replace(training, schedule=schedule), zero, mesh)
-        (batch,) = batches(training, 1)
-        pipe.compile(*batch.args, target=batch.target)
-        zbcompile.load_checkpoint(f"{folder}/{number}", pipe, optimizer)
-        zbcompile.save_checkpoint(f"{folder}/{number + 1}", pipe, optimizer)
-        pipe.close()

@@ -1,5 +1,4 @@
-"""The format of checkpoints: values that are no tensors, chunks of tensors, damage, and pickles,
-which are refused."""
+"""The format of checkpoints: values that are no tensors, damage, and pickles, which are refused."""
 
 import json
 from collections import Counter, OrderedDict
@@ -10,48 +9,34 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from hypothesis import given, strategies as st
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+from torch.optim import lr_scheduler as lr
 
 import zbcompile
-from tests.support.generated import examples
+from tests.support.damage import Trap
 from zbcompile.persistence.checkpoint_values import from_data, to_data
 
-numbers = st.one_of(
-    st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(), st.binary()
-)
-hashable = st.one_of(numbers, st.tuples(st.integers(), st.text()))
-values = st.recursive(
-    st.one_of(numbers, st.complex_numbers(allow_nan=False)),
-    lambda inner: st.one_of(
-        st.lists(inner),
-        st.lists(inner).map(tuple),
-        st.dictionaries(hashable, inner),
-        st.dictionaries(st.text(), inner).map(OrderedDict),
-        st.lists(st.integers()).map(Counter),
-    ),
-    max_leaves=8,
-)
+Error = zbcompile.PipelineError
 
 
 def typed(value: Any) -> Any:
     """`value` with the type of everything in it, so that 1, True and 1.0 differ."""
     if isinstance(value, dict):
         return type(value), [(typed(key), typed(item)) for key, item in value.items()]
-    return (
-        (type(value), [typed(item) for item in value])
-        if isinstance(value, list | tuple)
-        else (type(value), value)
-    )
+    items = isinstance(value, list | tuple)
+    return type(value), [typed(item) for item in value] if items else value
 
 
-@pytest.mark.slow
-@given(values)
-@examples(40)
-def test_values_come_back_as_they_were(value: Any) -> None:
+def test_values_come_back_as_they_were() -> None:
+    leaves = [1, 1.0, True, None, -0.0, 2**80, "\u00e9\0", b"\xff", 2j, float("inf"), (), [], {}]
+    nested = {(1, "k"): OrderedDict(b=1, a=(2, [3])), b"z": Counter([5, 5]), 1.5: {None: {}}}
+    value = [*leaves, tuple(leaves), dict(enumerate(leaves)), {"1": nested, 1: 0}]
     data = json.loads(json.dumps(to_data(value, "extra", {}), allow_nan=False))
     assert typed(from_data(data, {})) == typed(value)
+
+
+endless: list[Any] = []
+endless.append(endless)
 
 
 @pytest.mark.parametrize(
@@ -62,56 +47,42 @@ def test_values_come_back_as_they_were(value: Any) -> None:
         ([{1: len}], r"extra\.0\.1 is a builtins\.builtin_function"),
         (torch.ones(2).to_sparse(), "extra is a torch"),
         ((1, torch.ones(2, device="meta")), r"extra\.1 is a torch"),
+        (endless, "contains itself"),
     ],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_what_has_no_form_is_refused_by_its_place(value: Any, place: str, tmp_path: Path) -> None:
-    with pytest.raises(zbcompile.PipelineError, match=place):
+    with pytest.raises(Error, match=place):
         zbcompile.save_checkpoint(tmp_path, nn.Linear(1, 1), extra=value)
     assert not list(tmp_path.iterdir())
 
 
-def test_a_list_that_contains_itself_is_refused(tmp_path: Path) -> None:
-    endless: list[Any] = []
-    endless.append(endless)
-    with pytest.raises(zbcompile.PipelineError, match="contains itself"):
-        zbcompile.save_checkpoint(tmp_path, nn.Linear(1, 1), extra=endless)
-
-
-class Rotary(nn.Module):
-    """Buffers of complex numbers, and of none of a tensor's usual shapes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("angles", torch.randn(3, dtype=torch.complex64))
-        self.register_buffer("count", torch.tensor(7))
-        self.register_buffer("empty", torch.empty(0, 4))
-        self.weight = nn.Parameter(torch.randn(4, 2).t())
-
-
 def test_every_dtype_and_shape(tmp_path: Path) -> None:
-    model, second = Rotary(), Rotary()
+    def rotary() -> nn.Module:
+        model = nn.Module()
+        model.register_buffer("angles", torch.randn(3, dtype=torch.complex64))
+        model.register_buffer("count", torch.randint(7, ()))
+        model.register_buffer("empty", torch.empty(0, 4))
+        model.weight = nn.Parameter(torch.randn(4, 2).t())
+        return model
+
+    model, second = rotary(), rotary()
     zbcompile.save_checkpoint(tmp_path, model)
     zbcompile.load_checkpoint(tmp_path, second)
-    assert all(
-        torch.equal(value, second.state_dict()[name]) for name, value in model.state_dict().items()
-    )
-    model.angles = model.angles.to(torch.complex128)
+    read = second.state_dict()
+    assert all(torch.equal(value, read[name]) for name, value in model.state_dict().items())
+    model.angles = model.angles.to(torch.complex128)  # type: ignore[operator]
     with pytest.raises(
-        zbcompile.PipelineError,
-        match=r"model\.angles is torch\.complex128, which safetensors cannot",
+        Error, match=r"model\.angles is torch\.complex128, which safetensors cannot"
     ):
         zbcompile.save_checkpoint(tmp_path, model)
 
 
 SCHEDULERS: list[Any] = [
-    lambda o: torch.optim.lr_scheduler.MultiStepLR(o, [1, 3]),
-    lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.1, 10),
-    lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o),
-    lambda o: torch.optim.lr_scheduler.SequentialLR(
-        o,
-        [torch.optim.lr_scheduler.ConstantLR(o), torch.optim.lr_scheduler.CosineAnnealingLR(o, 5)],
-        [2],
-    ),
+    lambda o: lr.MultiStepLR(o, [1, 3]),
+    lambda o: lr.OneCycleLR(o, 0.1, 10),
+    lr.ReduceLROnPlateau,
+    lambda o: lr.SequentialLR(o, [lr.ConstantLR(o), lr.CosineAnnealingLR(o, 5)], [2]),
 ]
 
 
@@ -122,9 +93,7 @@ def test_schedulers_and_tensor_options_come_back(make: Any, tmp_path: Path) -> N
     scheduler = make(optimizer)
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
-    scheduler.step(
-        *((1.0,) if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau) else ())
-    )
+    scheduler.step(*([1.0] if isinstance(scheduler, lr.ReduceLROnPlateau) else []))
     zbcompile.save_checkpoint(tmp_path, model, optimizer, extra=scheduler.state_dict())
     second = torch.optim.AdamW(model.parameters())
     at = zbcompile.load_checkpoint(tmp_path, model, second)
@@ -132,52 +101,20 @@ def test_schedulers_and_tensor_options_come_back(make: Any, tmp_path: Path) -> N
     assert pformat(second.state_dict()) == pformat(optimizer.state_dict())
 
 
-class Bomb:
-    """Unpickling it writes a file."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return Path.touch, (self.path,)
-
-
-def pickled(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, trap: Path) -> Path:
-    """A checkpoint as torch.distributed.checkpoint writes it, with a trap in it."""
-    options = StateDictOptions(flatten_optimizer_state_dict=True)
-    weights, moments = get_state_dict(model, optimizer, options=options)
-    state = {"model": weights, "optimizer": moments, "trap": Bomb(trap)}
-    dcp.save(state, checkpoint_id=folder, no_dist=True)
-    return folder
-
-
-@pytest.fixture
-def trained() -> tuple[nn.Linear, torch.optim.Optimizer]:
-    model = nn.Linear(3, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
-    model(torch.ones(1, 3)).sum().backward()
-    optimizer.step()
-    return model, optimizer
-
-
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_pickles_are_never_read(
-    trained: tuple[nn.Linear, torch.optim.Optimizer], tmp_path: Path
-) -> None:
-    """Of torch.distributed.checkpoint: one line."""
-    old, trap = pickled(tmp_path / "step-00000003", *trained, tmp_path / "trap"), tmp_path / "trap"
-    model = nn.Linear(3, 2)
+def test_pickles_are_never_read(tmp_path: Path) -> None:
+    """Of torch.distributed.checkpoint: one line. A folder without a checkpoint is said to be one."""
+    old, trap, model = tmp_path / "step-00000003", tmp_path / "trap", nn.Linear(3, 2)
+    dcp.save({"model": model.state_dict(), "trap": Trap(trap)}, checkpoint_id=old, no_dist=True)
     for path in (old, tmp_path):
-        with pytest.raises(zbcompile.PipelineError, match=r"pickles, which are never read\.$"):
+        with pytest.raises(Error, match=r"pickles, which are never read\.$"):
             zbcompile.load_checkpoint(path, model)
-    with pytest.raises(zbcompile.PipelineError, match=r"pickles, which are never read"):
+    with pytest.raises(Error, match=r"pickles, which are never read"):
         zbcompile.verify_checkpoint(old)
     assert not trap.exists()
-
-
-def test_a_folder_that_is_missing_or_empty_is_said_to_be_so(tmp_path: Path) -> None:
-    for path in (tmp_path / "missing", tmp_path):
-        with pytest.raises(zbcompile.PipelineError, match=f"there is no checkpoint in {path}"):
+    (empty := tmp_path / "empty").mkdir()
+    for path in (tmp_path / "missing", empty):
+        with pytest.raises(Error, match=f"there is no checkpoint in {path}"):
             zbcompile.verify_checkpoint(path)
 
 
@@ -191,28 +128,16 @@ def test_damage_is_found(tmp_path: Path) -> None:
     full = file.read_bytes()
     damage = {
         r"its SHA-256 differs": full[:-1] + bytes([full[-1] ^ 1]),
-        r"its header differs": (
-            full.replace(b"float", b"float").replace(b"BF16", b"F16 ").replace(b"U8", b"I8")
-        ),
+        r"its header differs": full.replace(b"U8", b"I8"),
         r"has another size": full[:-1],
     }
     for message, content in damage.items():
         file.write_bytes(content)
         if "SHA" not in message:
-            with pytest.raises(zbcompile.PipelineError, match=message):
+            with pytest.raises(Error, match=message):
                 zbcompile.load_checkpoint(tmp_path, model)
-        with pytest.raises(
-            zbcompile.PipelineError, match=r"SHA-256 differs|has another size|header differs"
-        ):
+        with pytest.raises(Error, match=r"SHA-256 differs|has another size|header differs"):
             zbcompile.verify_checkpoint(tmp_path)
     zbcompile.verify_checkpoint(tmp_path / "step-00000001")
     assert zbcompile.load_checkpoint(tmp_path / "step-00000001", model).step == 1
     assert model.bias.tolist() == [1, 1]
-
-
-def test_what_is_no_folder_is_called_that(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    (tmp_path / "link").symlink_to("nowhere")
-    for name in ("file", "link"):
-        with pytest.raises(zbcompile.PipelineError, match=f"{name}: it is not a folder"):
-            zbcompile.save_checkpoint(tmp_path / name, nn.Linear(1, 1))

@@ -4,36 +4,38 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.damage import fill_disks, flip_checkpoints, flip_programs, kill_saves
+from tests.support.damage import (
+    edit_programs,
+    fill_disks,
+    flip_checkpoints,
+    flip_programs,
+    kill_saves,
+)
 
 
-def test_flipped_bits_of_a_checkpoint_are_refused(tmp_path: Path) -> None:
-    counts = flip_checkpoints(tmp_path, 40, seed=1)
-    assert counts["verification: refused"] == 40
+def test_flipped_bits_are_refused(tmp_path: Path) -> None:
+    counts = flip_checkpoints(tmp_path, 30, seed=1)
+    assert counts["verification: refused"] == 30
     assert counts["index: refused"] > 0
-    assert counts.keys() <= {
-        "verification: refused",
-        "index: refused",
-        "refused",
-        "silent",
-    }  # silent: of a tensor
-
-
-def test_flipped_bits_of_a_program_are_refused(tmp_path: Path) -> None:
+    silent = {"silent"}  # a load does not read all of a tensor's bytes
+    assert counts.keys() <= {"verification: refused", "index: refused", "refused"} | silent
     counts = flip_programs(tmp_path, 8, seed=1)
     assert counts.keys() <= {"refused", "without effect"}  # a blank in the manifest has none
 
 
 def test_a_disk_that_is_full_at_any_call_is_one_message(tmp_path: Path) -> None:
-    counts = fill_disks(tmp_path)
-    assert counts.keys() == {
-        "refused",
-        "without effect",
-    }  # removing a name that is not there may fail
-    assert counts["refused"] >= 7
+    counts = fill_disks(tmp_path)  # removing a name that is not there may fail
+    assert (counts.keys(), counts["refused"] >= 7) == ({"refused", "without effect"}, True)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 def test_kills_lose_nothing_that_was_committed(tmp_path: Path) -> None:
-    assert kill_saves(tmp_path, 4, seed=1)["kills"] == 4
+    assert kill_saves(tmp_path, 30, seed=1)["kills"] > 20
+
+
+@pytest.mark.slow
+def test_random_edits_of_programs_are_refused_or_have_no_effect(tmp_path: Path) -> None:
+    """An edit may also make another valid program, such as one with another constant."""
+    counts = edit_programs(tmp_path, 16)
+    assert counts["refused"] >= 10
+    assert counts.keys() <= {"refused", "without effect", "silent"}

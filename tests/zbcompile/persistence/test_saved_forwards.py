@@ -12,76 +12,57 @@ import zbcompile.compile
 import zbcompile.inspect
 from zbcompile.cli.target import load_example
 
+Error = zbcompile.PipelineError
 TARGET = "examples/targets.py:gpt"
+PLAN = ["--schedule", "zb-h1", "--ranks", "2", "--microbatches", "4", "--output"]
+inspect = zbcompile.inspect.main
 
 
 @pytest.fixture(scope="module")
 def full() -> tuple[nn.Module, Tensor, Tensor]:
-    """The model of the target, two of its microbatches, and the model's logits for them."""
+    """The model of the target, two of its microbatches, and their log-probabilities in eager."""
     example = load_example(TARGET)
     tokens = torch.cat([example.args[0], example.args[0].flip(0)])
     with torch.no_grad():
-        return example.model, tokens, example.model.eval()(tokens)
-
-
-def compiled(directory: Path, *flags: str) -> None:
-    arguments = [
-        TARGET,
-        "--schedule",
-        "zb-h1",
-        "--ranks",
-        "2",
-        "--microbatches",
-        "4",
-        "--output",
-        str(directory),
-    ]
-    assert zbcompile.compile.main([*arguments, *flags]) == 0
-
-
-def log_probs_of(logits: Tensor, tokens: Tensor) -> Tensor:
-    return torch.log_softmax(logits, -1).gather(-1, tokens[..., None])[..., 0]
+        logp = torch.log_softmax(example.model.eval()(tokens), -1)
+    return example.model, tokens, logp.gather(-1, tokens[..., None])[..., 0]
 
 
 @pytest.mark.slow
 def test_a_forward_alone(tmp_path: Path, full: Any, capsys: pytest.CaptureFixture[str]) -> None:
     """No backward graph is in the directory; inspect reads it."""
-    model, tokens, logits = full
-    compiled(tmp_path, "--only", "log_probs")
+    model, tokens, expected = full
+    assert zbcompile.compile.main([TARGET, *PLAN, str(tmp_path), "--only", "log_probs"]) == 0
     assert not any('"BW"' in path.read_text() for path in tmp_path.glob("rank-*.json"))
     pipe = zbcompile.load(tmp_path, state_dict=model.state_dict())
-    assert torch.equal(pipe.log_probs(tokens, labels=tokens), log_probs_of(logits, tokens))
-    with pytest.raises(zbcompile.PipelineError, match="does not divide into these"):
-        pipe.log_probs(tokens[:, :5], labels=tokens[:, :5])
-    with pytest.raises(
-        zbcompile.PipelineError, match="holds log_probs alone, and no step to train with"
-    ):
+    assert torch.equal(pipe.log_probs(tokens, labels=tokens), expected)
+    short = tokens[:, :5]
+    with pytest.raises(Error, match="does not divide into these"):
+        pipe.log_probs(short, labels=short)
+    with pytest.raises(Error, match="holds log_probs alone, and no step to train with"):
         pipe.step(tokens, target=tokens)
-    with pytest.raises(zbcompile.PipelineError, match="holds log_probs, and cannot compute eval"):
+    with pytest.raises(Error, match="holds log_probs, and cannot compute eval"):
         pipe.eval(tokens)
-    assert zbcompile.inspect.main([str(tmp_path)]) == 0
-    assert "schedule      forward-only\nranks         2\n" in capsys.readouterr().out
-    assert zbcompile.inspect.main([str(tmp_path), "--graphs", str(tmp_path / "graphs")]) == 0
-    assert [path.name for path in sorted(tmp_path.glob("*/*_*.py"))] == [
-        "stage0_F.py",
-        "stage1_F.py",
-    ]
-    assert zbcompile.inspect.main([str(tmp_path), "--graph", "1.B"]) == 2
-    assert "the program is a forward alone, which has no B" in capsys.readouterr().err
-    with pytest.raises(
-        zbcompile.PipelineError, match=r"microbatches\[0\] is .* \(args, kwargs, labels\)"
-    ):
+    with pytest.raises(Error, match=r"microbatches\[0\] is .* \(args, kwargs, labels\)"):
         pipe.log_probs(microbatches=[((tokens,), {})])
+    assert inspect([str(tmp_path)]) == 0
+    assert "schedule      forward-only\nranks         2\n" in capsys.readouterr().out
+    assert inspect([str(tmp_path), "--graphs", str(tmp_path / "graphs")]) == 0
+    names = sorted(path.name for path in tmp_path.glob("*/*_*.py"))
+    assert names == ["stage0_F.py", "stage1_F.py"]
+    assert inspect([str(tmp_path), "--graph", "1.B"]) == 2
+    assert "the program is a forward alone, which has no B" in capsys.readouterr().err
 
 
 @pytest.mark.slow
 def test_log_probs_from_shards(tmp_path: Path, full: Any) -> None:
-    model, tokens, logits = full
-    compiled(tmp_path, "--only", "log_probs", "--vocab", "1")
+    model, tokens, expected = full
+    more = [str(tmp_path), "--only", "log_probs", "--vocab", "1"]
+    assert zbcompile.compile.main([TARGET, *PLAN, *more]) == 0
     pipe = zbcompile.load(tmp_path, state_dict=model.state_dict())
     pipe.record = True
     ours = pipe.log_probs(tokens, labels=tokens)
-    torch.testing.assert_close(ours, log_probs_of(logits, tokens), rtol=0, atol=2e-6)
+    torch.testing.assert_close(ours, expected, rtol=0, atol=2e-6)
     assert pipe.last_step is not None
     assert "S" in pipe.last_step.schedule.ops
 
@@ -102,15 +83,12 @@ def counting() -> tuple[nn.Module, tuple[Tensor, ...]]:
 def test_numbers_are_those_of_one_microbatch(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A batch of several would have others; and --vocab without an output layer to shard is
-    refused."""
-    arguments = [f"{__file__}:counting", "--schedule", "1f1b", "--ranks", "2", "--only", "eval"]
-    assert zbcompile.compile.main([*arguments, "--output", str(tmp_path)]) == 0
+    """A batch of several would have others; --vocab without an output layer to shard is refused."""
+    arguments = [f"{__file__}:counting", "--only", "eval", *PLAN, str(tmp_path)]
+    assert zbcompile.compile.main(arguments) == 0
     pipe = zbcompile.load(tmp_path, state_dict=Counting().state_dict())
     assert pipe.eval(torch.ones(2, 4))["count"] == 2
-    with pytest.raises(
-        zbcompile.PipelineError, match=r"numbers that may depend on the rows.*Pass batches of 2,"
-    ):
+    with pytest.raises(Error, match=r"numbers that may depend on the rows.*Pass batches of 2,"):
         pipe.eval(torch.ones(4, 4))
-    assert zbcompile.compile.main([*arguments, "--vocab", "1", "--output", str(tmp_path)]) == 2
+    assert zbcompile.compile.main([*arguments, "--vocab", "1"]) == 2
     assert "--only eval has none. Leave --vocab out" in capsys.readouterr().err
