@@ -15,77 +15,54 @@ pytest.importorskip("accelerate")
 from tests.zbcompile.integrations.test_trainer import TWO, arguments, gpt2
 from zbcompile.integrations import PipelineTrainer
 
-REFUSED = {
-    "fsdp": "full_shard",
-    "neftune_noise_alpha": 5.0,
-    "label_smoothing_factor": 0.1,
-    "auto_find_batch_size": True,
-    "fp16": True,
-    "bf16_full_eval": True,
-    "ddp_find_unused_parameters": True,
-    "torch_compile": True,
-    "accelerator_config": {"dispatch_batches": True},
+
+class Own(PipelineTrainer):
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        return super().compute_loss(*args, **kwargs)
+
+
+OF_ARGUMENTS = {
+    **{"fsdp": "full_shard", "neftune_noise_alpha": 5.0, "label_smoothing_factor": 0.1},
+    **{"auto_find_batch_size": True, "fp16": True, "bf16_full_eval": True, "torch_compile": True},
+    **{"ddp_find_unused_parameters": True, "accelerator_config": {"dispatch_batches": True}},
 }
+OPTIMIZERS = (torch.optim.SGD(torch.nn.Linear(1, 1).parameters()), None)
+OF_TRAINER: list[tuple[dict[str, Any], str]] = [
+    ({"made": Own}, r"Own\.compute_loss: pass compute_loss_func="),
+    ({"model_init": gpt2, "model": None}, "model_init="),
+    ({"pipeline": {**TWO, "loss": len}}, r"pipeline=\{'loss': \.\.\.\}"),
+    ({"pipeline": {"model": 1}}, r"pipeline=\{'model': \.\.\.\}: pass model= to the trainer"),
+    ({"optimizers": OPTIMIZERS}, r"optimizers=: pass optimizer_cls_and_kwargs="),
+    ({"model": "gpt2"}, "model=.*: pass an nn.Module"),
+    ({"model": None}, "model=.*: pass an nn.Module"),
+]
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_work_is_refused(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", OF_ARGUMENTS)
+def test_arguments_that_cannot_work_are_refused(name: str, tmp_path: Path) -> None:
     said = "dispatch_batches" if name == "accelerator_config" else name
     with pytest.raises(zbcompile.PipelineError, match=f"PipelineTrainer does not support {said}="):
-        PipelineTrainer(gpt2(), arguments(tmp_path, **{name: REFUSED[name]}), pipeline=TWO)
+        PipelineTrainer(gpt2(), arguments(tmp_path, **{name: OF_ARGUMENTS[name]}), pipeline=TWO)
 
 
-def test_processes_that_accelerate_does_not_see(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Under torchrun without a GPU, and without use_cpu=True, every process would save."""
-    args = arguments(tmp_path)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(
-        zbcompile.PipelineError,
-        match=r"2 processes that Accelerate takes for one each.*use_cpu=True",
-    ):
-        PipelineTrainer(gpt2(), args, pipeline={"schedule": "1f1b"})
-
-
-def test_what_the_trainer_decides_is_refused(tmp_path: Path) -> None:
-    class Own(PipelineTrainer):
-        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-            return super().compute_loss(*args, **kwargs)
-
-    args = arguments(tmp_path)
-    with pytest.raises(
-        zbcompile.PipelineError, match=r"Own\.compute_loss: pass compute_loss_func="
-    ):
-        Own(gpt2(), args, pipeline=TWO)
-    with pytest.raises(zbcompile.PipelineError, match="model_init="):
-        PipelineTrainer(model_init=gpt2, args=args, pipeline=TWO)
-    with pytest.raises(zbcompile.PipelineError, match=r"pipeline=\{'loss': \.\.\.\}"):
-        PipelineTrainer(gpt2(), args, pipeline={**TWO, "loss": len})
-    optimizer = torch.optim.AdamW(gpt2().parameters())
-    with pytest.raises(
-        zbcompile.PipelineError, match=r"optimizers=: pass optimizer_cls_and_kwargs="
-    ):
-        PipelineTrainer(gpt2(), args, pipeline=TWO, optimizers=(optimizer, None))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"pipeline": {"model": 1}}, r"pipeline=\{'model': \.\.\.\}: pass model= to the trainer"),
-        *(({"model": model}, "model=.*: pass an nn.Module") for model in ("gpt2", None)),
-    ],
-)
-def test_wrong_arguments_are_one_kind_of_error(
+@pytest.mark.parametrize(("options", "message"), OF_TRAINER, ids=lambda value: str(value)[:20])
+def test_what_the_trainer_decides_is_refused(
     options: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
+    options = {"model": gpt2(), "args": arguments(tmp_path), "pipeline": TWO, **options}
     with pytest.raises(zbcompile.PipelineError, match=f"^PipelineTrainer.*{message}"):
-        PipelineTrainer(**{"model": torch.nn.Linear(2, 2), "args": arguments(tmp_path), **options})
+        options.pop("made", PipelineTrainer)(**options)
 
 
-def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_it_cannot_run_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under torchrun without a GPU, and without use_cpu=True, every process would save. A library
+    that is not installed is named."""
+    args = arguments(tmp_path)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    said = r"2 processes that Accelerate takes for one each.*use_cpu=True"
+    with pytest.raises(zbcompile.PipelineError, match=said):
+        PipelineTrainer(gpt2(), args, pipeline={"schedule": "1f1b"})
     monkeypatch.setitem(sys.modules, "accelerate", None)
-    with pytest.raises(
-        zbcompile.PipelineError, match=r"needs accelerate.*pip install 'zbcompile\[huggingface\]'"
-    ):
+    said = r"needs accelerate.*pip install 'zbcompile\[huggingface\]'"
+    with pytest.raises(zbcompile.PipelineError, match=said):
         zbcompile.integrations.PipelineTrainer  # noqa: B018
