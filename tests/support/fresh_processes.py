@@ -11,7 +11,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -30,7 +29,6 @@ PLANS = {2: "zb-v", 4: "zb-h1"}  # ranks: schedule; both have four stages, so th
 MICROBATCHES = 4
 SCRIPT = """
 import gc, multiprocessing, os, sys
-gc.set_threshold(50_000, 20, 20)
 sys.modules.update(dict.fromkeys(("transformers", "gpt", "tests", "examples")))  # now nobody can import these
 import torch, torch._dynamo, zbcompile
 
@@ -79,26 +77,22 @@ def run_alone(
     ranks."""
     for model in models:
         _save(model, folder, backend)
-    (folder / "zbcompile").symlink_to(
-        ROOT / "zbcompile"
-    )  # all of this repository that they can import
-    ports = {
-        "MASTER_PORT": free_port(),
-        "PORT_OF_PAIR_0": free_port(),
-        "PORT_OF_PAIR_1": free_port(),
-    }
-    place = {"WORLD_SIZE": "4", "MASTER_ADDR": "localhost"} | {
-        name: str(port) for name, port in ports.items()
-    }
+    (folder / "zbcompile").symlink_to(ROOT / "zbcompile")  # all that they can import
+    ports = ("MASTER_PORT", "PORT_OF_PAIR_0", "PORT_OF_PAIR_1")
+    place = {"WORLD_SIZE": "4", "MASTER_ADDR": "localhost"} | {n: str(free_port()) for n in ports}
     environment = {**os.environ, **place, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", SCRIPT, *models]
-    patience = 300 if backend == "fx" else 3600
-    done = subprocess.run(
-        command, cwd=folder, env=environment, stderr=subprocess.PIPE, text=True, timeout=patience
-    )
+    options = {"cwd": folder, "env": environment, "timeout": 300 if backend == "fx" else 3600}
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, **options)
     assert done.returncode == 0, done.stderr
-    result = [torch.load(folder / f"found-{rank}.pt") for rank in range(4)]
-    return {(model, ranks): _joined(result, model, ranks) for model in models for ranks in PLANS}
+    found = [torch.load(folder / f"found-{rank}.pt") for rank in range(4)]
+    result = {}
+    for model, ranks in ((model, ranks) for model in models for ranks in PLANS):
+        shares = [item[key] for item in found if (key := f"{model} at {ranks}") in item]
+        assert len(shares) == ranks
+        parts = [Trained([share["loss"]], [share["gradients"]], {}) for share in shares]
+        result[model, ranks] = join(parts)
+    return result
 
 
 def expected(model: str, ranks: int) -> Trained:
@@ -110,25 +104,14 @@ def _save(model: str, folder: Path, backend: str) -> None:
     one batch."""
     problem = problem_of(model)
     (batch,) = problem.batches(1, 2 * MICROBATCHES)
-    part = next(batch.parts(MICROBATCHES))
-    created = problem.model()
+    part, created = next(batch.parts(MICROBATCHES)), problem.model()
     microbatch = one_microbatch(Example(created, part.args, part.kwargs, problem.loss, part.target))
-    choices = CompileOptions(exact=backend == "fx")
     exported = export_step(created, microbatch, problem.loss)
+    choices = CompileOptions(exact=backend == "fx")
     for ranks, name in PLANS.items():
         schedule = build(name, ranks, MICROBATCHES)
         program = compile_program(created, microbatch, exported, schedule, choices)
         replace(program, step=StepOptions(backend=backend)).save(folder / f"{model} at {ranks}")
-    target = {} if batch.target is None else {"target": batch.target}
-    inputs = {
-        "state": created.state_dict(),
-        "args": batch.args,
-        "kwargs": {**batch.kwargs, **target},
-    }
+    kwargs = batch.kwargs if batch.target is None else {**batch.kwargs, "target": batch.target}
+    inputs = {"state": created.state_dict(), "args": batch.args, "kwargs": kwargs}
     torch.save(inputs, folder / f"{model}.pt")
-
-
-def _joined(found: list[dict[str, Any]], model: str, ranks: int) -> Trained:
-    shares = [item[f"{model} at {ranks}"] for item in found if f"{model} at {ranks}" in item]
-    assert len(shares) == ranks
-    return join([Trained([share["loss"]], [share["gradients"]], {}) for share in shares])

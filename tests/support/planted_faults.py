@@ -82,7 +82,7 @@ PERSISTENCE = (
         "zbcompile/persistence/checkpoint_files.py",
         "list(item.tensor_data.chunk.offsets)",
         "[0] * len(item.tensor_data.chunk.offsets)",
-        ("tests/zbcompile/persistence",),
+        ("tests/zbcompile/persistence/test_round_trips.py",),
     ),
     PlantedFault(
         "a checkpoint gets its name before its index is written",
@@ -91,7 +91,7 @@ PERSISTENCE = (
         '            publish(partial, self.fields["keep"])\n',
         '            final = publish(partial, self.fields["keep"])\n'
         "            write_whole(final / INDEX, with_digest(data).encode())\n",
-        ("tests/zbcompile/persistence",),
+        ("tests/zbcompile/persistence/test_damage.py",),
     ),
     PlantedFault(
         "the newest checkpoints are dropped instead of the oldest",

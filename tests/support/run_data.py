@@ -1,22 +1,21 @@
 """Data functions for `zbcompile.run`: batches in every form that it takes."""
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import count
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from tests.support.checkpointing import LENGTH, SIZE
 
 Batch = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-def drawn() -> Batch:
-    """A batch from torch's and Python's generators."""
-    tokens = torch.randint(0, 256, (SIZE, LENGTH + 1))
-    tokens[0, 0] = random.randrange(256)
+def drawn(generator: torch.Generator | None = None) -> Batch:
+    """A batch from torch's and Python's generators, or from one of its own."""
+    tokens = torch.randint(0, 256, (SIZE, LENGTH + 1), generator=generator)
+    tokens[0, 0] = 0 if generator else random.randrange(256)
     return (tokens[:, :-1].contiguous(),), {"target": tokens[:, 1:].contiguous()}
 
 
@@ -36,16 +35,13 @@ def batches_from(start: int) -> Iterator[Batch]:
 def numbered(start: int, seed: int) -> Iterator[Batch]:
     """Yields batches that depend on their number alone."""
     for step in count(start):
-        generator = torch.Generator().manual_seed(1000 * seed + step)
-        tokens = torch.randint(0, 256, (SIZE, LENGTH + 1), generator=generator)
-        yield (tokens[:, :-1].contiguous(),), {"target": tokens[:, 1:].contiguous()}
+        yield drawn(torch.Generator().manual_seed(1000 * seed + step))
 
 
 class Loader:
     """An iterable that knows its place."""
 
-    def __init__(self) -> None:
-        self.place = 0
+    place = 0
 
     def __iter__(self) -> Iterator[Batch]:
         for batch in numbered(self.place, 3):
@@ -55,7 +51,7 @@ class Loader:
     def state_dict(self) -> dict[str, int]:
         return {"place": self.place}
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
+    def load_state_dict(self, state: dict[str, int]) -> None:
         self.place = state["place"]
 
 
@@ -67,5 +63,5 @@ def two() -> list[Batch]:
     return [drawn(), drawn()]
 
 
-def bare() -> Iterator[Tensor]:
-    yield torch.zeros(SIZE, LENGTH)
+def bare() -> list[torch.Tensor]:
+    return [torch.zeros(SIZE, LENGTH)]

@@ -1,12 +1,11 @@
 """torchrun whose ranks are forked from it (`--run-path`, `--start-method fork`), with what it has
 imported.
 
-Importing torch and zbcompile takes a rank seconds. `tests/zbcompile/cli/test_torchrun.py` has ranks
-that torchrun starts by itself.
+Importing torch and zbcompile takes a rank seconds. Ranks that torchrun starts by itself are those of
+`python -m tests.support.page_runs`.
 """
 
 import os
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -54,13 +53,3 @@ def warm_agents(count: int, folder: Path, imports: str, *arguments: str) -> list
         (int(code), Path(file).read_text())
         for code, file in zip(done.stdout.split(), files, strict=True)
     ]
-
-
-def install(folder: Path, imports: str) -> None:
-    """Make `folder`/torchrun, which is that command, with one thread for a rank as torchrun sets
-    it."""
-    interpreter, option, text, *forking = warm_torchrun(imports)
-    command = f'{interpreter} {option} {shlex.quote(text)} {" ".join(forking)} "$@"'
-    folder.mkdir(exist_ok=True)
-    (folder / "torchrun").write_text(f"#!/bin/bash\nOMP_NUM_THREADS=1 exec {command}\n")
-    (folder / "torchrun").chmod(0o755)

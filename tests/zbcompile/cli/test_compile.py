@@ -58,21 +58,20 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> str:
     return f"{path}:net"
 
 
+Command = Callable[..., tuple[int, str, str]]
+compile_, inspect = zbcompile.compile.main, zbcompile.inspect.main
+
+
 @pytest.fixture(scope="module")
 def program(target: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("programs") / "program"
-    weights = directory.parent / "first.safetensors"
-    assert (
-        zbcompile.compile.main(
-            [target, *PLAN, "--output", str(directory), "--weights", str(weights)]
-        )
-        == 0
-    )
+    output = ("--output", str(directory), "--weights", f"{directory}.safetensors")
+    assert compile_([target, *PLAN, *output]) == 0
     return directory
 
 
 @pytest.fixture
-def command(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+def command(capsys: pytest.CaptureFixture[str]) -> Command:
     """Run a command in this process; returns its status and what it prints and says."""
 
     def run(main: Callable[[list[str]], int], *arguments: object) -> tuple[int, str, str]:
@@ -83,16 +82,18 @@ def command(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str,
     return run
 
 
-Command = Callable[..., tuple[int, str, str]]
+@pytest.fixture(autouse=True)
+def _own_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
 
 
 def test_progress_is_said_and_the_place_printed(
     target: str, tmp_path: Path, command: Command
 ) -> None:
     lines: list[str] = []
-    main = partial(zbcompile.compile.main, say=lines.append)
-    status, printed, said = command(main, target, "--output", tmp_path / "new" / "program")
-    assert (status, printed, said) == (0, f"{tmp_path}/new/program\n", "building\n")
+    place = tmp_path / "new" / "program"
+    said = command(partial(compile_, say=lines.append), target, "--output", place)
+    assert said == (0, f"{place}\n", "building\n")
     assert lines[0] == "Net is built; capturing it for zb-v, 2 ranks"
     assert "accumulate: adds gradients into their buffers" in lines
     assert lines[-1] == "saved"
@@ -100,7 +101,7 @@ def test_progress_is_said_and_the_place_printed(
 
 def test_a_compiled_program_trains_with_eagers_bits(target: str, program: Path) -> None:
     model, pipe = load_example(target).model, zbcompile.load(program)
-    zbcompile.load_weights(program.parent / "first.safetensors", pipe)
+    zbcompile.load_weights(f"{program}.safetensors", pipe)
     x = torch.randn(8, 8, generator=torch.Generator().manual_seed(1))
     loss = pipe.step(x, scale=2.0)
     losses = [model(part, scale=2.0) for part in x.chunk(4)]
@@ -111,90 +112,49 @@ def test_a_compiled_program_trains_with_eagers_bits(target: str, program: Path) 
 
 
 def files(directory: Path) -> dict[str, bytes]:
-    return {
-        str(path.relative_to(directory)): path.read_bytes()
-        for path in directory.rglob("*")
-        if path.is_file()
-    }
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
 
 
 @pytest.mark.slow
-def test_without_memory_the_program_is_the_same(target: str, tmp_path: Path) -> None:
-    """For the same hardware: with fake tensors that is not taken to be the machine at hand."""
-    complete, fake = tmp_path / "whole", tmp_path / "fake"
-    for directory, flags in ((complete, ()), (fake, ("--fake",))):
-        here = ("--hardware", "cpu-core", "--output", str(directory))
-        assert zbcompile.compile.main([target, *PLAN, *flags, *here]) == 0
-    assert files(fake) == files(complete)
-
-
-@pytest.mark.slow
-def test_what_has_no_values_is_filled_by_init(target: str, tmp_path: Path) -> None:
-    of = target.replace(":net", ":scaled")
-    assert zbcompile.compile.main([of, *PLAN, "--fake", "--output", str(tmp_path)]) == 0
-    with pytest.raises(
-        zbcompile.PipelineError, match=r"factor is a buffer .* Pass init=fn\(name, tensor\)"
-    ):
-        zbcompile.load(tmp_path)
+def test_without_memory_the_program_is_the_same(
+    target: str, tmp_path: Path, command: Command
+) -> None:
+    """For the same hardware: with fake tensors that is not taken to be the machine at hand. What has
+    no values is filled by init=; a plain tensor cannot be."""
+    for name, flags in (("whole", ()), ("fake", ("--fake",))):
+        here = ("--hardware", "cpu-core", "--output", str(tmp_path / name))
+        assert compile_([target, *PLAN, *flags, *here]) == 0
+    assert files(tmp_path / "fake") == files(tmp_path / "whole")
+    of, place = target.replace(":net", ":scaled"), tmp_path / "scaled"
+    assert compile_([of, *PLAN, "--fake", "--output", str(place)]) == 0
+    said = r"factor is a buffer .* Pass init=fn\(name, tensor\)"
+    with pytest.raises(zbcompile.PipelineError, match=said):
+        zbcompile.load(place)
 
     def init(name: str, tensor: torch.Tensor) -> None:
         if name == "factor":
             tensor.fill_(3.0)
 
     model, x = load_example(of).model, torch.ones(8, 8)
-    loss = zbcompile.load(tmp_path, model.state_dict(), init=init).step(x)
+    loss = zbcompile.load(place, model.state_dict(), init=init).step(x)
     assert torch.equal(loss, sum((model(part) for part in x.chunk(4)), torch.zeros(())))
-
-
-def test_a_plain_tensor_without_values_is_refused(
-    target: str, tmp_path: Path, command: Command
-) -> None:
     of = target.replace(":net", ":plain")
-    status, _, said = command(zbcompile.compile.main, of, *PLAN, "--fake", "--output", tmp_path)
+    status, _, text = command(compile_, of, *PLAN, "--fake", "--output", tmp_path / "plain")
     assert status == 2
-    assert (
-        "is a tensor in a plain attribute of a model that was built without memory"
-        in said.splitlines()[-1]
-    )
+    assert "a plain attribute of a model that was built without memory" in text.splitlines()[-1]
 
 
 def test_every_option_arrives(target: str, tmp_path: Path) -> None:
-    plan = ("--recompute", "full", "--balance", "flops", "--seed", "7", "--ranks", "1")
-    more = ("--memory", "1 MB", "--optimizer-state", "1", "--chunks", "2")
-    more = (*more, "--accumulate-dtype", "float64", "--split", "args[0]=yes")
-    command = [target, "--schedule", "interleaved-1f1b", *plan, *more, "--output", str(tmp_path)]
-    assert zbcompile.compile.main(command) == 0
-    written = json.loads((tmp_path / "manifest.json").read_text())
-    expected = {
-        "recompute": "full",
-        "balance": "flops",
-        "memory": 1000000,
-        "optimizer_state": 1.0,
-        "accumulate_dtype": "float64",
-    }
-    program = written["program"]
+    plan = "--schedule interleaved-1f1b --recompute full --balance flops --seed 7 --ranks 1"
+    more = "--optimizer-state 1 --chunks 2 --accumulate-dtype float64 --split args[0]=yes --memory"
+    command = [target, *plan.split(), *more.split(), "1 MB", "--output", str(tmp_path)]
+    assert compile_(command) == 0
+    program = json.loads((tmp_path / "manifest.json").read_text())["program"]
+    expected = {"recompute": "full", "balance": "flops", "memory": 1000000}
+    expected |= {"optimizer_state": 1.0, "accumulate_dtype": "float64"}
     assert {key: program["choices"][key] for key in expected} == expected
-    assert (program["step"]["seed"], program["step"]["split"], len(program["stages"])) == (
-        7,
-        {"args[0]": True},
-        2,
-    )
-
-
-@pytest.mark.parametrize(
-    ("place", "message"),
-    [
-        ("notes.txt", "notes.txt is a file; expected a directory"),
-        (".", "holds other files (notes.txt)"),
-    ],
-)
-def test_a_wrong_place_is_known_at_once(
-    place: str, message: str, target: str, tmp_path: Path, command: Command
-) -> None:
-    (tmp_path / "notes.txt").write_text("mine")
-    status, printed, said = command(zbcompile.compile.main, target, "--output", tmp_path / place)
-    assert (status, printed, said.count("\n")) == (2, "", 1)  # the model was not built
-    assert message in said
+    assert (program["step"]["seed"], program["step"]["split"]) == (7, {"args[0]": True})
+    assert len(program["stages"]) == 2
 
 
 def operations(text: str) -> list[str]:
@@ -204,65 +164,52 @@ def operations(text: str) -> list[str]:
 
 @pytest.mark.slow
 def test_a_directory_is_inspected_as_its_model_is(
-    target: str, program: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+    target: str, program: Path, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(Path(target).parent)  # a program knows a source file's name, not its folder
     for request in (("--json",), ("--graph", "1.B")):
-        of_model = command(zbcompile.inspect.main, target, *PLAN, *request)
-        of_program = command(zbcompile.inspect.main, program, *request)
-        assert (of_program[0], of_program[2]) == (0, "")
-        assert operations(of_program[1]) == operations(
-            of_model[1]
-        )  # a program keeps no names of nodes
-
-
-def test_pictures_of_a_directory(program: Path, tmp_path: Path, command: Command) -> None:
+        of_model = command(inspect, target, *PLAN, *request)
+        status, printed, said = command(inspect, program, *request)
+        assert (status, said) == (0, "")
+        assert operations(printed) == operations(of_model[1])  # it keeps no names of nodes
     picture = tmp_path / "step.svg"
-    assert command(zbcompile.inspect.main, program, "--timeline", picture)[:2] == (
-        0,
-        f"{picture}\n",
-    )
-    assert re.search(r"^model +Net$", command(zbcompile.inspect.main, program)[1], re.MULTILINE)
-    assert command(zbcompile.inspect.main, program, "--graphs", tmp_path)[0] == 0
+    assert command(inspect, program, "--timeline", picture)[:2] == (0, f"{picture}\n")
+    assert re.search(r"^model +Net$", command(inspect, program)[1], re.MULTILINE)
+    assert command(inspect, program, "--graphs", tmp_path)[0] == 0
 
 
-@pytest.mark.parametrize("option", [("--ranks", "4"), ("--compare", "1f1b"), ("--exact",)])
-def test_what_needs_the_model_is_refused(
-    option: tuple[str, ...], program: Path, command: Command
+REFUSED: list[tuple[list[str], str]] = [
+    *(
+        (["inspect", "PROGRAM", *option], f"is a compiled program: {option[0]} needs its model")
+        for option in (["--ranks", "4"], ["--compare", "1f1b"], ["--exact"])
+    ),
+    (["inspect", "TMP"], "is damaged or incomplete"),
+    (["compile", "TARGET", "--output", "TMP/notes.txt"], "is a file; expected a directory"),
+    (["compile", "TARGET", "--output", "TMP"], "holds other files (notes.txt)"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), REFUSED, ids=lambda value: str(value)[:40])
+def test_what_cannot_be_done_is_known_at_once(
+    arguments: list[str], message: str, target: str, program: Path, tmp_path: Path, command: Command
 ) -> None:
-    status, printed, said = command(zbcompile.inspect.main, program, *option)
-    assert (status, printed, said.count("\n")) == (2, "", 1)
-    assert f"is a compiled program: {option[0]} needs its model" in said
-
-
-def test_a_damaged_directory_is_one_line(program: Path, tmp_path: Path, command: Command) -> None:
+    """In one line; the model is not built."""
+    (tmp_path / "notes.txt").write_text("mine")
     (tmp_path / "manifest.json").write_text((program / "manifest.json").read_text()[:-9])
-    status, _, said = command(zbcompile.inspect.main, tmp_path)
-    assert (status, said.count("\n")) == (2, 1)
-    assert "is damaged or incomplete" in said
+    places = {"PROGRAM": str(program), "TARGET": target}
+    name, *rest = (places.get(word, word.replace("TMP", str(tmp_path))) for word in arguments)
+    status, printed, said = command({"inspect": inspect, "compile": compile_}[name], *rest)
+    assert (status, printed, said.count("\n")) == (2, "", 1)
+    assert message in said
 
 
-def test_torchrun_is_refused(
+def test_one_process_compiles_and_needs_a_place(
     target: str, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    with pytest.raises(SystemExit):
+        compile_([target])
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    status, _, said = command(zbcompile.compile.main, target, "--output", tmp_path)
-    assert (status, said) == (
-        2,
-        (
-            "zbcompile.compile: one process compiles for all ranks. Start zbcompile.compile without"
-            " torchrun.\n"
-        ),
-    )
-
-
-def test_the_command_needs_a_place(target: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        zbcompile.compile.main([target])
-    assert "--output" in capsys.readouterr().err
-
-
-@pytest.fixture(autouse=True)
-def _own_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "path", list(sys.path))
+    status, _, said = command(compile_, target, "--output", tmp_path)
+    remedy = "one process compiles for all ranks. Start zbcompile.compile without torchrun.\n"
+    assert (status, said) == (2, f"zbcompile.compile: {remedy}")

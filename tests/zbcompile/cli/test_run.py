@@ -14,7 +14,6 @@ from tests.support.checkpointing import PROBLEM
 from tests.support.error_lines import error_lines
 from tests.support.training import assert_same_tensors
 from zbcompile.cli.command_line import FAILED
-from zbcompile.compile import main as compile_main
 from zbcompile.run import main
 
 DATA = "tests.support.run_data"
@@ -62,8 +61,9 @@ def test_options_of_a_run(
     small_program: Program, weights: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Prints the steps; a run that is over prints no step. Weights may be a folder, in which a
-    pickle is not looked at."""
-    arguments = command(small_program("zb-h1", 2), weights, tmp_path / "first", 12, "numbered")
+    pickle is not looked at. Checkpoints of two runs are not mixed."""
+    program = small_program("zb-h1", 2)
+    arguments = command(program, weights, tmp_path / "first", 12, "numbered")
     assert main(arguments) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"step 0 of 12: the weights of {weights}"
@@ -72,50 +72,31 @@ def test_options_of_a_run(
     assert all(line.endswith("tokens/s") for line in losses)
     assert main(arguments) == 0
     assert "step 12 of 12: resumed from" in capsys.readouterr().out
+    assert main(arguments[:-1]) == FAILED
+    assert "holds checkpoints up to step-00000012. Pass --resume" in capsys.readouterr().err
+    assert main([*arguments[:7], "--resume"]) == FAILED
+    assert "--resume needs --checkpoint" in capsys.readouterr().err
     (mixed := tmp_path / "mixed").mkdir()
     shutil.copy(weights, mixed / "model.safetensors")
     (mixed / ".metadata").write_bytes(b"cos\nabort\n(tR.")
-    last = command(small_program("zb-h1", 2), str(mixed), tmp_path / "last", 1, "numbered")
+    last = command(program, str(mixed), tmp_path / "last", 1, "numbered")
     assert main([*last, "--lr", "0"]) == 0
     zbcompile.load_checkpoint(tmp_path / "last", model := PROBLEM.make())
     assert_same_tensors(dict(model.state_dict()), dict(PROBLEM.model().state_dict()), "weight")
 
 
-@pytest.mark.slow
-def test_the_commands_of_the_documentation(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Those at the top of docs/programs.md, in one process and for fewer steps."""
-    program, weights = str(tmp_path / "program"), str(tmp_path / "first.safetensors")
-    plan = ("--schedule", "zb-h1", "--ranks", "2", "--microbatches", "4")
-    output = ("--output", program, "--weights", weights)
-    assert compile_main(["examples/targets.py:gpt", *plan, *output]) == 0
-    data = ("--data", "examples/text_batches.py:batches", "--steps", "1")
-    assert main([program, "--weights", weights, *data]) == 0
-    assert "step 1 of 1: loss" in capsys.readouterr().out
-
-
 REFUSED = {
-    "no weights": (["--data", f"{DATA}:numbered"], "the parameters have no values"),
-    "no program": (["--data", f"{DATA}:numbered", "--weights", "FILE"], "has no manifest.json"),
-    "no data function": (["--data", f"{DATA}:nothing"], "has no nothing; it defines"),
-    "no iterable": (
-        ["--data", f"{DATA}:SIZE", "--weights", "FILE"],
-        "gives a int; expected an iterable",
-    ),
-    "too few batches": (["--data", f"{DATA}:two", "--weights", "FILE"], "ended after 2 batches"),
-    "no batches": (
-        ["--data", f"{DATA}:bare", "--weights", "FILE"],
-        "is a Tensor; expected (args, kwargs)",
-    ),
-    "no count": (
-        ["--data", f"{DATA}:numbered", "--every", "0"],
-        "--every is 0; expected at least 1",
-    ),
+    "no weights": ("numbered", "", "the parameters have no values"),
+    "no program": ("numbered", "--weights FILE", "has no manifest.json"),
+    "no data function": ("nothing", "", "has no nothing; it defines"),
+    "no iterable": ("SIZE", "--weights FILE", "gives a int; expected an iterable"),
+    "too few batches": ("two", "--weights FILE", "ended after 2 batches"),
+    "no batches": ("bare", "--weights FILE", "is a Tensor; expected (args, kwargs)"),
+    "no count": ("numbered", "--every 0", "--every is 0; expected at least 1"),
 }
 
 
-@pytest.mark.mostly_slow(every=4, suite=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_run_is_said_in_one_line(
     case: str,
@@ -124,22 +105,10 @@ def test_what_cannot_run_is_said_in_one_line(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    arguments, message = REFUSED[case]
-    arguments = [weights if argument == "FILE" else argument for argument in arguments]
+    data, options, message = REFUSED[case]
+    more = options.replace("FILE", weights).split()
     program = tmp_path if case == "no program" else small_program("zb-h1", 2)
-    assert main([str(program), "--steps", "3", *arguments]) == FAILED
+    assert main([str(program), "--steps", "3", "--data", f"{DATA}:{data}", *more]) == FAILED
     (line,) = error_lines(capsys)
     assert line.startswith("zbcompile.run: ")
     assert message in line
-
-
-@pytest.mark.slow
-def test_checkpoints_are_not_mixed(
-    small_program: Program, weights: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = command(small_program("zb-h1", 2), weights, tmp_path / "run", 1, "numbered")
-    assert main(arguments) == 0
-    assert main([argument for argument in arguments if argument != "--resume"]) == FAILED
-    assert "holds checkpoints up to step-00000001. Pass --resume" in capsys.readouterr().err
-    assert main([*arguments[:7], "--resume"]) == FAILED
-    assert "--resume needs --checkpoint" in capsys.readouterr().err

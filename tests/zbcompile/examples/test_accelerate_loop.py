@@ -26,14 +26,11 @@ UPDATES, ACCUMULATE = 3, 2
 def plain() -> list[float]:
     """Returns what Accelerate's own documentation writes."""
     set_seed(0)
-    accelerator = Accelerator(gradient_accumulation_steps=ACCUMULATE)
-    model = tiny_model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=UPDATES)
-    model, optimizer, batches = accelerator.prepare(
-        model, optimizer, loader(UPDATES * ACCUMULATE * BATCH)
-    )
-    losses = []
+    accelerator, model = Accelerator(gradient_accumulation_steps=ACCUMULATE), tiny_model()
+    adam = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    scheduler = torch.optim.lr_scheduler.LinearLR(adam, total_iters=UPDATES)
+    batches, losses = loader(UPDATES * ACCUMULATE * BATCH), []
+    model, optimizer, batches = accelerator.prepare(model, adam, batches)
     for batch in batches:
         with accelerator.accumulate(model):
             loss = model(**batch).loss
@@ -51,9 +48,8 @@ def plain() -> list[float]:
 def on_a_rank() -> list[float]:
     """Accelerate finds the processes as torchrun's."""
     rank, world = str(dist.get_rank()), str(dist.get_world_size())
-    with patch.dict(
-        os.environ, RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world, LOCAL_WORLD_SIZE=world
-    ):
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    with patch.dict(os.environ, place):
         result = train(ranks=None, updates=UPDATES, accumulate=ACCUMULATE)
         AcceleratorState._reset_state(reset_partial_state=True)
     return result

@@ -4,60 +4,50 @@ import json
 import os
 import re
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 from torch.nn.functional import cross_entropy
 
 pytest.importorskip("lightning")
 
-from lightning_loop import CLIP, LEARNING_RATE, MICROBATCHES, loader, model, train
+import lightning_loop as loop
 from tests.support.warm_torchrun import warm_torchrun
 
 pytestmark = pytest.mark.several_processes
 
-SCRIPT = Path(__file__).parents[3] / "examples" / "lightning_loop.py"
 
-
-def eager(net: nn.Module, after: Callable[[], object] = lambda: None) -> list[float]:
-    """The losses of an epoch; `after` is called behind every update."""
-    losses = []
-    optimizer = torch.optim.AdamW(net.parameters(), lr=LEARNING_RATE)
-    for inputs, target in loader(0):
-        parts = zip(inputs.chunk(MICROBATCHES), target.chunk(MICROBATCHES), strict=True)
-        result = [cross_entropy(net(x), y) / MICROBATCHES for x, y in parts]
-        for loss in result:
+def eager() -> list[float]:
+    """The losses of an epoch."""
+    losses, net = [], loop.model()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=loop.LEARNING_RATE)
+    for inputs, target in loop.loader(0):
+        losses.append(torch.zeros(()))
+        parts = inputs.chunk(loop.MICROBATCHES), target.chunk(loop.MICROBATCHES)
+        for x, y in zip(*parts, strict=True):
+            loss = cross_entropy(net(x), y) / loop.MICROBATCHES
             loss.backward()
-        torch.nn.utils.clip_grad_norm_(net.parameters(), CLIP)
+            losses[-1] = losses[-1] + loss.detach()
+        torch.nn.utils.clip_grad_norm_(net.parameters(), loop.CLIP)
         optimizer.step()
         optimizer.zero_grad()
-        after()
-        losses.append(sum(loss.detach() for loss in result).item())  # type: ignore[union-attr]
-    return losses
+    return [loss.item() for loss in losses]
 
 
 @pytest.mark.slow
-def test_the_losses_of_eager() -> None:
-    """Bit for bit, with exact=True."""
-    assert train(ranks=2) == eager(model())
-
-
-@pytest.mark.beyond_sample
-@pytest.mark.slow
-def test_the_losses_of_eager_in_two_processes() -> None:
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.beyond_sample)])
+def test_the_losses_of_eager(ranks: int) -> None:
+    """Bit for bit, with exact=True, in one process and in two."""
+    if ranks == 1:
+        assert loop.train(ranks=2) == eager()
+        return
+    script = str(Path(loop.__file__).resolve())
     command = warm_torchrun(
-        "import lightning, zbcompile.run", "--standalone", "--nproc-per-node=2", str(SCRIPT)
+        "import lightning, zbcompile.run", "--standalone", "--nproc-per-node=2", script
     )
-    done = subprocess.run(
-        command,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    (losses,) = re.findall(r"losses (\[.*?\])", done.stdout)
-    assert json.loads(losses) == eager(model())
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    assert run.returncode == 0, run.stderr[-4000:]
+    (losses,) = re.findall(r"losses (\[.*?\])", run.stdout)
+    assert json.loads(losses) == eager()
