@@ -15,24 +15,12 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 import zbcompile
-from tests.support.checkpointing import (
-    PROBLEM,
-    SIZE,
-    State,
-    begin,
-    state_of,
-    train_eager,
-    train_pipe,
-)
+from tests.support.checkpointing import PROBLEM, SIZE, begin, state_of, train_eager, train_pipe
 from tests.support.oracle import optimizer_of
 from tests.support.pool import Pool
 from tests.support.training import assert_same_tensors
-from zbcompile.persistence.checkpoint_directory import (
-    INDEX,
-    begin as begin_checkpoint,
-    checkpoints_in,
-    publish,
-)
+from zbcompile.persistence import checkpoint_directory as directory
+from zbcompile.persistence.checkpoint_directory import checkpoints_in
 from zbcompile.persistence.checkpoint_files import CheckpointReader
 
 Error = zbcompile.PipelineError
@@ -40,7 +28,7 @@ Programs = Callable[[str, int], Path]
 save, load = zbcompile.save_checkpoint, zbcompile.load_checkpoint
 
 
-def assert_same_state(ours: State, theirs: State) -> None:
+def assert_same_state(ours: Any, theirs: Any) -> None:
     assert_same_tensors(ours.weights, theirs.weights, "weight")
     assert_same_tensors(ours.moments, theirs.moments, "optimizer's")
 
@@ -159,7 +147,7 @@ def test_options_are_those_of_a_parameter_that_was_trained(tmp_path: Path) -> No
 def test_an_interrupted_save_leaves_the_one_before(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     first = save(tmp_path, model, step=1)
-    left = begin_checkpoint(tmp_path, 2)
+    left = directory.begin(tmp_path, 2)
     (left / "part-00000.safetensors").write_bytes(b"half")
     assert zbcompile.latest_checkpoint(tmp_path) == first
     assert load(tmp_path, nn.Linear(2, 2)).step == 1
@@ -171,12 +159,12 @@ def test_old_ones_are_dropped_and_none_is_replaced(tmp_path: Path) -> None:
     """The same step again is another directory, so that there is a complete one at every moment; a
     later one is left alone. What killed runs did not drop is dropped before the next has its name."""
     for step in (1, 2, 2, 30, 4):
-        publish(begin_checkpoint(tmp_path, step), keep=2)
+        directory.publish(directory.begin(tmp_path, step), keep=2)
     names = [path.name for path in checkpoints_in(tmp_path)]
     assert names == ["step-00000002.1", "step-00000004", "step-00000030"]
     assert zbcompile.latest_checkpoint(tmp_path) == tmp_path / names[-1]
     for step in (31, 32, 33):
-        publish(begin_checkpoint(tmp_path, step), keep=None)
+        directory.publish(directory.begin(tmp_path, step), keep=None)
     rename = Path.rename
 
     def killed(path: Path, target: Path) -> Path:
@@ -185,7 +173,7 @@ def test_old_ones_are_dropped_and_none_is_replaced(tmp_path: Path) -> None:
         return rename(path, target)
 
     with mock.patch.object(Path, "rename", killed), pytest.raises(KeyboardInterrupt):
-        publish(begin_checkpoint(tmp_path, 34), keep=2)
+        directory.publish(directory.begin(tmp_path, 34), keep=2)
     assert [path.name for path in checkpoints_in(tmp_path)] == ["step-00000032", "step-00000033"]
 
 
@@ -210,7 +198,7 @@ def test_what_cannot_be_saved_or_loaded_is_refused(tmp_path: Path) -> None:
         (unshaped, lambda: load(folder, nn.Linear(3, 2))),
         (r"unexpected \['bias'\]", lambda: load(folder, nn.Linear(2, 2, bias=False))),
         ("not one of this process's", lambda: save(folder, other, optimizer)),
-        ("no checkpoint can be written", lambda: save(path / INDEX, model)),
+        ("no checkpoint can be written", lambda: save(path / directory.INDEX, model)),
         (one, lambda: save(folder, model, listed)),
         (one, lambda: load(folder, model, listed)),
         ("file: it is not a folder", lambda: save(tmp_path / "file", model)),
