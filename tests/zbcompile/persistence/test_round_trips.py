@@ -102,7 +102,7 @@ def train(pipe: Any, optimizer: Any, x: Tensor, y: Tensor, steps: int) -> State:
 
 def continued(folders: list[Path], is_llama: bool, layout: Layout, to: Path) -> list[State]:
     """The parameters two steps after each of some checkpoints; one step after the first one another
-    is saved, and last the parameters two steps after that."""
+    is saved, and last the parameters that were saved, and those two steps later."""
     torch.set_num_threads(1)
     training = begun(is_llama, layout)
     pipe, optimizer, *_ = training
@@ -118,7 +118,7 @@ def continued(folders: list[Path], is_llama: bool, layout: Layout, to: Path) -> 
         nn.init.zeros_(parameter)
     zbcompile.load_weights(to / "weights", pipe)
     assert_same_tensors(train(*training, 0), saved, "weight")
-    results.append(train(*training, 2))
+    results += [saved, train(*training, 2)]
     pipe.close()
     return results
 
@@ -143,7 +143,7 @@ def test_further_steps_have_the_same_bits(
     for number, layout in enumerate(layouts, 1):
         folder, again = tmp_path / f"{number}", tmp_path / f"{number}-plain"
         results = pool.run(continued, folders, is_llama, layout, folder, ranks=ranks)
-        for first, *others, _ in results:
+        for first, *others in (result[:-2] for result in results):
             for state in others:
                 assert_same_tensors(state, first, f"to {layout}, parameter")
             for name, value in went_on.items():
@@ -153,6 +153,7 @@ def test_further_steps_have_the_same_bits(
         at = zbcompile.load_checkpoint(folder, model, optimizer)
         assert at.step == number
         assert optimizer.param_groups[0]["lr"] == 0.02
+        assert_same_tensors(dict(model.state_dict()), results[0][-2], "saved")
         zbcompile.load_weights(folder / "weights", second := plain(is_llama)[0])
         assert_same_tensors(dict(second.state_dict()), dict(model.state_dict()), "weight")
         folders = [folder, zbcompile.save_checkpoint(again, model, optimizer, step=at.step)]
