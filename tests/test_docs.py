@@ -125,8 +125,11 @@ def test_examples_of_docstrings(
     assert doctest.testmod(import_module(module)).failed == 0
 
 
+BEYOND, IN_SAMPLE = pytest.mark.beyond_sample, ("docs/training.md", "docs/checkpoints.md")
 SCRIPTS = [
-    page for page in page_runs.PAGES if any(part.in_page_script for part in page_runs.read(page)[1])
+    pytest.param(page, marks=[] if page in IN_SAMPLE else BEYOND)
+    for page in page_runs.PAGES
+    if any(part.in_page_script for part in page_runs.read(page)[1])
 ]
 
 

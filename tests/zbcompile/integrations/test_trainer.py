@@ -238,6 +238,7 @@ def test_losses(more: dict[str, Any], bound: float, tmp_path: Path) -> None:
         assert piped.predict(samples(8)).predictions.dtype == "float32"
 
 
+@pytest.mark.beyond_sample
 @pytest.mark.slow
 def test_weights_of_a_model_without_memory(tmp_path: Path) -> None:
     """A model on the meta device gets its weights from a folder when the first batch compiles it."""

@@ -58,11 +58,7 @@ WORDS: list[Layout] = [
     ({"pp": 4}, "zb-h1", 0, 2),
     ({"dp": 2, "pp": 2}, "zb-h1", 0, "off"),
 ]
-PAIRS: list[Layout] = [
-    ({"pp": 2}, "1f1b", 0, 1),
-    ({"pp": 1, "dp": 2}, "looped-bfs", 1, "off"),
-    ({"pp": 2}, "zb-v", 0, "off"),
-]
+PAIRS: list[Layout] = [({"pp": 2}, "zb-v", 0, 1), ({"pp": 1, "dp": 2}, "looped-bfs", 1, "off")]
 LLAMA: list[Layout] = [
     ({"dp": 2, "tp": 2}, "1f1b", 1, "off"),
     ({"pp": 2, "tp": 2}, "zb-h1", 0, "off"),
