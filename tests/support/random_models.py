@@ -1,35 +1,19 @@
 """Random models: a seed becomes a directed acyclic graph of operations over values that are reused
-at any distance.
-
-Every value is a float tensor [rows, WIDTH] unless an operation says otherwise. A value may be used
-by any number of later operations, so skip connections cross one another and whatever cuts there
-are.
-"""
+at any distance, so that skip connections cross one another and whatever cuts there are."""
 
 import random
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-WIDTH = 12
-CLASSES = 5
-
-
-class Step(NamedTuple):
-    """One operation of a recipe: its name, the values it reads, and which of the shared layers it
-    uses."""
-
-    operation: str
-    reads: tuple[int, ...]
-    layer: int
+WIDTH, CLASSES = 12, 5
 
 
 class RandomModel(nn.Module):
-    """The model of a seed. Its forward follows `recipe`; the last value gathers what nobody else
-    has used."""
+    """The model of a seed. `recipe` has for each operation its name, the values it reads and one of
+    the shared layers; the last value gathers what nobody else has used."""
 
     width = WIDTH
 
@@ -38,138 +22,70 @@ class RandomModel(nn.Module):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(5))
-            self.narrow = nn.Linear(WIDTH, WIDTH // 2)
-            self.table = nn.Embedding(CLASSES, WIDTH)
-            self.norm = nn.BatchNorm1d(WIDTH)
-            self.head = nn.Linear(WIDTH, WIDTH)
-        self.seen: Tensor
+            self.narrow, self.head = nn.Linear(WIDTH, WIDTH // 2), nn.Linear(WIDTH, WIDTH)
+            self.table, self.norm = nn.Embedding(CLASSES, WIDTH), nn.BatchNorm1d(WIDTH)
         self.register_buffer("seen", torch.zeros(WIDTH))
-        self.recipe = _recipe(seed, steps)
+        self.recipe = recipe_of(seed, steps)
 
     def forward(self, x: Tensor) -> Tensor:
         values = [x, torch.tanh(self.layers[0](x))]
         used = {0}
-        for step in self.recipe:
+        for name, reads, layer in self.recipe:
             values.append(
-                OPERATIONS[step.operation](self, step.layer, *(values[i] for i in step.reads))
+                OPERATIONS[name][1](self, self.layers[layer], *(values[i] for i in reads))
             )
-            used.update(step.reads)
+            used.update(reads)
         unused = [value for i, value in enumerate(values) if i not in used]
         return self.head(torch.stack(unused).sum(0) if len(unused) > 1 else unused[0])
 
 
-def _recipe(seed: int, steps: int) -> list[Step]:
-    choose = random.Random(seed)
-    result, done = [], set[str]()
+def recipe_of(seed: int, steps: int) -> list[tuple[str, tuple[int, ...], int]]:
+    choose, result, observed = random.Random(seed), [], False
     for index in range(2, 2 + steps):
-        operation = choose.choice(
-            [name for name in OPERATIONS if name != "observe" or name not in done]
-        )
-        done.add(operation)
+        name = choose.choice([n for n in OPERATIONS if n != "observe" or not observed])
+        observed |= name == "observe"  # a buffer that two stages change is refused
         recent = max(index - choose.choice([1, 1, 1, 3, index]), 0)
-        reads = (recent, *(choose.randrange(index) for _ in range(ARITY.get(operation, 1) - 1)))
-        result.append(Step(operation, reads, choose.randrange(5)))
+        reads = (recent, *(choose.randrange(index) for _ in range(OPERATIONS[name][0] - 1)))
+        result.append((name, reads, choose.randrange(5)))
     return result
 
 
-def _linear(model: RandomModel, layer: int, x: Tensor) -> Tensor:
-    return torch.tanh(model.layers[layer](x))
-
-
-def _residual(model: RandomModel, layer: int, x: Tensor) -> Tensor:
-    return x + F.silu(model.layers[layer](x))
-
-
-def _concatenate(model: RandomModel, layer: int, x: Tensor, y: Tensor) -> Tensor:
-    return torch.cat([model.narrow(x), y[:, : WIDTH // 2]], dim=1)
-
-
-def _halves(model: RandomModel, layer: int, x: Tensor) -> Tensor:
+def halves(model: RandomModel, layer: nn.Module, x: Tensor) -> Tensor:
     """Both halves of one tensor: two results of one operation, with gaps between their rows."""
     left, right = x.chunk(2, dim=1)
     return torch.cat([torch.sigmoid(right) * left, left], dim=1)
 
 
-def _permute(model: RandomModel, layer: int, x: Tensor) -> Tensor:
-    return F.gelu(x.view(-1, 3, WIDTH // 3).transpose(1, 2)).reshape(-1, WIDTH)
-
-
-def _view(model: RandomModel, layer: int, x: Tensor) -> Tensor:
-    return x.view(-1, 2, WIDTH // 2).view(-1, WIDTH)
-
-
-def _detach(model: RandomModel, layer: int, x: Tensor, y: Tensor) -> Tensor:
-    return x * torch.sigmoid(y.detach())
-
-
-def _no_grad(model: RandomModel, layer: int, x: Tensor, y: Tensor) -> Tensor:
+def no_grad(model: RandomModel, layer: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     with torch.no_grad():
-        gate = torch.sigmoid(model.layers[layer](y))
+        gate = torch.sigmoid(layer(y))
     return x * gate
 
 
-def _index(model: RandomModel, layer: int, x: Tensor, y: Tensor) -> Tensor:
-    """An integer value: which row of the table."""
-    return x + model.table(y.argmax(1) % CLASSES)
-
-
-def _compare(model: RandomModel, layer: int, x: Tensor, y: Tensor, z: Tensor) -> Tensor:
-    return torch.where(x > 0, y, z)
-
-
-def _scalar(model: RandomModel, layer: int, x: Tensor, y: Tensor) -> Tensor:
-    return x * torch.cos(y.mean())
-
-
-def _expand(model: RandomModel, layer: int, x: Tensor, y: Tensor) -> Tensor:
-    return x + torch.sin(y.mean(dim=1, keepdim=True).expand(-1, WIDTH))
-
-
-def _normalise(model: RandomModel, layer: int, x: Tensor) -> Tensor:
-    return F.batch_norm(x, None, None, model.norm.weight, model.norm.bias, training=True)
-
-
-def _twice(model: RandomModel, layer: int, x: Tensor) -> Tensor:
-    return x * x + x
-
-
-def _empty(model: RandomModel, layer: int, x: Tensor, y: Tensor) -> Tensor:
-    """A value without elements."""
-    return torch.cat([x, torch.exp(y[:, :0])], dim=1)
-
-
-def _observe(model: RandomModel, layer: int, x: Tensor) -> Tensor:
-    """A running mean in a buffer; once per model, for a buffer that two stages change is
-    refused."""
-    model.seen.mul_(0.9).add_(x.detach().mean(0))
+def observe(model: RandomModel, layer: nn.Module, x: Tensor) -> Tensor:
+    model.seen.mul_(0.9).add_(x.detach().mean(0))  # type: ignore[operator,union-attr]
     return torch.tanh(x)
 
 
-def _dropout(model: RandomModel, layer: int, x: Tensor) -> Tensor:
-    return F.dropout(x, 0.2, model.training)
-
-
-OPERATIONS: dict[str, Callable[..., Tensor]] = {
-    "linear": _linear,
-    "residual": _residual,
-    "add": lambda model, layer, x, y: x + y,
-    "multiply": lambda model, layer, x, y: x * y,
-    "subtract": lambda model, layer, x, y: x - 0.5 * y,
-    "concatenate": _concatenate,
-    "halves": _halves,
-    "permute": _permute,
-    "view": _view,
-    "detach": _detach,
-    "no_grad": _no_grad,
-    "index": _index,
-    "compare": _compare,
-    "scalar": _scalar,
-    "expand": _expand,
-    "normalise": _normalise,
-    "twice": _twice,
-    "empty": _empty,
-    "dropout": _dropout,
-    "observe": _observe,
+OPERATIONS: dict[str, tuple[int, Callable[..., Tensor]]] = {  # how many values each reads
+    "linear": (1, lambda model, layer, x: torch.tanh(layer(x))),
+    "residual": (1, lambda model, layer, x: x + F.silu(layer(x))),
+    "add": (2, lambda model, layer, x, y: x + y),
+    "multiply": (2, lambda model, layer, x, y: x * y),
+    "subtract": (2, lambda model, layer, x, y: x - 0.5 * y),
+    "concatenate": (2, lambda m, layer, x, y: torch.cat([m.narrow(x), y[:, : WIDTH // 2]], 1)),
+    "halves": (1, halves),
+    "permute": (1, lambda m, _, x: F.gelu(x.view(-1, 3, 4).transpose(1, 2)).reshape(-1, WIDTH)),
+    "view": (1, lambda model, layer, x: x.view(-1, 2, WIDTH // 2).view(-1, WIDTH)),
+    "detach": (2, lambda model, layer, x, y: x * torch.sigmoid(y.detach())),
+    "no_grad": (2, no_grad),
+    "index": (2, lambda model, layer, x, y: x + model.table(y.argmax(1) % CLASSES)),
+    "compare": (3, lambda model, layer, x, y, z: torch.where(x > 0, y, z)),
+    "scalar": (2, lambda model, layer, x, y: x * torch.cos(y.mean())),
+    "expand": (2, lambda m, _, x, y: x + torch.sin(y.mean(1, keepdim=True).expand(-1, WIDTH))),
+    "normalise": (1, lambda m, _, x: F.batch_norm(x, None, None, *m.norm.parameters(), True)),
+    "twice": (1, lambda model, layer, x: x * x + x),
+    "empty": (2, lambda model, layer, x, y: torch.cat([x, torch.exp(y[:, :0])], 1)),
+    "dropout": (1, lambda model, layer, x: F.dropout(x, 0.2, model.training)),
+    "observe": (1, observe),
 }
-_OF_TWO = "add multiply subtract concatenate detach no_grad index scalar expand empty"
-ARITY = dict.fromkeys(_OF_TWO.split(), 2) | {"compare": 3}

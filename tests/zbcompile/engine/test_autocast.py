@@ -1,73 +1,72 @@
-"""Dropout under autocast: scaled in the low precision, forward and backward, as eager's
+"""Autocast around a step: dropout is scaled in the low precision, forward and backward, as eager's
 kernels do."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 import zbcompile
-from tests.support.oracle import microbatch_loss
-from tests.support.training import gradients_of
+from tests.support.oracle import Batch, microbatch_loss
+from tests.support.training import assert_same_tensors, gradients_of
 from tests.support.zoo import SMALL, ZOO
 
 
+def step_as_eager(
+    pipe: zbcompile.Pipeline, eager: nn.Module, loss: Any, batch: Batch, enabled: bool = True
+) -> None:
+    """Loss and gradients bit by bit; eager's backward stands outside, as torch recommends."""
+    target = {} if batch.target is None else {"target": batch.target}
+    expected, step = torch.tensor(0.0), pipe.step_index
+    for i, part in enumerate(batch.parts(2)):
+        torch.manual_seed(zbcompile.microbatch_seed(step, i))
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            scaled = microbatch_loss(eager, loss, part) / 2
+        scaled.backward()
+        expected = expected + scaled.detach()
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+        assert torch.equal(pipe.step(*batch.args, **batch.kwargs, **target), expected)
+    assert_same_tensors(gradients_of(pipe), gradients_of(eager), "gradient of")
+
+
 @pytest.mark.slow
-@pytest.mark.filterwarnings(
-    "error:warm-up"
-)  # attention saves float32 where fake tensors say bfloat16
+@pytest.mark.filterwarnings("error:warm-up")  # attention saves float32, fake tensors say bfloat16
 def test_bert_with_dropout() -> None:
-    """Every gradient of BERT bit for bit; its head is not tied, since eager casts a tied weight
-    once for both uses."""
+    """Its head is not tied: eager casts a tied weight once for both uses."""
     from transformers import BertConfig, BertForMaskedLM
 
     torch.manual_seed(0)
     model = BertForMaskedLM(BertConfig(**SMALL, tie_word_embeddings=False))
-    eager, (batch,) = copy.deepcopy(model), ZOO["bert"].batches(1, 4)
     assert model.config.hidden_dropout_prob > 0
+    eager, (batch,) = copy.deepcopy(model), ZOO["bert"].batches(1, 4)
     pipe = zbcompile.pipeline(model, schedule="zb-h1", ranks=2, microbatches=2, exact=True)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss = pipe.step(*batch.args, **batch.kwargs)
-    expected = torch.tensor(0.0)
-    for i, part in enumerate(batch.parts(2)):
-        torch.manual_seed(zbcompile.microbatch_seed(0, i))
-        with torch.autocast(
-            "cpu", dtype=torch.bfloat16
-        ):  # its backward stands outside, as torch recommends
-            scaled = microbatch_loss(eager, None, part) / 2
-        scaled.backward()
-        expected = expected + scaled.detach()
-    theirs, ours = gradients_of(eager), gradients_of(pipe)
-    assert torch.equal(loss, expected)
-    assert len(ours) == len(theirs) > 40
-    assert [
-        name
-        for name, value in theirs.items()
-        if value is not None and not torch.equal(ours[name], value)
-    ] == []
+    step_as_eager(pipe, eager, None, batch)
+
+
+class PartlyUncast(nn.Sequential):
+    """Opts out of autocast for its first linear layer; without parameters on the last stage."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self[0](x)
+        with torch.autocast("cpu", enabled=False):
+            x = self[1](x.float())
+        return self[2](x)
+
+
+def loss_of(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output.flatten(0, 1).float(), target.flatten())
 
 
 @pytest.mark.slow
-def test_a_program_without_parameters_on_the_last_stage() -> None:
-    """The last stage has only casts and the loss under autocast, and the loss alone without."""
+def test_autocast_is_that_of_each_step() -> None:
+    """A step inside autocast and one outside are compiled apart."""
     torch.manual_seed(0)
-    model = torch.nn.Sequential(
-        torch.nn.Embedding(64, 4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 64)
-    )
+    model = PartlyUncast(nn.Embedding(64, 4), nn.Linear(4, 4), nn.Linear(4, 64))
     eager, x = copy.deepcopy(model), torch.arange(8).view(4, 2)
-
-    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.cross_entropy(output.flatten(0, 1).float(), target.flatten())
-
-    pipe = zbcompile.pipeline(
-        model, schedule="zb-h1", ranks=2, microbatches=2, loss=loss, exact=True
-    )
-    for enabled in (True, False):
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
-            results = pipe.step(x, target=x)
-            losses = [loss(eager(part), part) / 2 for part in x.chunk(2)]
-        for item in losses:
-            item.backward()
-        assert torch.equal(results, losses[0].detach() + losses[1].detach())
-    theirs, ours = gradients_of(eager), gradients_of(pipe)
-    assert all(torch.equal(ours[name], value) for name, value in theirs.items())
+    options = {"schedule": "zb-h1", "ranks": 2, "microbatches": 2, "exact": True}
+    pipe = zbcompile.pipeline(model, loss=loss_of, **options)
+    for enabled in (False, True, False):
+        step_as_eager(pipe, eager, loss_of, Batch((x,), {}, x), enabled)

@@ -8,16 +8,13 @@ from torch import Tensor, nn
 
 from tests.support.training import AsEager
 
-CHANGES = ("written", "assigned", "written later", "written later")
-
 
 class Scaled(nn.Module):
-    """A layer whose weight is scaled by a buffer, which changes before it is read (it is assigned
-    or written in place) or afterwards."""
+    """The scale changes before it is read ("assigned", "written" in place) or afterwards."""
 
-    def __init__(self, width: int, change: str) -> None:
+    def __init__(self, change: str) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(width, width) / width)
+        self.weight = nn.Parameter(torch.randn(8, 8) / 8)
         self.register_buffer("scale", torch.ones(()))
         self.change = change
 
@@ -27,7 +24,7 @@ class Scaled(nn.Module):
         elif self.change == "written":
             self.scale.mul_(0.9)
         y = x + torch.tanh(F.linear(x, self.weight * self.scale))
-        if self.change == "written later":
+        if self.change == "later":
             self.scale = self.scale * 0.9
         return y
 
@@ -37,11 +34,7 @@ class Scaled(nn.Module):
 )
 def test_products_with_changing_buffers_are_bitwise(schedule: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(*(Scaled(8, change) for change in CHANGES)).to(dtype)
+    model = nn.Sequential(*map(Scaled, ("written", "assigned", "later", "later"))).to(dtype)
     compared = AsEager(model, 4, schedule=schedule, ranks=2)
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, compared.eager)]
-    for _ in range(3):
+    for _ in range(2):
         compared.step(torch.randn(8, 8, dtype=dtype), target=torch.randn(8, 8, dtype=dtype))
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()

@@ -1,7 +1,6 @@
 """On CUDA, what else a pipeline does: replicas, optimizers that they divide, tensor parallelism,
-checkpoints, autocast, faults. The functions are those of the CPU's tests; steps wait for no device
-from the second one on.
-"""
+autocast, faults. The functions are those of the CPU's tests; steps wait for no device from the second
+one on."""
 
 import copy
 import re
@@ -19,15 +18,11 @@ from tests.support.oracle import MLP, PROBLEMS, eager_step
 from tests.support.pool import DIED, Pool
 from tests.support.replicated import in_one_process, replicated
 from tests.support.sharded_optimizers import Training, at_levels
-from tests.support.training import assert_same_tensors, gradients_of
+from tests.support.training import Trained, assert_close, assert_same_tensors, gradients_of
 from tests.zbcompile.engine.test_mesh import trained as trained_on_a_mesh
 
 BOUND = 1e-4  # see test_cuda.py
-FOUR: Any = {
-    "ranks": 4,
-    "backend": "nccl",
-    "timeout": 300,
-}  # whose processes are not forked: each begins by compiling
+FOUR: Any = {"ranks": 4, "backend": "nccl", "timeout": 300}  # each process begins by compiling
 
 
 @four_gpus
@@ -35,16 +30,12 @@ def test_two_replicas(pool: Pool) -> None:
     """The loss and the gradients of the concatenated batch; a step inside no_sync before two
     others."""
     problem = "small-dropout"
-    runs = pool.run(on_gpu, replicated, problem, "zb-h1", "mean", 1, **FOUR)
     expected = on_gpu(in_one_process, problem, "mean", 3)
-    for run in runs:
-        torch.testing.assert_close(
-            torch.stack(run.losses), torch.stack(expected.losses), rtol=BOUND, atol=0
-        )
+    for run in pool.run(on_gpu, replicated, problem, "zb-h1", "mean", 1, **FOUR):
         torch.testing.assert_close(run.norm, expected.norm, rtol=BOUND, atol=0)
-        for name, gradient in run.gradients.items():
-            second = expected.gradients[name]
-            assert (gradient - second).abs().max() <= BOUND * second.abs().max(), name
+        theirs = {name: expected.gradients[name] for name in run.gradients}
+        ours = Trained(run.losses, [run.gradients], {})
+        assert_close(ours, Trained(expected.losses, [theirs], {}), BOUND)
 
 
 @four_gpus
@@ -64,34 +55,27 @@ def test_tensor_parallelism(pool: Pool, tmp_path: Path) -> None:
         assert max(errors) <= BOUND
 
 
-def autocast_steps() -> list[float]:
-    """Returns the differences from eager of losses and gradients, relative to the largest entry."""
+def autocast_steps() -> tuple[Trained, Trained]:
+    """Returns losses and gradients, ours and eager's."""
     model = MLP()
-    twin, errors = copy.deepcopy(model), []
-    pipe = zbcompile.pipeline(
-        model, schedule="zb-v", ranks=2, microbatches=4, loss=F.mse_loss, exact=True
-    )
+    eager, losses, theirs = copy.deepcopy(model), [], []
+    options: dict[str, Any] = {"schedule": "zb-v", "ranks": 2, "microbatches": 4, "exact": True}
+    pipe = zbcompile.pipeline(model, loss=F.mse_loss, **options)
     for step, batch in enumerate(PROBLEMS["mlp"].batches(3, 8)):
         with torch.autocast("cuda", torch.bfloat16):
-            loss = pipe.step(*batch.args, target=batch.target)
-            errors.append(float((loss - eager_step(twin, F.mse_loss, batch, 4, step)).abs() / loss))
-    for ours, theirs in zip(gradients_of(pipe).values(), gradients_of(twin).values(), strict=True):
-        assert ours is not None
-        assert theirs is not None
-        errors.append(float((ours - theirs).abs().max() / theirs.abs().max()))
-    return errors
+            losses.append(pipe.step(*batch.args, target=batch.target))
+            theirs.append(eager_step(eager, F.mse_loss, batch, 4, step))
+    ours = Trained(losses, [gradients_of(pipe)], {})
+    return ours, Trained(theirs, [gradients_of(eager)], {})
 
 
 @one_gpu
 def test_autocast() -> None:
-    assert max(on_gpu(autocast_steps)) <= BOUND
+    assert_close(*on_gpu(autocast_steps), BOUND)
 
 
-ENDS = [
-    each
-    for each in SCENARIOS
-    if each.name == "an exception in W" or each.name.startswith("a rank that a device waits for")
-]
+DEVICE = "a rank that a device waits for"
+ENDS = [s for s in SCENARIOS if s.name == "an exception in W" or s.name.startswith(DEVICE)]
 
 
 @two_gpus

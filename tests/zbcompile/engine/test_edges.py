@@ -1,135 +1,134 @@
-"""Values that cross from stage to stage, one small model per kind of edge, cut where the kind shows;
-and random models cut at random. Loss and gradients are eager's, bit by bit."""
+"""Values that cross from stage to stage, one small model per kind of edge, cut where the kind shows:
+loss and gradients are eager's, bit by bit."""
 
-from collections.abc import Sequence
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.support.training import AsEager
+import zbcompile
+from tests.support.training import AsEager, assert_same_tensors, gradients_of
 
-WIDTH, ROWS, MICROBATCHES = 8, 8, 4
+WIDTH = 8
 
 
 class Cut(nn.Module):
     """Layers a, b, c and d: a cut named after one of them comes before it."""
 
-    def __init__(self) -> None:
+    def __init__(self, run: Callable[..., Tensor | tuple[Tensor, ...]]) -> None:
         super().__init__()
         self.a, self.b, self.c, self.d = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.run = run
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, ...]:
+        return self.run(self, x)
 
 
-class ManyUses(Cut):
-    """A skip over every stage that each stage uses twice: the gradient is a sum of eight, last use
-    first."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        skip = y = torch.tanh(self.a(x))
-        for layer in (self.b, self.c, self.d):
-            y = torch.tanh(layer(y)) * skip + torch.sin(skip)
-        return y * torch.cos(skip) + skip
+def many_uses(m: Cut, x: Tensor) -> Tensor:
+    """A skip that each stage uses twice: the gradient is a sum of eight, last use first."""
+    skip = y = torch.tanh(m.a(x))
+    for layer in (m.b, m.c, m.d):
+        y = torch.tanh(layer(y)) * skip + torch.sin(skip)
+    return y * torch.cos(skip) + skip
 
 
-class Inputs(Cut):
+def inputs(m: Cut, x: Tensor) -> Tensor:
     """Inputs, integer ones too, that later stages use: nothing crosses for them."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        largest = F.one_hot(x.argmax(1), WIDTH)
-        y = torch.tanh(self.b(torch.tanh(self.a(x)) * x))
-        return self.d(torch.tanh(self.c(y) - x)) * largest
+    largest = F.one_hot(x.argmax(1), WIDTH)
+    y = torch.tanh(m.b(torch.tanh(m.a(x)) * x))
+    return m.d(torch.tanh(m.c(y) - x)) * largest
 
 
-class Integers(Cut):
+def integers(m: Cut, x: Tensor) -> Tensor:
     """An integer and a boolean activation, and one that needs no gradient."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = torch.tanh(self.a(x))
-        chosen, positive, shape = y.argmax(1, keepdim=True), y > 0, y.detach().exp()
-        y = torch.tanh(self.b(y)).gather(1, chosen.expand(-1, WIDTH))
-        y = torch.where(positive, torch.tanh(self.c(y)), y)
-        return self.d(y * shape) + chosen
+    y = torch.tanh(m.a(x))
+    chosen, positive, shape = y.argmax(1, keepdim=True), y > 0, y.detach().exp()
+    y = torch.tanh(m.b(y)).gather(1, chosen.expand(-1, WIDTH))
+    return m.d(torch.where(positive, torch.tanh(m.c(y)), y) * shape) + chosen
 
 
-class NoParameters(Cut):
-    """The second and third stage have one operation each, no parameter, and a value that they only
-    pass on."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y, z = torch.tanh(self.a(x)), torch.sigmoid(self.b(x))
-        y = y.sin()
-        y = y.exp()
-        return self.d(torch.tanh(self.c(y) * z))
+def no_parameters(m: Cut, x: Tensor) -> Tensor:
+    """The second and third stage have one operation each, and a value that they only pass on."""
+    y, z = torch.tanh(m.a(x)), torch.sigmoid(m.b(x))
+    return m.d(torch.tanh(m.c(y.sin().exp()) * z))
 
 
-class Views(Cut):
+def views(m: Cut, x: Tensor) -> Tensor:
     """A view crosses: one of what arrived, a part of it, or both halves of it."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = torch.tanh(self.a(x))
-        turned, left, right = y.view(-1, 2, 4).transpose(1, 2), y[:, :4], y[:, 4:]
-        y = torch.tanh(self.b(y))
-        y = torch.tanh(self.c(y + turned.reshape(-1, WIDTH)))
-        return self.d(y * torch.cat([right.exp(), left.sigmoid()], 1))
+    y = torch.tanh(m.a(x))
+    turned, left, right = y.view(-1, 2, 4).transpose(1, 2), y[:, :4], y[:, 4:]
+    y = torch.tanh(m.c(torch.tanh(m.b(y)) + turned.reshape(-1, WIDTH)))
+    return m.d(y * torch.cat([right.exp(), left.sigmoid()], 1))
 
 
-class Shapes(Cut):
+def shapes(m: Cut, x: Tensor) -> Tensor:
     """A scalar, an expanded value and one without elements."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = torch.tanh(self.a(x))
-        scalar, wide, nothing = y.mean(), y.sum(1, keepdim=True).expand(-1, WIDTH), y[:, :0]
-        y = torch.tanh(self.b(y)) * scalar
-        y = torch.tanh(self.c(y)) + wide.exp()
-        return torch.cat([self.d(y), nothing.exp()], 1) * scalar.cos()
+    y = torch.tanh(m.a(x))
+    scalar, wide, nothing = y.mean(), y.sum(1, keepdim=True).expand(-1, WIDTH), y[:, :0]
+    y = torch.tanh(m.c(torch.tanh(m.b(y)) * scalar)) + wide.exp()
+    return torch.cat([m.d(y), nothing.exp()], 1) * scalar.cos()
 
 
-class OneGradientForTwo(Cut):
+def one_gradient_for_two(m: Cut, x: Tensor) -> Tensor:
     """The two sides of a sum have one gradient, which both of two activations get."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = torch.tanh(self.a(x))
-        z = torch.sigmoid(self.b(x))
-        return self.d(torch.tanh(self.c(y + z)))
+    return m.d(torch.tanh(m.c(torch.tanh(m.a(x)) + torch.sigmoid(m.b(x)))))
 
 
-class Ends(Cut):
+def ends(m: Cut, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The loss function sees a value of the first stage and the output twice."""
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        first = torch.tanh(self.a(x))
-        y = self.d(torch.tanh(self.c(torch.tanh(self.b(first)))))
-        return y, first, y
+    first = torch.tanh(m.a(x))
+    y = m.d(torch.tanh(m.c(torch.tanh(m.b(first)))))
+    return y, first, y
 
 
-def _loss(output: Tensor | tuple[Tensor, ...], target: Tensor) -> Tensor:
-    if isinstance(output, Tensor):
-        return F.mse_loss(output, target)
+def loss(output: Tensor | tuple[Tensor, ...], target: Tensor) -> Tensor:
+    values = [output] if isinstance(output, Tensor) else output
     return sum(
-        (F.mse_loss(value, target) * (i + 1) for i, value in enumerate(output)),
-        start=torch.zeros(()),
+        (F.mse_loss(value, target) * (i + 1) for i, value in enumerate(values)), torch.zeros(())
     )
 
 
-BEFORE_LAYERS = ("b", "c", "d")
-EDGES: dict[type[Cut], tuple[str, int, Sequence[str]]] = {  # schedule, ranks, cuts
-    ManyUses: ("zb-v", 2, BEFORE_LAYERS),
-    Inputs: ("zb-h1", 4, BEFORE_LAYERS),
-    Integers: ("zb-v", 2, BEFORE_LAYERS),
-    NoParameters: ("zb-h1", 4, ("sigmoid", "sin", "exp")),
-    Views: ("zb-v", 2, BEFORE_LAYERS),
-    Shapes: ("1f1b", 4, BEFORE_LAYERS),
-    OneGradientForTwo: ("zb-h1", 4, ("sigmoid", "c", "d")),
-    Ends: ("zb-v", 2, BEFORE_LAYERS),
-}
+LAYERS = ("b", "c", "d")
 
 
 @pytest.mark.mostly_slow(every=4, suite=2)
-@pytest.mark.parametrize("make", EDGES)
-def test_edge(make: type[Cut]) -> None:
+@pytest.mark.parametrize(
+    ("run", "schedule", "ranks", "cuts"),
+    [
+        (many_uses, "zb-v", 2, LAYERS),
+        (inputs, "zb-h1", 4, LAYERS),
+        (integers, "zb-v", 2, LAYERS),
+        (no_parameters, "zb-h1", 4, ("sigmoid", "sin", "exp")),
+        (views, "zb-v", 2, LAYERS),
+        (one_gradient_for_two, "zb-h1", 4, ("sigmoid", "c", "d")),
+        (shapes, "1f1b", 4, LAYERS),
+        (ends, "zb-v", 2, LAYERS),
+    ],
+)
+def test_edge(run: Callable[..., Tensor], schedule: str, ranks: int, cuts: tuple[str, ...]) -> None:
     torch.manual_seed(0)
-    schedule, ranks, cuts = EDGES[make]
-    model, x, target = make(), torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)
-    options = {"schedule": schedule, "ranks": ranks, "balance": tuple(cuts)}
-    AsEager(model, MICROBATCHES, _loss, **options).step(x, target=target)
+    compared = AsEager(Cut(run), 4, loss, schedule=schedule, ranks=ranks, balance=cuts)
+    compared.step(torch.randn(8, WIDTH), target=torch.randn(8, WIDTH))
+
+
+def maybe_skips(m: Cut, x: Tensor) -> Tensor:
+    y = torch.tanh(m.a(x))
+    return m.d(torch.tanh(m.c(torch.tanh(m.b(y)))) + (y if len(x) > 2 else 0))
+
+
+@pytest.mark.slow
+def test_microbatches_of_a_step_may_differ_in_what_skips() -> None:
+    """The order of the step is that of one of their programs."""
+    torch.manual_seed(0)
+    model = Cut(maybe_skips)
+    parts = [(torch.randn(rows, WIDTH), torch.randn(rows, WIDTH)) for rows in (2, 3, 2, 3)]
+    for part, target in parts:
+        (F.mse_loss(model(part), target) / 4).backward()
+    expected = gradients_of(model)
+    model.zero_grad()
+    options = {"schedule": "1f1b", "ranks": 4, "microbatches": 4, "balance": LAYERS}
+    pipe = zbcompile.pipeline(model, loss=F.mse_loss, exact=True, **options)
+    pipe.step(microbatches=[((part,), {}, target) for part, target in parts])
+    assert_same_tensors(gradients_of(pipe), expected, "gradient of")

@@ -1,11 +1,10 @@
-"""Nothing grows over many steps."""
+"""Nothing grows over many steps, or over pipelines that come and go."""
 
 import gc
 import os
 import threading
 import time
 import tracemalloc
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,37 +13,6 @@ from tests.support.live_storages import leave_aside
 from tests.support.oracle import PROBLEMS
 from tests.support.pool import Pool
 from tests.support.training import Case, pipeline_of
-
-
-def compiled(case: Case):
-    pipe = pipeline_of(case)
-    batch = PROBLEMS[case.problem].batches(1, 2 * case.microbatches)[0]
-    pipe.compile(*batch.args, target=batch.target)
-    return pipe, batch
-
-
-def grown(case: Case, steps: int) -> dict[str, int]:
-    """Returns the growth over `steps` steps."""
-    leave_aside()
-    pipe, batch = compiled(case)
-    tracemalloc.start()  # what a step replaces must have been counted when it was made
-    for _ in range(120):  # a comparison of batches is among them, which comes every 100 steps
-        pipe.step(*batch.args, target=batch.target)
-    before = census()
-    for _ in range(steps):
-        pipe.step(*batch.args, target=batch.target)
-    after = settled_census(before["tensors"])
-    tracemalloc.stop()
-    return {name: after[name] - before[name] for name in after}
-
-
-def settled_census(tensors: int) -> dict[str, int]:
-    """A census once gloo's own threads let go of what they sent: `wait` returns a moment before
-    they do."""
-    deadline = time.monotonic() + 10
-    while (results := census())["tensors"] > tensors and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return results
 
 
 def census() -> dict[str, int]:
@@ -59,55 +27,52 @@ def census() -> dict[str, int]:
     }
 
 
+def grown(steps: int) -> dict[str, int]:
+    """Returns the growth over `steps` steps."""
+    leave_aside()
+    pipe, batch = compiled()
+    tracemalloc.start()  # what a step replaces must have been counted when it was made
+    for _ in range(110):  # a comparison of batches is among them, which comes every 100 steps
+        pipe.step(*batch.args, target=batch.target)
+    before = census()
+    for _ in range(steps):
+        pipe.step(*batch.args, target=batch.target)
+    deadline = time.monotonic() + 10
+    while (after := census())["tensors"] > before["tensors"] and time.monotonic() < deadline:
+        time.sleep(0.05)  # gloo's own threads let go of what they sent a moment after `wait`
+    tracemalloc.stop()
+    pipe.close()
+    return {name: after[name] - before[name] for name in after}
+
+
+def compiled():
+    pipe = pipeline_of(Case("short-mlp", "1f1b", 2, 2))
+    batch = PROBLEMS["short-mlp"].batches(1, 4)[0]
+    return pipe.compile(*batch.args, target=batch.target), batch
+
+
+def left_behind() -> dict[str, int]:
+    """Returns the growth over pipelines, made and closed."""
+    seen = []
+    for times in (5, 20):
+        for _ in range(times):
+            pipeline_of(Case("mlp", "1f1b", 2, 2)).close()
+        gc.collect()
+        for thread in threading.enumerate():
+            if thread.name.startswith("zbcompile"):
+                thread.join(5)
+        seen.append(census())
+    return {name: seen[1][name] - seen[0][name] for name in ("threads", "file descriptors")}
+
+
+def growth() -> tuple[dict[str, int], dict[str, int]]:
+    return grown(40), left_behind()
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts threads and files in /proc")
-def test_steps_leave_nothing_behind(pool: Pool) -> None:
-    for results in pool.run(grown, Case("short-mlp", "zb-h1", 2, 2), 40):
-        assert results.pop("bytes") < 20_000, (
-            results
-        )  # tracemalloc's own books, and caches that fill once
-        assert not any(results.values()), results
-
-
-def left_behind(close: bool) -> dict[str, int]:
-    """Returns the growth over 30 pipelines, some of which ran, were made and closed, or
-    dropped."""
-    leave_aside()
-    _come_and_go(5, close)
-    before = _held()
-    _come_and_go(30, close)
-    return {name: now - before[name] for name, now in _held().items()}
-
-
-def _come_and_go(times: int, close: bool) -> None:
-    for number in range(times):
-        pipe = pipeline_of(Case("mlp", "1f1b", 2, 2))
-        if number == 0:
-            batch = PROBLEMS["mlp"].batches(1, 4)[0]
-            pipe.step(*batch.args, target=batch.target)
-        if close:
-            pipe.close()
-        del pipe
-    gc.collect()
-    for thread in threading.enumerate():
-        if thread.name.startswith("zbcompile"):
-            thread.join(5)
-
-
-def _held() -> dict[str, int]:
-    resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    threads = len(os.listdir("/proc/self/task"))
-    return {
-        "descriptors": len(os.listdir("/proc/self/fd")),
-        "threads": threads,
-        "megabytes": resident >> 20,
-    }
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("close", [True, pytest.param(False, marks=pytest.mark.beyond_sample)])
-def test_pipelines_leave_nothing_behind(close: bool, pool: Pool) -> None:
-    for results in pool.run(left_behind, close):
-        assert results["descriptors"] <= 0
-        assert results["threads"] <= 0
-        assert results["megabytes"] <= 4
+def test_steps_and_pipelines_leave_nothing_behind(pool: Pool) -> None:
+    for steps, pipelines in pool.run(growth):
+        assert steps.pop("bytes") < 20_000, steps  # tracemalloc's books, caches that fill once
+        assert not any(steps.values()), steps
+        assert max(pipelines.values()) <= 0, pipelines

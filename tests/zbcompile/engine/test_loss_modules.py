@@ -2,6 +2,7 @@
 outputs`."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +12,10 @@ from torch import Tensor, nn
 import zbcompile
 from tests.support.oracle import MLP, WIDTH
 from tests.support.pool import Pool
+from tests.support.training import assert_same_tensors
 
 ROWS = torch.linspace(-1, 1, 8 * WIDTH).view(8, WIDTH)
+OPTIONS: dict[str, Any] = {"schedule": "zb-h1", "microbatches": 4, "exact": True}
 
 
 class Temperature(nn.Module):
@@ -24,16 +27,14 @@ class Temperature(nn.Module):
         return F.mse_loss(output * self.scale, target) + self.scale.square() / 10
 
 
-def seeded() -> nn.Module:
+def seeded(kind: Any = MLP) -> nn.Module:
     torch.manual_seed(0)
-    return MLP()
+    return kind()  # type: ignore[no-any-return]
 
 
-def trained(ranks: int | None, schedule: str = "zb-h1") -> dict[str, Tensor]:
+def trained(ranks: int | None) -> dict[str, Tensor]:
     """This process's parameters after two steps."""
-    pipe = zbcompile.pipeline(
-        seeded(), schedule=schedule, microbatches=4, loss=Temperature(), ranks=ranks, exact=True
-    )
+    pipe = zbcompile.pipeline(seeded(), loss=Temperature(), ranks=ranks, **OPTIONS)
     optimizer = pipe.optimizer(torch.optim.AdamW, lr=0.1)
     for _ in range(2):
         pipe.step(ROWS, target=ROWS)
@@ -57,16 +58,18 @@ def expected() -> dict[str, Tensor]:
 
 
 def test_parameters_of_the_loss_train_with_the_bits_of_eager() -> None:
-    results, eager = trained(ranks=2), expected()
-    assert results.keys() == eager.keys()
-    assert all(torch.equal(results[name], eager[name]) for name in eager)
+    assert_same_tensors(trained(ranks=2), expected(), "parameter")
+
+
+@pytest.mark.beyond_sample
+def test_the_last_rank_has_the_parameters_of_the_loss(pool: Pool) -> None:
+    first, last = pool.run(trained, None, ranks=2)
+    assert "loss.scale" not in first
+    assert_same_tensors(first | last, expected(), "parameter")
 
 
 class Normalised(Temperature):
-    """Changes its buffers: statistics of a BatchNorm, and a running mean that is a term of the
-    loss."""
-
-    mean: Tensor
+    """Changes its buffers: statistics of a BatchNorm, and a mean that is a term of the loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,119 +77,20 @@ class Normalised(Temperature):
         self.register_buffer("mean", torch.zeros(()))
 
     def forward(self, output: Tensor, target: Tensor) -> Tensor:
-        self.mean.mul_(0.9).add_(output.detach().mean() * 0.1)
+        self.mean.mul_(0.9).add_(output.detach().mean() * 0.1)  # type: ignore[operator,union-attr]
         return super().forward(self.norm(output), target) + self.mean
 
 
-class Owner(nn.Module):
+class Owner(MLP):
     """Has its loss from the beginning, under a name of its own, and does not run it."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.body, self.criterion = MLP(), Normalised()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.body(x)
-
-
-@pytest.mark.slow
-@pytest.mark.mostly_slow(every=2)
-@pytest.mark.parametrize("own", [False, True])
-def test_the_loss_changes_its_buffers(own: bool) -> None:
-    torch.manual_seed(0)
-    model = Owner() if own else MLP()
-    loss = model.criterion if isinstance(model, Owner) else Normalised()
-    eager, eagers_loss = copy.deepcopy((model, loss))
-    if own:
-        eagers_loss = eager.criterion
-    pipe = zbcompile.pipeline(
-        model, schedule="1f1b", microbatches=2, loss=loss, ranks=2, exact=True
-    )
-    for _ in range(2):
-        total = torch.zeros(())
-        for part in ROWS.chunk(2):
-            item = eagers_loss(eager(part), part) / 2
-            item.backward()
-            total += item.detach()
-        assert torch.equal(pipe.step(ROWS, target=ROWS), total)
-    for (name, ours), (_, theirs) in zip(
-        loss.named_buffers(), eagers_loss.named_buffers(), strict=True
-    ):
-        assert torch.equal(ours, theirs), name
-    gradients = {
-        name: item.grad
-        for name, item in (*eager.named_parameters(), *eagers_loss.named_parameters("loss"))
-    }
-    assert all(torch.equal(item.grad, gradients[name]) for name, item in pipe.named_parameters())
-    pipe.close()
-
-
-class Counting(nn.Module):
-    """A loss without parameters, which changes a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("count", torch.zeros(()))
-
-    def forward(self, output: Tensor, target: Tensor) -> Tensor:
-        self.count += 1
-        return F.mse_loss(output, target)
-
-
-class Normalising(nn.Module):
-    """A loss without parameters, which has running statistics."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(WIDTH, affine=False)
-
-    def forward(self, output: Tensor, target: Tensor) -> Tensor:
-        return F.mse_loss(self.norm(output), target)
-
-
-@pytest.mark.parametrize("kind", [Counting, Normalising])
-def test_buffers_that_a_loss_without_parameters_changes_are_refused(kind: type[nn.Module]) -> None:
-    pipe = zbcompile.pipeline(seeded(), schedule="1f1b", microbatches=2, loss=kind(), ranks=2)
-    with pytest.raises(
-        zbcompile.CaptureError,
-        match=r"loss module changes its buffer .* which belongs to no stage.*model\.loss = loss",
-    ):
-        pipe.step(ROWS, target=ROWS)
-
-
-def test_a_sequence_that_would_run_the_loss_is_refused() -> None:
-    with pytest.raises(zbcompile.CaptureError, match="runs all its submodules"):
-        zbcompile.pipeline(nn.Sequential(seeded()), schedule="1f1b", ranks=2, loss=Temperature())
-
-
-@pytest.mark.slow
-def test_the_last_rank_has_the_parameters_of_the_loss(pool: Pool) -> None:
-    first, last = pool.run(trained, None, ranks=2)
-    eager = expected()
-    assert "loss.scale" not in first
-    assert all(torch.equal((first | last)[name], eager[name]) for name in eager)
-
-
-class Both(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = seeded()
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        output = self.inner(x)
-        return F.mse_loss(output, x), output
-
-
-def test_a_model_that_returns_its_loss_and_logits() -> None:
-    pipe = zbcompile.pipeline(Both(), schedule="1f1b", microbatches=4, ranks=2, exact=True)
-    loss, (_, output) = pipe.step(ROWS, return_outputs=True)
-    losses, outputs = zip(*map(Both(), ROWS.chunk(4)), strict=True)
-    assert torch.equal(output, torch.cat(outputs))
-    assert torch.equal(loss, sum(part / 4 for part in losses))
+        self.criterion = Normalised()
 
 
 class Looking(MLP):
-    """Its output depends on all that it is made of."""
+    """Its output depends on all that it is made of, of which the loss is none."""
 
     def forward(self, x: Tensor) -> Tensor:
         seen = sum(item.square().sum() for item in self.parameters())
@@ -195,36 +99,56 @@ class Looking(MLP):
 
 
 @pytest.mark.slow
-def test_forward_sees_no_loss_that_its_model_does_not_have() -> None:
-    torch.manual_seed(0)
-    model, loss = Looking(), Temperature()
-    eager, eagers_loss = copy.deepcopy((model, loss))
-    options = {"schedule": "1f1b", "microbatches": 2, "ranks": 2, "exact": True}
-    pipe = zbcompile.pipeline(model, loss=loss, **options)
+@pytest.mark.parametrize("kind", [Owner, Looking])
+def test_the_loss_changes_its_buffers_and_forward_does_not_see_it(kind: type[MLP]) -> None:
+    model: Any = seeded(kind)
+    eager, their_loss = copy.deepcopy((model, loss := getattr(model, "criterion", Normalised())))
+    their_loss = getattr(eager, "criterion", their_loss)
+    pipe = zbcompile.pipeline(model, loss=loss, ranks=2, **OPTIONS)
     for _ in range(2):
-        losses = [eagers_loss(eager(part), part) / 2 for part in ROWS.chunk(2)]
+        losses = [their_loss(eager(part), part) / 4 for part in ROWS.chunk(4)]
         assert torch.equal(pipe.step(ROWS, target=ROWS), sum(item.detach() for item in losses))
         for item in losses:
             item.backward()
-    theirs = {name: item.grad for name, item in eager.named_parameters()}
-    theirs["loss.scale"] = eagers_loss.scale.grad
-    assert all(torch.equal(item.grad, theirs[name]) for name, item in pipe.named_parameters())
-    torch.testing.assert_close(pipe.eval(ROWS), eager.eval()(ROWS).detach())
+    assert_same_tensors(dict(loss.named_buffers()), dict(their_loss.named_buffers()), "buffer")
+    named = dict((*eager.named_parameters(), *their_loss.named_parameters("loss")))
+    assert all(torch.equal(item.grad, named[name].grad) for name, item in pipe.named_parameters())
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d(WIDTH, affine=False), None])
+def test_a_loss_that_cannot_be_a_part_of_the_model_is_refused(norm: nn.Module | None) -> None:
+    """It changes buffers and has no parameters; or the model is a sequence, which would run it."""
+
+    class Changing(nn.MSELoss):
+        def forward(self, output: Tensor, target: Tensor) -> Tensor:
+            return super().forward(self.norm(output), target)
+
+    changing: Any = Changing() if norm else Temperature()
+    changing.norm = norm
+    refused = (
+        r"changes its buffer .* belongs to no stage.*model\.loss = loss" if norm else "runs all"
+    )
+    model = seeded() if norm else nn.Sequential(seeded())
+    with pytest.raises(zbcompile.CaptureError, match=refused):
+        zbcompile.pipeline(model, loss=changing, ranks=2, **OPTIONS).step(ROWS, target=ROWS)
 
 
 class CallsItsLoss(nn.Module):
-    def __init__(self, loss: nn.Module) -> None:
+    def __init__(self, loss: Any) -> None:
         super().__init__()
         self.inner, self.loss = seeded(), loss
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.loss(self.inner(x), x)  # type: ignore[no-any-return]
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        output = self.inner(x)
+        return self.loss(output, x), output
 
 
-@pytest.mark.slow
-def test_a_loss_that_is_joined_with_one_model_is_seen_by_another_that_has_it() -> None:
-    loss, options = Temperature(), {"schedule": "1f1b", "microbatches": 2, "ranks": 2}
-    zbcompile.pipeline(seeded(), loss=loss, **options).close()
-    pipe = zbcompile.pipeline(CallsItsLoss(loss), exact=True, **options)
-    expected = sum(loss(seeded()(part), part).detach() / 2 for part in ROWS.chunk(2))
-    assert torch.equal(pipe.step(ROWS), expected)
+def test_a_model_that_returns_its_loss_and_logits() -> None:
+    """Its loss was joined with another model before."""
+    loss = Temperature()
+    zbcompile.pipeline(seeded(), loss=loss, ranks=2, **OPTIONS).close()
+    pipe = zbcompile.pipeline(CallsItsLoss(loss), ranks=2, **OPTIONS)
+    total, (_, output) = pipe.step(ROWS, return_outputs=True)
+    losses, outputs = zip(*map(CallsItsLoss(loss), ROWS.chunk(4)), strict=True)
+    assert torch.equal(output, torch.cat(outputs))
+    assert torch.equal(total, sum(part / 4 for part in losses))

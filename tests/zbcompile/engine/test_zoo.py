@@ -1,8 +1,7 @@
 """Models that people train, pipelined, against eager gradient accumulation: two steps with AdamW
 between them; losses, every gradient, and the state dict with all buffers bit by bit.
 
-Each model runs under one schedule here, and all of (schedule, ranks) occur. What those of RARELY
-have, others have: they run with `pytest --every-case`; all combinations:
+Each model runs under one schedule here; all combinations:
 `examples/benchmarks/oracle_sweep.py --problems llama bert ...`.
 """
 
@@ -26,80 +25,69 @@ from tests.support.training import (
 )
 from tests.support.zoo import ZOO
 from zbcompile.passes.graph.source_location import origin_of
-from zbcompile.program.program import Program
 
-CASES = (
-    Case("llama", "zb-h1", 4, 4, steps=2),
-    Case("llama-unpadded", "zb-v", 2, 4, steps=2),
-    Case("llama-half-padded", "zb-v", 2, 4, steps=2),
-    Case("gpt2-full", "zb-v", 2, 4, steps=2),
-    Case("bert-full", "zb-h1", 2, 4, steps=2),
-    Case("gpt2", "zb-h1", 3, 4, steps=2),
-    Case("bert", "1f1b", 2, 4, steps=2),
-    Case("vit", "zb-v", 4, 4, steps=2),
-    Case("t5", "1f1b", 4, 4, steps=2),
-    Case("whisper", "zb-v", 3, 4, steps=2),
-    Case("mixtral", "zb-h1", 3, 4, steps=2),
-    Case("qwen-moe", "zb-v", 2, 4, steps=2),
-    Case("gemma2", "1f1b", 3, 4, steps=2),
-    Case("mamba", "zb-h1", 4, 4, steps=2),
-    Case("resnet", "zb-h1", 2, 4, steps=2),
-    Case("unet", "1f1b", 3, 4, steps=2),
-    Case("custom-op", "zb-v", 3, 4, steps=2),
-)
-RARELY = {
-    "llama-unpadded",
-    "llama-half-padded",
-    "gpt2-full",
-    "bert-full",
-    "t5",
-    "whisper",
-    "gemma2",
+CASES = {  # model: schedule, ranks
+    "mixtral": ("zb-h1", 3),
+    "llama": ("zb-h1", 4),
+    "vit": ("zb-v", 4),
+    "bert": ("1f1b", 2),
+    "resnet": ("zb-h1", 2),
+    "unet": ("1f1b", 3),
+    "custom-op": ("zb-v", 3),
+    "mamba": ("zb-h1", 4),
+    "gpt2": ("zb-h1", 3),
+    "qwen-moe": ("zb-v", 2),
+    "llama-unpadded": ("zb-v", 2),
+    "llama-half-padded": ("zb-v", 2),
+    "gpt2-full": ("zb-v", 2),
+    "bert-full": ("zb-h1", 2),
+    "t5": ("1f1b", 4),
+    "whisper": ("zb-v", 3),
+    "gemma2": ("1f1b", 3),
 }
-PROCESSES = (Case("gpt2", "zb-h1", 2, 4, steps=2), Case("resnet", "zb-v", 2, 4, steps=2))
+SAMPLE = list(CASES)[:8]  # what the others have, these have, or the sample of transformers
 
 
-def marks_of(case: Case) -> list[pytest.MarkDecorator]:
-    """A group of its own: two workers share the models."""
-    rarely = [pytest.mark.beyond_sample] if case.problem in RARELY else []
-    return [pytest.mark.xdist_group(case.problem), *rarely]
+def case_of(name: str, steps: int = 2) -> Case:
+    return Case(name, *CASES[name], microbatches=4, steps=steps)
 
 
-ONE_BY_ONE = [pytest.param(case, id=str(case), marks=marks_of(case)) for case in CASES]
+def beyond(names: list[str], sample: list[str]) -> list[object]:
+    marks = {name: [] if name in sample else [pytest.mark.beyond_sample] for name in names}
+    return [pytest.param(name, marks=marks[name]) for name in names]
 
 
-@pytest.mark.mostly_slow(every=2)
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ONE_BY_ONE)
-def test_in_one_process(case: Case) -> None:
+@pytest.mark.parametrize("name", beyond(list(CASES), SAMPLE))
+def test_in_one_process(name: str) -> None:
     """Every operation of the graphs that ran says which line of the model, or which pass of the
     compiler, made it."""
+    case = case_of(name)
     assert_bitwise(quickly(case), reference(case))
-    assert operations_from_nowhere(compiled_for(case)) == []
+    stages = compiled_for(case).stages
+    graphs = [piece.module.graph for stage in stages for piece in stage.pieces.values()]
+    calls = [node for graph in graphs for node in graph.nodes if node.op == "call_function"]
+    assert [node for node in calls if not (origin_of(node) or node.meta.get("pass"))] == []
 
 
-def operations_from_nowhere(program: Program) -> list[str]:
-    """Returns the nodes of which `python -m zbcompile.inspect --graph` names no origin."""
-    pieces = [piece for stage in program.stages for piece in stage.pieces.values()]
-    calls = [
-        (piece.kind, node)
-        for piece in pieces
-        for node in piece.module.graph.nodes
-        if node.op == "call_function"
-    ]
-    return [
-        f"{name}: {node.name}"
-        for name, node in calls
-        if not (origin_of(node) or node.meta.get("pass"))
-    ]
+@pytest.mark.slow
+@pytest.mark.parametrize("name", beyond(["mixtral", "t5", "unet", "mamba"], ["unet"]))
+def test_recomputed(name: str) -> None:
+    """Routes of experts and masks are those of the forward."""
+    case = case_of(name, steps=1)
+    assert_bitwise(quickly(replace(case, recompute="full")), reference(case))
+
+
+def built(problem: str) -> None:
+    problem_of(problem).model()
 
 
 @pytest.mark.beyond_sample
-@pytest.mark.mostly_slow(every=2)
 @pytest.mark.slow
-@pytest.mark.parametrize("case", PROCESSES, ids=str)
-def test_in_processes(case: Case, pool: Pool) -> None:
-    problem_of(case.problem).model()  # imports transformers for all ranks
+@pytest.mark.parametrize("name", ["gpt2", "resnet"])
+def test_in_processes(name: str, pool: Pool) -> None:
+    pool.rehearse(built, name)  # imports transformers for all ranks
+    case = replace(case_of(name), ranks=2)
     assert_bitwise(on_ranks(pool, pipelined, case), reference(case))
 
 
@@ -115,18 +103,7 @@ def test_an_lstm_is_refused_with_exact_and_near_without() -> None:
 
 
 def test_the_zoo_is_tested() -> None:
-    assert {case.problem for case in CASES} | {"lstm"} == set(ZOO)
-
-
-@pytest.mark.slow
-@pytest.mark.mostly_slow(every=4)
-@pytest.mark.parametrize("name", ["mixtral", "t5", "unet", "mamba"])
-def test_recomputed(name: str) -> None:
-    """Routes of experts and masks are those of the forward."""
-    (case,) = (case for case in CASES if case.problem == name)
-    assert_bitwise(
-        quickly(replace(case, recompute="full", steps=1)), reference(replace(case, steps=1))
-    )
+    assert {*CASES, "lstm"} == set(ZOO)
 
 
 @pytest.mark.slow
@@ -134,7 +111,6 @@ def test_eval_returns_the_models_own_output() -> None:
     """transformers' output object with its cache, the loss on the whole batch."""
     problem, pipe = ZOO["gpt2"], pipeline_of(Case("gpt2", "1f1b", 2, 4))
     batch = problem.batches(1, 8)[0]
-    pipe.compile(**batch.kwargs)
     ours = pipe.eval(**batch.kwargs)
     with torch.no_grad():
         theirs = problem.model().eval()(**batch.kwargs)

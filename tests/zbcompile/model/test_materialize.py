@@ -14,6 +14,7 @@ from tests.support.pool import Pool
 from tests.support.training import assert_same_tensors, gradients_of
 
 ROWS = torch.linspace(-1, 1, 8 * WIDTH).view(8, WIDTH)
+BUFFERS = {"scale": torch.linspace(0.5, 1.5, WIDTH), "table": torch.arange(WIDTH) / WIDTH}
 
 
 class Scaled(MLP):
@@ -27,42 +28,36 @@ class Scaled(MLP):
         self.register_buffer("table", torch.arange(WIDTH) / WIDTH, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x + self.table) * self.scale + torch.tensor([1.0, -1.0]).repeat(
-            WIDTH // 2
-        )
+        signs = torch.tensor([1.0, -1.0]).repeat(WIDTH // 2)
+        return super().forward(x + self.table) * self.scale + signs
+
+
+class Plain(MLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = torch.ones(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + self.shift)
 
 
 def fill(name: str, tensor: Tensor) -> None:
-    values = {"scale": torch.linspace(0.5, 1.5, WIDTH), "table": torch.arange(WIDTH) / WIDTH}
-    tensor.copy_(values[name]) if name in values else tensor.uniform_(-0.3, 0.3)
+    tensor.copy_(BUFFERS[name]) if name in BUFFERS else tensor.uniform_(-0.3, 0.3)
 
 
-def on_meta(make: Any = Scaled) -> nn.Module:
+def made(kind: Any = Scaled, **options: Any) -> tuple[nn.Module, zbcompile.Pipeline]:
     with torch.device("meta"):
-        return make()  # type: ignore[no-any-return]
+        model = kind()
+    options = {"schedule": "zb-v", "ranks": 2, "microbatches": 4, "exact": True} | options
+    return model, zbcompile.pipeline(model, loss=F.mse_loss, **options)
 
 
-def pipe_of(model: nn.Module, **options: Any) -> zbcompile.Pipeline:
-    options = {
-        "schedule": "zb-v",
-        "ranks": 2,
-        "microbatches": 4,
-        "loss": F.mse_loss,
-        "exact": True,
-    } | options
-    return zbcompile.pipeline(model, **options)
-
-
-def filled_by_init() -> tuple[Tensor, dict[str, Any], dict[str, Any], list[str]]:
+def filled_by_init() -> tuple[Tensor, dict[str, Any], dict[str, Any], set[str]]:
     """Loss, gradients, the full state, and the names of what is real in this process."""
-    model = on_meta()
-    pipe = pipe_of(model, init=fill)
+    model, pipe = made(init=fill)
     loss = pipe.step(ROWS, target=ROWS)
-    real = [
-        name
-        for name, tensor in (*model.named_parameters(), *model.named_buffers())
-        if not tensor.is_meta
-    ]
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    real = {name for name, tensor in tensors if not tensor.is_meta}
     return loss, gradients_of(pipe), pipe.state_dict(full=True), real
 
 
@@ -77,24 +72,20 @@ def test_each_rank_makes_its_own_share_real(pool: Pool) -> None:
     assert_same_tensors(gradients, gradients_of(eager), "gradient of")
     assert len(real) == len([*eager.named_parameters(), *eager.named_buffers()])
     shares = pool.run(filled_by_init)
-    for second in shares:
-        assert torch.equal(second[0], loss)
-        assert_same_tensors(second[2], state, "state")
-        assert set(second[3]) < set(real)
-    assert set().union(*(set(second[3]) for second in shares)) == set(real)
+    for theirs, _, whole, its_own in shares:
+        assert torch.equal(theirs, loss)
+        assert_same_tensors(whole, state, "state")
+        assert its_own < real
+    assert set().union(*(its_own for *_, its_own in shares)) == real
 
 
-@pytest.mark.slow
 def test_a_state_dict_fills_the_share() -> None:
     """Until then a step and an evaluation are errors; a plain MLP has nothing that no state dict
     holds."""
-    eager, model = MLP(), on_meta(MLP)
-    pipe = pipe_of(model)
+    eager, (_, pipe) = MLP(), made(MLP)
+    refused = r"layers\.0\.bias.* and 12 more.*not filled.*load_state_dict"
     for run in (lambda: pipe.step(ROWS, target=ROWS), lambda: pipe.eval(ROWS)):
-        with pytest.raises(
-            zbcompile.PipelineError,
-            match=r"layers\.0\.bias.* and 12 more.*not filled.*load_state_dict",
-        ):
+        with pytest.raises(zbcompile.PipelineError, match=refused):
             run()
     pipe.load_state_dict(eager.state_dict())
     loss = pipe.step(ROWS, target=ROWS)
@@ -104,41 +95,14 @@ def test_a_state_dict_fills_the_share() -> None:
         torch.testing.assert_close(pipe.eval(ROWS), eager(ROWS))
 
 
-class Plain(MLP):
-    def __init__(self) -> None:
-        super().__init__()
-        self.shift = torch.ones(WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x + self.shift)
-
-
-def buffers_without_init() -> None:
-    pipe_of(on_meta()).step(ROWS, target=ROWS)
-
-
-def plain_attribute() -> None:
-    pipe_of(on_meta(Plain), init=fill).step(ROWS, target=ROWS)
-
-
-def init_not_callable() -> None:
-    pipe_of(on_meta(), init="normal")
-
-
 @pytest.mark.parametrize(
-    ("function", "message"),
+    ("kind", "init", "message"),
     [
-        (
-            buffers_without_init,
-            "table: buffers on the meta device that no state dict holds.*init=fn",
-        ),
-        (plain_attribute, "shift: a tensor in a plain attribute.*register_buffer"),
-        (init_not_callable, r"init='normal'; expected a function init\(name, tensor\)"),
+        (Scaled, None, "table: buffers on the meta device that no state dict holds.*init=fn"),
+        (Plain, fill, "shift: a tensor in a plain attribute.*register_buffer"),
+        (Scaled, "normal", r"init='normal'; expected a function init\(name, tensor\)"),
     ],
 )
-def test_never_garbage(function: Any, message: str, pool: Pool) -> None:
-    with pytest.raises(zbcompile.PipelineError, match=message) as caught:
-        function()
-    assert [(o.error, o.text) for o in pool.outcomes(function)] == [
-        ("PipelineError", str(caught.value))
-    ] * 2
+def test_never_garbage(kind: Any, init: Any, message: str) -> None:
+    with pytest.raises(zbcompile.PipelineError, match=message):
+        made(kind, init=init)[1].step(ROWS, target=ROWS)

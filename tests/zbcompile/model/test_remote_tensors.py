@@ -14,51 +14,22 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_
 
 import zbcompile
-from tests.support.dtensor_models import LENGTH, VOCABULARY, Llama, loss_of, parallelised
+from tests.support.dtensor_models import LENGTH, Llama, loss_of, parallelised
 from tests.support.meshes import mesh_of
-from tests.support.oracle import WIDTH, optimizer_of
+from tests.support.oracle import WIDTH
 from tests.support.pool import Pool
 
 ROWS = torch.linspace(-1, 1, 8 * WIDTH).view(8, WIDTH)
 
 
-class Net(nn.Module):
-    """A layer, a body that may be shared, with buffers, and a layer."""
-
-    def __init__(self, body: nn.Module | None = None) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.front = nn.Linear(WIDTH, WIDTH)
-        self.body = body or nn.Sequential(
-            *[nn.Linear(WIDTH, WIDTH) for _ in range(4)], nn.BatchNorm1d(WIDTH)
-        )
-        self.head = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.body(self.front(x)))  # type: ignore[no-any-return]
+def net() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(5)), nn.BatchNorm1d(WIDTH))
 
 
-def pipe_of(model: nn.Module, **options: Any) -> zbcompile.Pipeline:
-    options = {
-        "schedule": "1f1b",
-        "ranks": 2,
-        "microbatches": 2,
-        "loss": F.mse_loss,
-        "exact": True,
-    } | options
-    return zbcompile.pipeline(model, **options)
-
-
-def trained(
-    model: nn.Module, steps: int = 2, **options: Any
-) -> tuple[zbcompile.Pipeline, list[Tensor]]:
-    pipe, losses = pipe_of(model, **options), []
-    optimizer = optimizer_of(pipe.compile(ROWS, target=ROWS).parameters())
-    for _ in range(steps):
-        losses.append(pipe.step(ROWS, target=ROWS))
-        optimizer.step()
-        optimizer.zero_grad()
-    return pipe, losses
+def pipe_of(model: nn.Module, cut: str) -> zbcompile.Pipeline:
+    options: dict[str, Any] = {"schedule": "1f1b", "ranks": 2, "microbatches": 2, "exact": True}
+    return zbcompile.pipeline(model, loss=F.mse_loss, balance=[cut], **options)
 
 
 def said_by(call: Callable[[], Any]) -> str:
@@ -69,11 +40,12 @@ def said_by(call: Callable[[], Any]) -> str:
     return ""
 
 
-def refusals() -> tuple[dict[str, str], bool, set[str]]:
-    """Returns the errors of reading the model in this process, whether clipping its own parameters is refused,
-    and the names of the tensors that are on the meta device."""
-    model = Net()
-    pipe, _ = trained(model)
+def reads_and_second_pipeline() -> tuple[dict[str, str], set[str], str, Tensor]:
+    """Returns the errors of reading the model in this process, the names of the tensors that are on
+    the meta device; and of a second pipeline of the model, cut elsewhere, without and with the
+    weights of the first one, the error and the loss."""
+    model = net()
+    pipe = pipe_of(model, "1")
     pipe.step(ROWS, target=ROWS)
     reads = {
         "state_dict": model.state_dict,
@@ -84,87 +56,62 @@ def refusals() -> tuple[dict[str, str], bool, set[str]]:
     }
     said = {name: said_by(read) for name, read in reads.items()}
     clip_grads_with_norm_(pipe.parameters(), 1.0, torch.ones(()))
-    local = {name for name, _ in pipe.named_parameters()}
     tensors = (*model.named_parameters(), *model.named_buffers())
     remote = {name for name, tensor in tensors if tensor.is_meta}
+    assert remote.isdisjoint(name for name, _ in pipe.named_parameters())
+    weights = pipe.state_dict(full=True)
     pipe.close()
-    return said, local.isdisjoint(remote), remote
+    second = pipe_of(model, "3").compile(ROWS, target=ROWS)
+    message = said_by(lambda: second.eval(ROWS))
+    second.load_state_dict(weights)
+    loss = second.step(ROWS, target=ROWS)
+    second.close()
+    return said, remote, message, loss
 
 
+@pytest.mark.slow
 def test_tensors_of_other_ranks_are_on_the_meta_device(pool: Pool) -> None:
-    """torch refuses to read them; a state dict and clipping say what to call."""
-    both = pool.run(refusals)
-    for said, disjoint, _ in both:
+    """torch refuses to read them; a state dict and clipping say what to call. A second pipeline
+    does not start from old values."""
+    both = pool.run(reads_and_second_pipeline)
+    alone = reads_and_second_pipeline()[-1]
+    for said, _, _, loss in both:
         assert "this process holds the parameters and buffers of stage" in said["state_dict"]
         assert "pipe.state_dict(full=True)" in said["state_dict"]
         assert "Call pipe.clip_grad_norm_(max_norm)" in said["clipping"]
         assert "Call pipe.clip_grad_norm_(max_norm)" in said["clipping its own"]
         assert said["forward"]
         assert said["copied"]
-        assert disjoint
-    (_, _, first), (_, _, second) = both
-    assert first.isdisjoint(second)
-    names = {name for name, _ in (*Net().named_parameters(), *Net().named_buffers())}
-    assert first | second == names
-
-
-def one_after_the_other() -> tuple[str, Tensor]:
-    """A second pipeline of the model, cut elsewhere, without and with the weights of the
-    first one."""
-    model = Net()
-    pipe, _ = trained(model, balance=["body.1"])
-    weights = pipe.state_dict(full=True)
-    pipe.close()
-    second = pipe_of(model, balance=["body.3"]).compile(ROWS, target=ROWS)
-    message = said_by(second._binding.share.require_filled)
-    second.load_state_dict(weights)
-    loss = second.step(ROWS, target=ROWS)
-    second.close()
-    return message, loss
-
-
-@pytest.mark.slow
-def test_a_second_pipeline_does_not_start_from_old_values(pool: Pool) -> None:
-    _, loss = one_after_the_other()
-    both = pool.run(one_after_the_other)
-    assert "on another rank of an earlier pipeline), and not filled" in " ".join(
-        message for message, _ in both
+        assert torch.equal(loss, alone)
+    assert any(
+        "on another rank of an earlier pipeline), and not filled" in m for _, _, m, _ in both
     )
-    assert all(torch.equal(theirs, loss) for _, theirs in both)
+    first, second = (remote for _, remote, _, _ in both)
+    assert first.isdisjoint(second)
+    assert first | second == {n for n, _ in (*net().named_parameters(), *net().named_buffers())}
 
 
-def parallel_state() -> tuple[set[str], bool, bool, bool]:
-    """Returns, for a model with DTensors in a pipeline, which names of torch's state dict are DTensors here
-    and not in the eager one, or vice versa; whether values are the same; whether what torch loads
-    arrives."""
+def parallel_state() -> None:
+    """The state dict of a model with DTensors in a pipeline has eager's, in both directions."""
     mesh = mesh_of(tp=dist.get_world_size())
-    eager, model = parallelised(mesh["tp"], "plain", 1), parallelised(mesh["tp"], "plain", 1)
+    eager, model = (parallelised(mesh["tp"], "plain", 1) for _ in range(2))
     pipe = zbcompile.pipeline(model, mesh=mesh, schedule="1f1b", microbatches=2, loss=loss_of)
-    torch.manual_seed(1)
-    x, y = torch.randint(VOCABULARY, (2, 4, LENGTH)).unbind()
+    x, y = torch.zeros(2, 4, LENGTH, dtype=torch.int64).unbind()
     pipe.step(x, target=y)
     displayed, expected = get_model_state_dict(model), get_model_state_dict(eager)
-    unlike = {
-        name
-        for name, value in displayed.items()
-        if isinstance(value, DTensor) != isinstance(expected[name], DTensor)
-    }
-    same = all(torch.equal(whole(displayed[name]), whole(expected[name])) for name in expected)
+    for name, value in expected.items():
+        assert isinstance(displayed[name], DTensor) == isinstance(value, DTensor), name
+        assert torch.equal(whole(displayed[name]), whole(value)), name
     set_model_state_dict(model, {name: value * 2 for name, value in expected.items()})
     results = pipe.state_dict(full=True)
-    doubled = all(torch.equal(whole(results[name]), 2 * whole(expected[name])) for name in expected)
+    assert all(torch.equal(whole(results[n]), 2 * whole(value)) for n, value in expected.items())
     model.load_state_dict(Llama(1).state_dict())
-    again = all(
-        torch.equal(whole(value), whole(expected[name]))
-        for name, value in model.state_dict().items()
-    )
-    with pytest.raises(
-        zbcompile.PipelineError, match=r"differs from rank to rank"
-    ):  # plain parts of DTensors
+    again = model.state_dict()
+    assert all(torch.equal(whole(again[name]), whole(expected[name])) for name in expected)
+    with pytest.raises(zbcompile.PipelineError, match="differs from rank to rank"):  # plain parts
         clip_grad_norm_(model.parameters(), 1.0)
     clip_grad_norm_([item for item in pipe.parameters() if isinstance(item, DTensor)], 1.0)
     pipe.close()
-    return unlike, same, doubled, again
 
 
 def whole(value: Any) -> Tensor:
@@ -172,9 +119,6 @@ def whole(value: Any) -> Tensor:
 
 
 @pytest.mark.slow
+@pytest.mark.beyond_sample
 def test_state_dicts_of_a_parallelised_model_have_its_dtensors(pool: Pool) -> None:
-    for unlike, same, doubled, again in pool.run(parallel_state):
-        assert not unlike
-        assert same
-        assert doubled
-        assert again
+    pool.run(parallel_state)

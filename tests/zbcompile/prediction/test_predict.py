@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import zbcompile
 from zbcompile.cli.target import load_example
@@ -13,37 +14,36 @@ from zbcompile.passes.compile_options import CompileOptions
 from zbcompile.passes.cost.stage_cost import stage_cost
 from zbcompile.prediction import predict
 from zbcompile.prediction.predict import load_costs, predicted_costs, stage_costs
+from zbcompile.program.program import Program
 from zbcompile.schedules import build, parse_step, simulate
 from zbcompile.schedules.ir.actions import COMPUTE
 
 TARGETS = Path(__file__).parents[3] / "examples" / "targets.py"
-MICROBATCHES = 4
+RARE = pytest.mark.beyond_sample
 
 
-def _repeated(value: Any) -> Any:
-    return torch.cat([value] * MICROBATCHES) if isinstance(value, torch.Tensor) else value
-
-
-def _recorded(name: str, schedule: str) -> zbcompile.Pipeline:
-    """A pipeline in this process after one recorded step."""
-    example = load_example(f"{TARGETS}:{name}")
-    options = {"schedule": schedule, "microbatches": MICROBATCHES, "ranks": 2, "loss": example.loss}
-    pipe = zbcompile.pipeline(example.model, **options)
-    pipe.record = True
-    kwargs = {key: _repeated(value) for key, value in example.kwargs.items()}
-    if example.loss is not None:
-        kwargs["target"] = _repeated(example.target)
-    pipe.step(*map(_repeated, example.args), **kwargs)
-    return pipe
+def repeated(value: Any) -> Any:
+    return torch.cat([value] * 4) if isinstance(value, torch.Tensor) else value
 
 
 @pytest.mark.slow
-@pytest.mark.mostly_slow(every=4)
 @pytest.mark.parametrize(
-    ("name", "schedule"), [("gpt", "zb-v"), ("gpt", "1f1b"), ("llama", "zb-h1"), ("unet", "zb-v")]
+    ("name", "schedule"),
+    [
+        ("gpt", "zb-v"),
+        pytest.param("gpt", "1f1b", marks=RARE),
+        pytest.param("llama", "zb-h1", marks=RARE),
+        pytest.param("unet", "zb-v", marks=RARE),
+    ],
 )
 def test_what_is_predicted_happens(name: str, schedule: str) -> None:
-    pipe = _recorded(name, schedule)
+    example = load_example(f"{TARGETS}:{name}")
+    options = {"schedule": schedule, "microbatches": 4, "ranks": 2, "loss": example.loss}
+    pipe = zbcompile.pipeline(example.model, **options)
+    pipe.record = True
+    target = {} if example.loss is None else {"target": repeated(example.target)}
+    kwargs = {key: repeated(value) for key, value in example.kwargs.items()}
+    pipe.step(*map(repeated, example.args), **kwargs, **target)
     timeline = simulate(pipe.program.schedule, predicted_costs(pipe.program))
     assert pipe.last_step is not None
     for rank, spans in pipe.last_step.spans.items():
@@ -53,16 +53,19 @@ def test_what_is_predicted_happens(name: str, schedule: str) -> None:
     assert timeline.peak_memory == tuple(peaks[rank] for rank in range(2))  # to the byte
 
 
+def compiled(model: nn.Module, schedule: str, ranks: int, **options: Any) -> Program:
+    x = torch.ones(2, 8)
+    example = zbcompile.Example(model, (x,), loss=nn.MSELoss(), target=x)
+    order = build(schedule, ranks, 8)
+    return compile_example(example, order, CompileOptions(**options)).program
+
+
 def test_an_empty_pass_takes_no_time() -> None:
     """The first stage is one layer, which has nothing to do in B; the second is frozen and has
     nothing to do in W."""
-    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
     model[1:].requires_grad_(False)
-    example = zbcompile.Example(
-        model, (torch.ones(2, 8),), loss=torch.nn.MSELoss(), target=torch.ones(2, 8)
-    )
-    program = compile_example(example, build("zb-h1", 2, 4), CompileOptions(balance=("1",))).program
-    costs = load_costs(program, "flops").costs
+    costs = load_costs(compiled(model, "zb-h1", 2, balance=("1",)), "flops").costs
     assert costs.backward[0] == costs.weight[1] == 0
     assert min(*costs.forward, costs.backward[1], costs.weight[0]) > 0
 
@@ -70,17 +73,14 @@ def test_an_empty_pass_takes_no_time() -> None:
 def test_equal_stages_are_priced_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where some get their values from a stage on their own rank: of these only the running
     bytes differ."""
-    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(8)))
-    example = zbcompile.Example(
-        model, (torch.ones(2, 8),), loss=torch.nn.MSELoss(), target=torch.ones(2, 8)
-    )
-    program = compile_example(example, build("zb-v", 4, 8), CompileOptions()).program
+    program = compiled(nn.Sequential(*(nn.Linear(8, 8) for _ in range(8))), "zb-v", 4)
     priced: list[int] = []
-    monkeypatch.setattr(
-        predict,
-        "stage_cost",
-        lambda stage, *how: priced.append(stage.stage) or stage_cost(stage, *how),
-    )
+
+    def noted(stage: Any, *how: Any) -> Any:
+        priced.append(stage.stage)
+        return stage_cost(stage, *how)
+
+    monkeypatch.setattr(predict, "stage_cost", noted)
     costs = stage_costs(program)
     assert len(priced) == len({stage.original for stage in program.stages}) < 8
     assert costs[1] == costs[2]
