@@ -85,7 +85,7 @@ def with_tensor_parallelism(log: Callable[..., None], schedules: Sequence[str]) 
     """Returns for each plan and schedule if the gradients are within the bound."""
     results = []
     for kind, schedule in product(KINDS, schedules):
-        result = trained(kind, schedule, kind == "plain", disturbed=False)
+        result = trained(kind, schedule, kind == "plain")
         far = torch.tensor(
             [result["loss"], result["far"], len(result["needless"]), len(result["unequal"])]
         )

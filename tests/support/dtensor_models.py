@@ -25,23 +25,17 @@ class Attention(nn.Module):
         self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (
-            item(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2)
-            for item in (self.q, self.k, self.v)
-        )
-        return self.o(
-            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
-        )
+        parts = (layer(x) for layer in (self.q, self.k, self.v))
+        q, k, v = (part.unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for part in parts)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.o(mixed.transpose(1, 2).flatten(2))
 
 
 class Mlp(nn.Module):
     def __init__(self, inner: int) -> None:
         super().__init__()
-        self.up, self.gate, self.down = (
-            nn.Linear(WIDTH, inner),
-            nn.Linear(WIDTH, inner),
-            nn.Linear(inner, WIDTH),
-        )
+        self.up, self.gate = nn.Linear(WIDTH, inner), nn.Linear(WIDTH, inner)
+        self.down = nn.Linear(inner, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(F.silu(self.gate(x)) * self.up(x))
@@ -50,8 +44,8 @@ class Mlp(nn.Module):
 class Block(nn.Module):
     def __init__(self, inner: int) -> None:
         super().__init__()
-        self.first, self.attention, self.second = nn.RMSNorm(WIDTH), Attention(), nn.RMSNorm(WIDTH)
-        self.mlp = Mlp(inner)
+        self.first, self.attention = nn.RMSNorm(WIDTH), Attention()
+        self.second, self.mlp = nn.RMSNorm(WIDTH), Mlp(inner)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.first(x))
@@ -87,38 +81,24 @@ def parallelised(mesh: Any, kind: str, layers: int = LAYERS) -> Llama:
     sharded logits; "odd": uneven columns, DTensors inside of the feed-forward layers, whose output
     a style of its own gathers; a tied head.
     """
-    model, split = Llama(layers, kind == "odd"), kind in ("sequence", "loss")
-    along = Shard(1) if split else Replicate()
-    rows = RowwiseParallel(output_layouts=along)
-    plan: dict[str, Any] = {
-        "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=along),
-        "head": ColwiseParallel(
-            input_layouts=along,
-            output_layouts=Shard(-1) if kind == "loss" else Replicate(),
-            use_local_output=kind != "loss",
-        ),
-        **{f"blocks.*.attention.{name}": ColwiseParallel() for name in "qkv"},
-        **{
-            f"blocks.*.mlp.{name}": ColwiseParallel(use_local_output=kind != "odd")
-            for name in ("up", "gate")
-        },
-        "blocks.*.attention.o": rows,
-        "blocks.*.mlp.down": rows,
-    }
+    model, split, odd = Llama(layers, kind == "odd"), kind in ("sequence", "loss"), kind == "odd"
+    along, logits = Shard(1) if split else Replicate(), Shard(-1) if kind == "loss" else Replicate()
+    words = RowwiseParallel(input_layouts=Replicate(), output_layouts=along)
+    head = {"input_layouts": along, "output_layouts": logits, "use_local_output": kind != "loss"}
+    columns, rows = ColwiseParallel(use_local_output=not odd), RowwiseParallel(output_layouts=along)
+    plan: dict[str, Any] = {"embedding": words, "head": ColwiseParallel(**head)}
+    plan |= {f"blocks.*.attention.{name}": ColwiseParallel() for name in "qkv"}
+    plan |= {"blocks.*.mlp.up": columns, "blocks.*.mlp.gate": columns}
+    plan |= {"blocks.*.attention.o": rows, "blocks.*.mlp.down": rows}
     if split:
         inside = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
-        plan |= {
-            "blocks.*.first": SequenceParallel(),
-            "blocks.*.second": SequenceParallel(),
-            "norm": SequenceParallel(),
-        }
-        plan |= {"blocks.*.attention": inside, "blocks.*.mlp": inside}
-    if kind == "odd":
+        plan |= dict.fromkeys(("blocks.*.first", "blocks.*.second", "norm"), SequenceParallel())
+        plan |= dict.fromkeys(("blocks.*.attention", "blocks.*.mlp"), inside)
+    if odd:
+        whole = {"output_layouts": (Shard(1),), "desired_output_layouts": (Replicate(),)}
         plan["blocks.*.mlp.down"] = RowwiseParallel(output_layouts=Shard(1))
-        plan["blocks.*.mlp"] = PrepareModuleOutput(
-            output_layouts=(Shard(1),), desired_output_layouts=(Replicate(),)
-        )
+        plan["blocks.*.mlp"] = PrepareModuleOutput(**whole)
     parallelize_module(model, mesh, plan)
-    if kind == "odd":
+    if odd:
         model.head.weight = model.embedding.weight
     return model

@@ -9,46 +9,23 @@ from zbcompile.passes.stage.pass_graph import PassGraph
 from zbcompile.passes.stage.stage_program import collectives_of
 from zbcompile.program.program import Program
 
-KEEP_SUMS = (
-    "view",
-    "reshape",
-    "t",
-    "transpose",
-    "permute",
-    "add",
-    "_to_copy",
-    "detach",
-    "clone",
-    "unsqueeze",
-)
+KEEP_SUMS = "view reshape t transpose permute add _to_copy detach clone unsqueeze"
 
 
 def needless(program: Program) -> list[str]:
     """Collectives of weight gradients, and sums of a microbatch that end in a weight gradient: the
     sum over ranks could follow the sum over microbatches."""
-    in_w = [
-        f"{collective.kind} in W"
-        for stage in program.stages
-        for collective in collectives_of(stage)
-        if collective.name == "W"
-    ]
-    return in_w + [
-        result
-        for stage in program.stages
-        for piece in stage.pieces.values()
-        for result in _sums(piece)
-    ]
+    all_of = [item for stage in program.stages for item in collectives_of(stage)]
+    pieces = [piece for stage in program.stages for piece in stage.pieces.values()]
+    in_w = [f"{item.kind} in W" for item in all_of if item.name == "W"]
+    return in_w + [result for piece in pieces for result in _sums(piece)]
 
 
 def _sums(piece: PassGraph) -> Iterator[str]:
-    output = piece.module.graph.output_node().args[0]
-    results = [
-        node
-        for slot, node in zip(piece.outputs, output, strict=True)
-        if slot.role == "weight_gradient"
-    ]  # type: ignore
+    outputs = zip(piece.outputs, piece.module.graph.output_node().args[0], strict=True)  # type: ignore[arg-type]
+    results = [node for slot, node in outputs if slot.role == "weight_gradient"]
     for node in filter(is_wait, piece.module.graph.nodes):
-        if "all_reduce" in str(node.args[0]) and _is_addend(node, results):
+        if "all_reduce" in str(node.args[0]) and _is_addend(node, results):  # type: ignore[arg-type]
             yield f"{node.name} in {piece.kind}"
 
 
@@ -63,4 +40,4 @@ def _adds(node: Node, user: Node, results: list[Node]) -> bool:
     name = user.target.overloadpacket.__name__  # type: ignore[union-attr]
     if name == "add_":  # into an accumulator
         return user.args[0] is not node
-    return name in KEEP_SUMS and _is_addend(user, results)
+    return name in KEEP_SUMS.split() and _is_addend(user, results)

@@ -80,25 +80,16 @@ class Along:
         return x.chunk(self.size, dim)[self.rank]
 
     def gather(self, x: Tensor, dim: int) -> Tensor:
-        return (
-            x
-            if self.size == 1
-            else collectives.all_gather_tensor_autograd(x.contiguous(), dim, self.group)
-        )
+        return self.through(collectives.all_gather_tensor_autograd, x, dim)
 
     def scatter_sum(self, x: Tensor, dim: int) -> Tensor:
-        return (
-            x
-            if self.size == 1
-            else collectives.reduce_scatter_tensor_autograd(x.contiguous(), "sum", dim, self.group)
-        )
+        return self.through(collectives.reduce_scatter_tensor_autograd, x, "sum", dim)
 
     def exchange(self, x: Tensor) -> Tensor:
-        return (
-            x
-            if self.size == 1
-            else collectives.all_to_all_single_autograd(x.contiguous(), None, None, self.group)
-        )
+        return self.through(collectives.all_to_all_single_autograd, x, None, None)
+
+    def through(self, collective: Any, x: Tensor, *args: Any) -> Tensor:
+        return x if self.size == 1 else collective(x.contiguous(), *args, self.group)
 
 
 class Gather(torch.autograd.Function):
@@ -136,17 +127,16 @@ class ParallelMlp(nn.Module):
         self.rows = nn.Parameter(along.part(torch.randn(WIDTH, 2 * WIDTH) / 6, 1).clone())
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.norm(x)
+        y, along = self.norm(x), self.along
         if self.form == "sequence":
-            y = F.linear(F.gelu(F.linear(self.along.gather(y, 1), self.columns)), self.rows)
-            return x + self.along.scatter_sum(y, 1)
-        if self.form == "functions" and self.along.size > 1:
-            y = F.linear(
-                F.gelu(F.linear(Enter.apply(y, self.along.processes), self.columns)), self.rows
-            )
-            return x + Leave.apply(y, self.along.processes)
-        y = F.linear(F.gelu(F.linear(enter(y, self.along.group), self.columns)), self.rows)
-        return x + leave(y, self.along.group)
+            return x + along.scatter_sum(self.between(along.gather(y, 1)), 1)
+        if self.form == "functions" and along.size > 1:
+            y = self.between(Enter.apply(y, along.processes))
+            return x + Leave.apply(y, along.processes)
+        return x + leave(self.between(enter(y, along.group)), along.group)
+
+    def between(self, y: Tensor) -> Tensor:
+        return F.linear(F.gelu(F.linear(y, self.columns)), self.rows)
 
 
 class TensorParallel(nn.Module):
@@ -162,20 +152,15 @@ class TensorParallel(nn.Module):
         self.layers = nn.ModuleList(ParallelMlp(self.along, form) for _ in range(LAYERS))
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.sequence:
-            x = self.along.part(x, 1)
+        """Returns the output of all ranks, of which each differentiates its own part."""
+        x = self.along.part(x, 1) if self.sequence else x
         for layer in self.layers:
             x = layer(x)
-        return self.whole(x) if self.sequence else x
-
-    def whole(self, x: Tensor) -> Tensor:
-        """The output of all ranks, of which each differentiates its own part: every rank has the
-        same loss."""
-        rest = self.along.gather(x.detach(), 1)
-        return rest + F.pad(
-            x - x.detach(),
-            (0, 0, self.along.rank * x.shape[1], LENGTH - (self.along.rank + 1) * x.shape[1]),
-        )
+        if not self.sequence:
+            return x
+        before = self.along.rank * x.shape[1]
+        ahead = (0, 0, before, LENGTH - before - x.shape[1])
+        return self.along.gather(x.detach(), 1) + F.pad(x - x.detach(), ahead)
 
 
 class Attention(nn.Module):
@@ -187,40 +172,30 @@ class Attention(nn.Module):
         self.norm, self.qkv, self.out = Norm(), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (
-            part.unflatten(-1, (HEADS, -1)).transpose(1, 2)
-            for part in self.qkv(self.norm(x)).chunk(3, -1)
-        )
-        y = {"gather": self.gathered, "ulysses": self.ulysses, "ring": self.ring}[self.form](
-            q, k, v
-        )
+        parts = self.qkv(self.norm(x)).chunk(3, -1)
+        q, k, v = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in parts)
+        y: Tensor = getattr(self, self.form)(q, k, v)
         return x + self.out(y.transpose(1, 2).flatten(2))
 
-    def gathered(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def gather(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         k, v = self.along.gather(k, 2), self.along.gather(v, 2)
         return self.weights(q, k, self.along.rank * q.shape[2]).softmax(-1) @ v
 
     def weights(self, q: Tensor, k: Tensor, ahead: int) -> Tensor:
         """The scores of queries that are `ahead` positions further on than the keys."""
         positions = torch.arange(q.shape[2])[:, None] + ahead
-        return (q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5).masked_fill(
-            positions < torch.arange(k.shape[2]), -1e30
-        )
+        scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
+        return scores.masked_fill(positions < torch.arange(k.shape[2]), -1e30)
 
     def ulysses(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = map(self.heads, (q, k, v))
-        return self.sequence(self.weights(q, k, 0).softmax(-1) @ v)
+        """All of the sequence for some heads, and back."""
+        q, k, v = (self.swap(part, 1, 2) for part in (q, k, v))
+        return self.swap(self.weights(q, k, 0).softmax(-1) @ v, 2, 1)
 
-    def heads(self, x: Tensor) -> Tensor:
-        """From all heads of a part of the sequence to some heads of all of it."""
-        size = self.along.size
-        parts = self.along.exchange(x.unflatten(1, (size, -1)).permute(1, 0, 2, 3, 4).contiguous())
-        return parts.permute(1, 2, 0, 3, 4).flatten(2, 3)
-
-    def sequence(self, x: Tensor) -> Tensor:
-        size = self.along.size
-        parts = self.along.exchange(x.unflatten(2, (size, -1)).permute(2, 0, 1, 3, 4).contiguous())
-        return parts.permute(1, 0, 2, 3, 4).flatten(1, 2)
+    def swap(self, x: Tensor, split: int, joined: int) -> Tensor:
+        """From all of one dimension for a part of another to a part of it for all of the other."""
+        parts = x.unflatten(split, (self.along.size, -1)).movedim(split, 0)
+        return self.along.exchange(parts).movedim(0, joined).flatten(joined, joined + 1)
 
     def ring(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Keys and values travel round; the softmax is put together from their parts."""
@@ -232,11 +207,8 @@ class Attention(nn.Module):
             scores = self.weights(q, kv[0], (rank - source) * q.shape[2])
             new = torch.maximum(top, scores.amax(-1, keepdim=True).detach())
             shares, saved = (scores - new).exp() * (scores > -1e29), (top - new).exp()
-            total, sums, top = (
-                total * saved + shares @ kv[1],
-                sums * saved + shares.sum(-1, keepdim=True),
-                new,
-            )
+            total, top = total * saved + shares @ kv[1], new
+            sums = sums * saved + shares.sum(-1, keepdim=True)
             kv = self.onward(kv) if step < size - 1 else kv
         return total / sums
 
@@ -245,9 +217,7 @@ class Attention(nn.Module):
         rank, size, count = self.along.rank, self.along.size, kv.shape[0]
         sent = [count if i == (rank + 1) % size else 0 for i in range(size)]
         received = [count if i == (rank - 1) % size else 0 for i in range(size)]
-        return collectives.all_to_all_single_autograd(
-            kv.contiguous(), received, sent, self.along.group
-        )
+        return self.along.through(collectives.all_to_all_single_autograd, kv, received, sent)
 
 
 class ContextParallel(nn.Module):
@@ -287,9 +257,8 @@ class Dispatched(nn.Module):
         torch.manual_seed(0)
         self.along = Along(mesh, "ep")
         self.norm, self.router = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 1)
-        self.expert = nn.Parameter(
-            self.along.part(torch.randn(self.along.size, WIDTH, WIDTH) / 4, 0).clone()
-        )
+        experts = torch.randn(self.along.size, WIDTH, WIDTH) / 4
+        self.expert = nn.Parameter(self.along.part(experts, 0).clone())
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = self.norm(x).flatten(0, 1)

@@ -1,7 +1,9 @@
 """Training with two replicas of a pipeline of two ranks, and what it must equal."""
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -9,10 +11,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import zbcompile
-from tests.support.oracle import PROBLEMS, Batch, microbatch_loss
+from tests.support.oracle import PROBLEMS, Batch, eager_step
 from tests.support.training import gradients_of
 
 MICROBATCHES, ROWS, REPLICAS = 4, 2, 2
+ALL = REPLICAS * MICROBATCHES
 Gradients = Mapping[str, Tensor | None]
 
 
@@ -28,98 +31,63 @@ class Run:
 
 
 def mesh_of_replicas() -> DeviceMesh:
-    return init_device_mesh(
-        torch.get_default_device().type,
-        (REPLICAS, dist.get_world_size() // REPLICAS),
-        mesh_dim_names=("dp", "pp"),
-    )
+    shape = (REPLICAS, dist.get_world_size() // REPLICAS)
+    device = torch.get_default_device().type
+    return init_device_mesh(device, shape, mesh_dim_names=("dp", "pp"))
 
 
 def replicated(problem: str, schedule: str, reduction: str, unsynchronised: int) -> Run:
     """`unsynchronised` steps inside no_sync and two steps after it, all into the same `.grad`."""
-    mesh = mesh_of_replicas()
-    chosen = PROBLEMS[problem]
-    model = chosen.model()
-    if mesh["dp"].get_local_rank() == 1:
-        for parameter in model.parameters():
-            nn.init.zeros_(parameter)  # the first replica's values count
-    options = {
-        "schedule": schedule,
-        "microbatches": MICROBATCHES,
-        "exact": True,
-        "loss_reduction": reduction,
-    }
-    pipe = zbcompile.pipeline(model, loss=chosen.loss, mesh=mesh, **options)
-    losses = []
-    for step, batch in enumerate(
-        chosen.batches(unsynchronised + 2, REPLICAS * MICROBATCHES * ROWS)
-    ):
-        local = list(batch.parts(REPLICAS))[mesh["dp"].get_local_rank()]
-        if step < unsynchronised:
-            with pipe.no_sync():
-                losses.append(pipe.step(*local.args, target=local.target))
-        else:
+    mesh, chosen = mesh_of_replicas(), PROBLEMS[problem]
+    model, replica, losses = chosen.model(), mesh["dp"].get_local_rank(), []
+    for parameter in model.parameters() if replica else ():
+        nn.init.zeros_(parameter)  # the first replica's values count
+    options: dict[str, Any] = {"microbatches": MICROBATCHES, "exact": True, "mesh": mesh}
+    options |= {"schedule": schedule, "loss_reduction": reduction}
+    pipe = zbcompile.pipeline(model, loss=chosen.loss, **options)
+    for step, batch in enumerate(chosen.batches(unsynchronised + 2, ALL * ROWS)):
+        local = list(batch.parts(REPLICAS))[replica]
+        with pipe.no_sync() if step < unsynchronised else nullcontext():
             losses.append(pipe.step(*local.args, target=local.target))
     gradients = gradients_of(pipe)
-    norm = pipe.clip_grad_norm_(0.5)
-    return Run(losses, gradients, norm, gradients_of(pipe))
-
-
-def replicated_in_half_precision() -> Gradients:
-    """One step of a bfloat16 model on the replicas' halves of a batch."""
-    mesh, chosen = mesh_of_replicas(), PROBLEMS["mlp"]
-    model = chosen.model().bfloat16()
-    pipe = zbcompile.pipeline(
-        model, schedule="zb-h1", microbatches=MICROBATCHES, loss=chosen.loss, mesh=mesh
-    )
-    local = halves()[mesh["dp"].get_local_rank()]
-    pipe.step(*local.args, target=local.target)
-    return gradients_of(pipe)
-
-
-def halves() -> list[Batch]:
-    batch = PROBLEMS["mlp"].batches(1, REPLICAS * MICROBATCHES * ROWS)[0]
-    return [
-        Batch((part.args[0].bfloat16(),), {}, part.target.bfloat16())
-        for part in batch.parts(REPLICAS)
-    ]
-
-
-def summed_in_single_precision() -> dict[str, Tensor]:
-    """Eager's bfloat16 gradients of all microbatches, summed in float32 and rounded once."""
-    model, loss = PROBLEMS["mlp"].model().bfloat16(), PROBLEMS["mlp"].loss
-    sums = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in model.named_parameters()}
-    for half in halves():
-        for part in half.parts(MICROBATCHES):
-            model.zero_grad()
-            (loss(model(*part.args), part.target) / (REPLICAS * MICROBATCHES)).backward()
-            for name, parameter in model.named_parameters():
-                sums[name] += parameter.grad
-    return {name: total.bfloat16() for name, total in sums.items()}
+    return Run(losses, gradients, pipe.clip_grad_norm_(0.5), gradients_of(pipe))
 
 
 def in_one_process(problem: str, reduction: str, steps: int) -> Run:
     """Eager gradient accumulation over the whole batches, one replica's microbatches after the
     other's."""
     chosen = PROBLEMS[problem]
-    model = chosen.model()
-    losses = [
-        _accumulate(model, problem, batch, reduction, step)
-        for step, batch in enumerate(chosen.batches(steps, REPLICAS * MICROBATCHES * ROWS))
-    ]
+    model, factor = chosen.model(), ALL if reduction == "sum" else 1  # a power of two
+    loss = lambda output, target: chosen.loss(output, target) * factor  # type: ignore[misc]  # noqa: E731
+    batches = enumerate(chosen.batches(steps, ALL * ROWS))
+    losses = [eager_step(model, loss, batch, ALL, step) for step, batch in batches]
     gradients = gradients_of(model)
     norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
     return Run(losses, gradients, norm, gradients_of(model))
 
 
-def _accumulate(model: nn.Module, problem: str, batch: Batch, reduction: str, step: int) -> Tensor:
-    count = REPLICAS * MICROBATCHES
-    total = torch.zeros(())
-    for i, part in enumerate(batch.parts(count)):
-        torch.manual_seed(zbcompile.microbatch_seed(step, i))
-        loss = microbatch_loss(model, PROBLEMS[problem].loss, part) / (
-            count if reduction == "mean" else 1
-        )
-        loss.backward()
-        total = total + loss.detach()
-    return total
+def replicated_in_half_precision() -> Gradients:
+    """One step of a bfloat16 model on the replicas' halves of a batch."""
+    mesh, chosen = mesh_of_replicas(), PROBLEMS["mlp"]
+    options: dict[str, Any] = {"schedule": "zb-h1", "microbatches": MICROBATCHES, "mesh": mesh}
+    pipe = zbcompile.pipeline(chosen.model().bfloat16(), loss=chosen.loss, **options)
+    local = halves()[mesh["dp"].get_local_rank()]
+    pipe.step(*local.args, target=local.target)
+    return gradients_of(pipe)
+
+
+def halves() -> list[Batch]:
+    parts = PROBLEMS["mlp"].batches(1, ALL * ROWS)[0].parts(REPLICAS)
+    return [Batch((p.args[0].bfloat16(),), {}, p.target.bfloat16()) for p in parts]  # type: ignore[union-attr]
+
+
+def summed_in_single_precision() -> dict[str, Tensor]:
+    """Eager's bfloat16 gradients of all microbatches, summed in float32 and rounded once."""
+    model, loss = PROBLEMS["mlp"].model().bfloat16(), PROBLEMS["mlp"].loss
+    sums = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in model.named_parameters()}
+    for part in [part for half in halves() for part in half.parts(MICROBATCHES)]:
+        model.zero_grad()
+        (loss(model(*part.args), part.target) / ALL).backward()  # type: ignore[misc]
+        for name, parameter in model.named_parameters():
+            sums[name] += parameter.grad
+    return {name: total.bfloat16() for name, total in sums.items()}

@@ -1,14 +1,13 @@
 """Models that use a parameter several times, as problems of the oracle."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.support.oracle import WIDTH, Batch, Loss, Problem
+from tests.support.oracle import WIDTH, Batch, Problem
 
 VOCABULARY, LENGTH = 24, 6
 
@@ -37,15 +36,14 @@ class Loop(nn.Module):
 class TransposedLoop(nn.Module):
     """A tied embedding, and a block of two layers whose first weight is read transposed as well."""
 
-    def __init__(self, uses: int = 5) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.uses = uses
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
         self.wide, self.narrow = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens)
-        for _ in range(self.uses):
+        for _ in range(5):
             x = x + self.narrow(F.gelu(self.wide(x)))
         return (x @ self.wide.weight.T) @ self.embed.weight.T
 
@@ -54,20 +52,13 @@ class DerivedWeights(nn.Module):
     """Layers whose weights are rows of one parameter, or one weight that is normalized once for all
     of them."""
 
-    def __init__(self, stacked: bool, layers: int = 5) -> None:
+    def __init__(self, stacked: bool) -> None:
         super().__init__()
-        self.stacked, self.layers = stacked, layers
-        self.weight = nn.Parameter(
-            torch.randn(layers * WIDTH if stacked else WIDTH, WIDTH) / WIDTH**0.5
-        )
-        self.first = nn.Linear(WIDTH, WIDTH)
+        self.stacked, self.first = stacked, nn.Linear(WIDTH, WIDTH)
+        self.weight = nn.Parameter(torch.randn((1, 5)[stacked] * WIDTH, WIDTH) / WIDTH**0.5)
 
     def forward(self, x: Tensor) -> Tensor:
-        weights = (
-            self.weight.chunk(self.layers)
-            if self.stacked
-            else [F.normalize(self.weight)] * self.layers
-        )
+        weights = self.weight.chunk(5) if self.stacked else [F.normalize(self.weight)] * 5
         x = x + torch.tanh(self.first(x))
         for weight in weights:
             x = x + torch.tanh(x @ weight)
@@ -78,16 +69,14 @@ class SharedScale(nn.Module):
     """Layers that each have a weight of their own and read one scale twice, and a first layer
     without it."""
 
-    def __init__(self, layers: int = 6) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH))
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(layers))
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(7))
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        x = x + torch.tanh(x)
-        for layer in self.layers:
+        x = torch.tanh(self.layers[0](x))
+        for layer in self.layers[1:]:
             x = x + torch.tanh(layer(x * self.scale) * self.scale)
         return x
 
@@ -109,29 +98,18 @@ class ThreeEmbeddings(nn.Module):
         return x @ self.embed.weight.T
 
 
-@dataclass(frozen=True)
-class Cast:
-    """Makes a model in another dtype."""
-
-    make: Callable[[], nn.Module]
-    dtype: torch.dtype
-
-    def __call__(self) -> nn.Module:
-        return self.make().to(self.dtype)
+def _cast(make: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
+    return make().to(dtype)
 
 
 def _albert() -> nn.Module:
     """One group of weights for six layers; the embedding is the output layer, too."""
     from transformers import AlbertConfig, AlbertForMaskedLM
 
-    sizes = {
-        "vocab_size": VOCABULARY,
-        "embedding_size": 8,
-        "hidden_size": 16,
-        "intermediate_size": 32,
-    }
-    layers = {"num_hidden_layers": 6, "num_attention_heads": 2, "max_position_embeddings": 16}
-    return AlbertForMaskedLM(AlbertConfig(**sizes, **layers, hidden_dropout_prob=0.1))
+    sizes = {"vocab_size": VOCABULARY, "embedding_size": 8, "hidden_size": 16}
+    more = {"intermediate_size": 32, "num_attention_heads": 2, "max_position_embeddings": 16}
+    config = AlbertConfig(**sizes, **more, num_hidden_layers=6, hidden_dropout_prob=0.1)
+    return AlbertForMaskedLM(config)
 
 
 def _rows(size: int, dtype: torch.dtype = torch.float32) -> Batch:
@@ -139,9 +117,8 @@ def _rows(size: int, dtype: torch.dtype = torch.float32) -> Batch:
 
 
 def _tokens(size: int) -> Batch:
-    return Batch(
-        (torch.randint(VOCABULARY, (size, LENGTH)),), {}, torch.randint(VOCABULARY, (size, LENGTH))
-    )
+    tokens, target = (torch.randint(VOCABULARY, (size, LENGTH)) for _ in range(2))
+    return Batch((tokens,), {}, target)
 
 
 def _labelled(size: int) -> Batch:
@@ -153,26 +130,26 @@ def _token_loss(logits: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), target.flatten())
 
 
-def _typed(make: Callable[[], nn.Module], dtype: torch.dtype, loss: Loss = F.mse_loss) -> Problem:
-    return Problem(Cast(make, dtype), loss, partial(_rows, dtype=dtype))
+def _floats(make: Callable[[], nn.Module], dtype: torch.dtype = torch.float32) -> Problem:
+    return Problem(partial(_cast, make, dtype), F.mse_loss, partial(_rows, dtype=dtype))
 
 
+# Two ranks: the block of a loop is on both of them, on several stages of each, or on the first or
+# the last stage alone.
 SHARED_PARAMETERS: Mapping[str, Problem] = {
-    # Two ranks: the block is on both of them, on several stages of each, or on the first or the
-    # last stage alone.
-    "loop-3": Problem(partial(Loop, 3), F.mse_loss, _rows),
-    "loop-5": Problem(partial(Loop, 5), F.mse_loss, _rows),
-    "loop-8": Problem(partial(Loop, 8), F.mse_loss, _rows),
-    "loop-first": Problem(partial(Loop, 3, before=0, after=9), F.mse_loss, _rows),
-    "loop-last": Problem(partial(Loop, 3, before=9, after=0), F.mse_loss, _rows),
-    "loop-once": Problem(partial(Loop, 1, before=3, after=3), F.mse_loss, _rows),
-    "loop-3-bfloat16": _typed(partial(Loop, 3), torch.bfloat16),
-    "loop-3-float64": _typed(partial(Loop, 3), torch.float64),
+    "loop-3": _floats(partial(Loop, 3)),
+    "loop-5": _floats(partial(Loop, 5)),
+    "loop-8": _floats(partial(Loop, 8)),
+    "loop-first": _floats(partial(Loop, 3, before=0, after=9)),
+    "loop-last": _floats(partial(Loop, 3, before=9, after=0)),
+    "loop-once": _floats(partial(Loop, 1, before=3, after=3)),
+    "loop-3-bfloat16": _floats(partial(Loop, 3), torch.bfloat16),
+    "loop-3-float64": _floats(partial(Loop, 3), torch.float64),
     "transposed-loop": Problem(TransposedLoop, _token_loss, _tokens),
-    "shared-scale": Problem(SharedScale, F.mse_loss, _rows),
-    "shared-scale-bfloat16": _typed(SharedScale, torch.bfloat16),
-    "stacked-weights": Problem(partial(DerivedWeights, stacked=True), F.mse_loss, _rows),
-    "normalized-weight": Problem(partial(DerivedWeights, stacked=False), F.mse_loss, _rows),
+    "shared-scale": _floats(SharedScale),
+    "shared-scale-bfloat16": _floats(SharedScale, torch.bfloat16),
+    "stacked-weights": _floats(partial(DerivedWeights, stacked=True)),
+    "normalized-weight": _floats(partial(DerivedWeights, stacked=False)),
     "three-embeddings": Problem(ThreeEmbeddings, _token_loss, _tokens),
     "albert": Problem(_albert, None, _labelled),
 }

@@ -7,13 +7,16 @@ from torch import Tensor, nn
 WIDTH = 32
 
 
+def layers(count: int, inputs: int = WIDTH) -> nn.ModuleList:
+    return nn.ModuleList(nn.Linear(inputs, WIDTH) for _ in range(count))
+
+
 class UNet(nn.Module):
     """Each layer of the way up reads the result of the layer of its size on the way down."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.down = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
-        self.up = nn.ModuleList(nn.Linear(2 * WIDTH, WIDTH) for _ in range(4))
+        self.down, self.up = layers(4), layers(4, 2 * WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         saved = []
@@ -30,9 +33,7 @@ class EncoderDecoder(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.encoder = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.keys = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(5))
-        self.values = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(5))
+        self.encoder, self.keys, self.values = layers(3), layers(5), layers(5)
 
     def forward(self, x: Tensor) -> Tensor:
         memory = result = x
@@ -48,7 +49,7 @@ class Residuals(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(8))
+        self.layers = layers(8)
         self.weights = nn.ParameterList(torch.ones(i + 1) / (i + 1) for i in range(8))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -61,28 +62,13 @@ class Residuals(nn.Module):
         return created[-1]
 
 
-class MaybeSkip(nn.Module):
-    """A late layer reads the first one's result, too, if a microbatch has more than two rows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        skips = len(x) > 2
-        early = x = torch.tanh(self.layers[0](x))
-        for i, layer in enumerate(self.layers[1:]):
-            x = torch.tanh(layer(x + early if skips and i == 4 else x))
-        return x
-
-
 class Masked(nn.Module):
     """Later layers read which entries of an early value are positive, and no gradient flows back
     for that."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(8))
+        self.layers = layers(8)
 
     def forward(self, x: Tensor) -> Tensor:
         x = torch.tanh(self.layers[0](x))

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import zbcompile
 from gpt import GPT, next_byte_loss
 from tests.support.oracle import Batch, eager_step
+from tests.support.replicated import mesh_of_replicas
 from tests.support.training import gradients_of
 from tests.support.zoo import ZOO
 from zbcompile.schedules import Schedule
@@ -31,6 +32,7 @@ class VocabularyCase:
     ranks: int
     microbatches: int = 4
     backend: Any = "fx"
+    replicas: int = 1
 
     def __str__(self) -> str:
         return f"{self.model} {self.schedule} vocab={self.vocab} ranks={self.ranks}"
@@ -87,7 +89,7 @@ def sharded(case: VocabularyCase) -> Learned:
     pipe = pipeline_of(case)
     losses, gradients = learn(pipe, case)
     batch = batches_of(case)[0]
-    output = None if case.model in ZOO else pipe.eval(*batch.args)
+    output = None if case.model in ZOO or case.replicas > 1 else pipe.eval(*batch.args)
     return Learned(losses, gradients, pipe.state_dict(full=True), output)
 
 
@@ -95,7 +97,8 @@ def pipeline_of(case: VocabularyCase) -> zbcompile.Pipeline:
     return zbcompile.pipeline(
         model_of(case),
         schedule=case.schedule,
-        microbatches=case.microbatches,
+        microbatches=case.microbatches // case.replicas,
+        mesh=mesh_of_replicas() if case.replicas > 1 else None,
         loss=MODELS[case.model][1],
         ranks=None if dist.is_initialized() else case.ranks,
         vocab=case.vocab,
@@ -112,6 +115,8 @@ def learn(
         if isinstance(pipe, nn.Module):
             losses.append(eager_step(pipe, MODELS[case.model][1], batch, case.microbatches, step))
         else:
+            if case.replicas > 1:
+                batch = list(batch.parts(case.replicas))[pipe.ranks.mesh.index("dp")]
             target = {} if batch.target is None else {"target": batch.target}
             losses.append(pipe.step(*batch.args, **batch.kwargs, **target))
         optimizer = optimizer or sgd(pipe.parameters())
@@ -126,7 +131,7 @@ def eager(case: VocabularyCase) -> Learned:
     model, batch = model_of(case), batches_of(case)[0]
     losses, gradients = learn(model, case)
     with torch.no_grad():
-        output = None if case.model in ZOO else model(*batch.args)
+        output = None if case.model in ZOO or case.replicas > 1 else model(*batch.args)
     return Learned(losses, gradients, dict(model.state_dict()), output)
 
 

@@ -7,7 +7,7 @@ family. `pytest --every-case` runs all rows, the suite every third;
 """
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache, partial
 from itertools import combinations, product
 from typing import Any
@@ -53,31 +53,21 @@ def pairs_of(columns: Columns) -> set[Pair]:
     }
 
 
-def covering_rows(columns: Columns, pairs: set[Pair], is_valid: Callable[[Row], bool]) -> list[Row]:
-    """Returns valid rows such that each of `pairs` stands in one of them, if a valid row has it.
-
-    The rows are the same at every call. A row is the best of several random ones around a pair.
-    """
-    choice, rows, missing = random.Random(0), list[Row](), set(pairs)
+def covering_rows(columns: Columns, missing: set[Pair]) -> list[Row]:
+    """Returns valid rows such that each pair stands in one of them, if a valid row has it; at every
+    call the same. A row is the best of several random ones around a pair."""
+    choice, rows = random.Random(0), list[Row]()
     for pair in sorted(missing, key=repr):
-        candidates = list(_rows_with(pair, columns, is_valid, choice)) if pair in missing else []
-        if candidates:
-            rows.append(max(candidates, key=lambda row: len(missing & _pairs_in(row))))
-            missing -= _pairs_in(rows[-1])
+        if pair in missing:
+            drawn = [
+                {name: choice.choice(values) for name, values in columns.items()} | dict(pair)
+                for _ in range(TRIES)
+            ]
+            found = [(len(missing.intersection(combinations(r.items(), 2))), r) for r in drawn]
+            valid = [item for item in found if is_valid(item[1])]
+            rows += [max(valid, key=lambda item: item[0])[1]] if valid else []
+            missing = missing.difference(combinations(rows[-1].items(), 2))
     return rows
-
-
-def _rows_with(
-    pair: Pair, columns: Columns, is_valid: Callable[[Row], bool], choice: random.Random
-) -> Iterator[Row]:
-    for _ in range(TRIES):
-        row = {name: choice.choice(values) for name, values in columns.items()} | dict(pair)
-        if is_valid(row):
-            yield row
-
-
-def _pairs_in(row: Row) -> set[Pair]:
-    return set(combinations(row.items(), 2))
 
 
 @cache
@@ -98,7 +88,7 @@ def is_valid(row: Row) -> bool:
 def sampled_rows() -> list[Row]:
     pairs = {pair for pair in pairs_of(COLUMNS) if {name for name, _ in pair} != MODELS}
     pairs |= pairs_of({"problem": COLUMNS["problem"], "schedule": FAMILIES})
-    return covering_rows(COLUMNS, pairs, is_valid)
+    return covering_rows(COLUMNS, pairs)
 
 
 MODELS = {"problem", "schedule"}

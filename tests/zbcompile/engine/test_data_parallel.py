@@ -2,14 +2,13 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import zbcompile
 from tests.support.oracle import PROBLEMS, eager_step
 from tests.support.pool import Pool
 from tests.support.replicated import (
-    Gradients as Found,
+    Gradients,
     in_one_process,
     mesh_of_replicas,
     replicated,
@@ -17,18 +16,13 @@ from tests.support.replicated import (
     summed_in_single_precision,
 )
 from tests.support.training import Case, pipeline_of
-from zbcompile.distributed.mesh import Replicas
-from zbcompile.engine.gradients import Gradients
-from zbcompile.engine.replicas import Reduction, Sum, plan_sums
-from zbcompile.program.updates import with_updates
-from zbcompile.schedules.ir.actions import REDUCE, flatten
 
 # Replicas add up their own microbatches first: each of 24 additions rounds by at most 2^-24 of the
 # sum so far, relative to the largest entry.
 BOUND = 24 * 2.0**-24
 
 
-def assert_near(ours: Found, theirs: Found) -> None:
+def assert_near(ours: Gradients, theirs: Gradients) -> None:
     for name, gradient in ours.items():
         assert (gradient - theirs[name]).abs().max() <= BOUND * theirs[name].abs().max(), name  # type: ignore[operator,union-attr]
 
@@ -62,7 +56,7 @@ def test_gradients_are_those_of_the_concatenated_batch(
     assert set().union(*(run.gradients for run in runs)) == expected.gradients.keys()
 
 
-def buffers_and_half_precision() -> tuple[int, dict[str, Tensor], Found]:
+def buffers_and_half_precision() -> tuple[int, dict[str, Tensor], Gradients]:
     """Returns the number of this replica, its buffers after a step on its half of a batch, and the
     gradients of a bfloat16 model."""
     mesh = mesh_of_replicas()
@@ -101,20 +95,3 @@ def test_clipping_counts_tied_parameters_once() -> None:
     assert torch.equal(norm, nn.utils.clip_grad_norm_(model.parameters(), 0.1))
     after = nn.utils.get_total_norm([p.grad for p in pipe.parameters() if p.grad is not None])
     assert after == pytest.approx(0.1, rel=1e-5)
-
-
-def test_a_reduction_begins_after_the_last_weight_gradient_of_its_stage() -> None:
-    """Not at the end of the step: on each rank of ZB-V the first of the two stages is reduced while
-    passes remain."""
-    pipe, batch = pipeline_of(Case("mlp", "zb-v", 2, 4)), PROBLEMS["mlp"].batches(1, 8)[0]
-    program = pipe.compile(*batch.args, target=batch.target).program
-    for rank in range(2):
-        gradients = Gradients({}, program.shared, program.choices)
-        sums = {name: Sum(dist.group.WORLD, True) for name in program.trained}  # type: ignore[arg-type]
-        assert Reduction(Replicas(count=2), plan_sums(program, rank, sums), gradients).reduces
-        order = flatten(with_updates(program.schedule, [REDUCE]).orders[rank])
-        reduced = [action for action in order if action.op == REDUCE]
-        assert sorted(a.stage for a in reduced) == sorted(program.stages_of(rank))
-        for action in reduced:
-            assert not any(a.stage == action.stage for a in order[order.index(action) + 1 :])
-        assert min(order.index(action) for action in reduced) < len(order) - 2

@@ -32,7 +32,7 @@ def grown(steps: int) -> dict[str, int]:
     leave_aside()
     pipe, batch = compiled()
     tracemalloc.start()  # what a step replaces must have been counted when it was made
-    for _ in range(110):  # a comparison of batches is among them, which comes every 100 steps
+    for _ in range(105):  # a comparison of batches is among them, which comes every 100 steps
         pipe.step(*batch.args, target=batch.target)
     before = census()
     for _ in range(steps):
@@ -66,7 +66,7 @@ def left_behind() -> dict[str, int]:
 
 
 def growth() -> tuple[dict[str, int], dict[str, int]]:
-    return grown(40), left_behind()
+    return grown(20), left_behind()
 
 
 @pytest.mark.slow

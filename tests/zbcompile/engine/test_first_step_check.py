@@ -98,7 +98,6 @@ NORM, ROUTER = ({f"{name}.*": {"tp": "partial"}} for name in ("norm", "router"))
 CASES: list[tuple[Any, str, dict[str, Any], str]] = [  # model, fault, placements, what is named
     (columns, "gradient not summed", SHARDS, "norm"),
     (columns, "output not summed", SHARDS, "loss"),
-    (columns, "", SHARDS, ""),
     (sliced, "slice without a sum", {}, "mix"),
     (sliced, "shared norm of parts", {}, "scale"),
     (sliced, "", {}, ""),
@@ -106,9 +105,7 @@ CASES: list[tuple[Any, str, dict[str, Any], str]] = [  # model, fault, placement
     (sequence, "", SHARDS | NORM, "router"),
     (sequence, "", SHARDS | NORM | ROUTER, ""),
     (balanced, "partial gate", SHARDS, "router"),
-    (balanced, "", SHARDS, ""),
     (tied, "tied head", {}, "table"),
-    (tied, "", {}, ""),
 ]
 
 

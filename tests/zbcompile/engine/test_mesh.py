@@ -25,7 +25,6 @@ from tests.support.parallel_models import (
     part_of,
 )
 from tests.support.pool import Pool
-from tests.support.training import assert_same_tensors
 
 MICROBATCHES, ROWS, VOCABULARY = 4, 2, 13
 BOUND = 1e-6  # of the largest entry of each gradient, fp32
@@ -154,33 +153,6 @@ def vocabulary_sharded() -> float:
 @pytest.mark.beyond_sample
 def test_a_sharded_output_layer_beside_tensor_parallelism(pool: Pool) -> None:
     assert max(pool.run(vocabulary_sharded, ranks=4)) <= BOUND
-
-
-def flattened() -> tuple[Any, Any]:
-    """Returns the gradients on a mesh, and on one of which two dimensions are joined to "dp"."""
-    results, joined = [], ("pp", "dp_replicate", "dp_shard", "tp")
-    for names, shape in ((("pp", "dp"), (1, 2)), (joined, (1, 1, 2, 1))):
-        torch.manual_seed(0)
-        model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-        if len(names) == 4:
-            mesh["dp_replicate", "dp_shard"]._flatten("dp")
-            mesh = mesh["pp", "dp", "tp"]
-        options: dict[str, Any] = {"schedule": "zb-h1", "microbatches": 2, "loss": F.mse_loss}
-        pipe = zbcompile.pipeline(model, mesh=mesh, **options)
-        x = torch.randn(4, 4, generator=torch.Generator().manual_seed(pipe.ranks.mesh.index("dp")))
-        pipe.step(x, target=-x)
-        results.append({name: parameter.grad for name, parameter in pipe.named_parameters()})
-        pipe.close()
-    return results[0], results[1]
-
-
-@pytest.mark.slow
-@pytest.mark.beyond_sample
-def test_flattened_dimensions_and_those_of_one_rank(pool: Pool) -> None:
-    """They change no bit."""
-    for usual, ours in pool.run(flattened, ranks=2):
-        assert_same_tensors(ours, usual, "gradient of")
 
 
 def bad_mesh(names: tuple[str, ...], shape: tuple[int, ...], part: str = "") -> None:

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -120,40 +119,6 @@ def test_checkpoint_regions_are_hints() -> None:
         made[policy] = sum("gelu" in name for name in again(compared.pipe))
     assert made == {"off": 0, "hints": 3, "full": 4}
     assert kept["full"] <= kept["hints"] < kept["off"]
-
-
-class Region(nn.Module):
-    """A batch norm and a dropout, which eager recomputes if `options` are given."""
-
-    def __init__(self, options: dict[str, bool] | None) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.norm, self.last = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)
-        self.options = options
-
-    def forward(self, x: Tensor) -> Tensor:
-        def region(y: Tensor) -> Tensor:
-            return F.dropout(torch.tanh(self.norm(self.first(y))))
-
-        if self.options is None:
-            return self.last(region(x))
-        return self.last(checkpoint(region, x, use_reentrant=False, **self.options))
-
-
-@pytest.mark.slow
-def test_a_checkpoint_changes_neither_statistics_nor_masks() -> None:
-    """Eager updates the statistics of a region twice, and may draw another mask when it
-    recomputes."""
-    x, y, without = torch.randn(4, 8), torch.randn(4, 8), {"preserve_rng_state": False}
-    eager = [Region(options) for options in (None, {"preserve_rng_state": True}, without)]
-    for model in eager:
-        torch.manual_seed(zbcompile.microbatch_seed(0, 0))
-        F.mse_loss(model(x), y).backward()
-    plain, saved, drawn = (model.first.weight.grad for model in eager)
-    assert torch.equal(plain, saved)
-    assert not torch.equal(plain, drawn)
-    assert [int(model.norm.num_batches_tracked) for model in eager] == [1, 2, 2]  # type: ignore[arg-type]
-    AsEager(Region(without), 1, eager=Region(None), schedule="zb-h1", ranks=1).step(x, target=y)
 
 
 class Noise(nn.Linear):

@@ -5,13 +5,11 @@ import os
 import random
 import time
 from dataclasses import dataclass
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
-import zbcompile
 from tests.support.oracle import PROBLEMS, eager_step_in_order
 from tests.support.ordered import in_turn
 from tests.support.pool import Pool
@@ -25,17 +23,15 @@ from tests.support.training import (
     interpreted,
     join,
     pipeline_of,
-    problem_of,
     quickly,
     reference,
     train,
 )
-from zbcompile.compiler.paired_schedule import with_pairs
 from zbcompile.distributed.ranks import GroupRanks
 from zbcompile.distributed.transport import OrderedLinks, PointToPoint, Tensors
 from zbcompile.env import ORDERED
 from zbcompile.program.edges import Message
-from zbcompile.schedules import Costs, Pair, build
+from zbcompile.schedules import Pair
 
 
 def test_the_lazy_schedule_has_the_sums_of_its_order() -> None:
@@ -142,20 +138,3 @@ def test_pairs_run_as_one_graph(name: str) -> None:
 def test_halves_of_pairs_whose_passes_a_backend_has_compiled_run_in_turn(name: str) -> None:
     case = Case("small-tied", name, 2, 8, steps=1)
     assert_bitwise(train(pipeline_of(case, backend=interpreted), case), reference(case))
-
-
-@pytest.mark.parametrize(
-    "name", ["zb-v", *(pytest.param(n, marks=RARE) for n in ("zb-h1", "zb-2p"))]
-)
-def test_pairs_with_products_keep_the_bits(name: str) -> None:
-    """Pairs formed as for stages with collectives."""
-    case, schedule = Case("small-tied", name, 2, 8, steps=1), build(name, ranks=2, microbatches=8)
-    ones: Any = (1,) * schedule.stages
-    half = (0.5,) * schedule.stages
-    costs = Costs(ones, ones, ones, forward_exchange=half, backward_exchange=ones)
-    paired, problem = with_pairs(schedule, costs), problem_of(case.problem)
-    pairs = [s for order in paired.orders for s in order if isinstance(s, Pair)]
-    assert {(pair.first.op, pair.second.op) for pair in pairs} & {("B", "W"), ("F", "W")}
-    options: dict[str, Any] = {"microbatches": 8, "loss": problem.loss, "exact": True, "ranks": 2}
-    pipe = zbcompile.pipeline(problem.model(), schedule=paired, **options)
-    assert_bitwise(train(pipe, case), reference(case))

@@ -35,7 +35,7 @@ def counted_and_predicted(schedule: str, recompute: str) -> tuple[int, int]:
     pipe.step(tokens, target=target)
     gc.collect()
     lived = []
-    for _ in range(8):
+    for _ in range(4):
         with Alive(living_tensors(), before) as alive:
             pipe.step(tokens, target=target)
         lived.append(alive.most)
