@@ -19,14 +19,8 @@ BOUND = 2e-6  # of the largest entry of each gradient
 ROWS, MICROBATCHES, RANKS = 2, 4, 2
 OURS = (zbcompile.CompileError, zbcompile.PipelineError)
 KINDS = (
-    "bitwise",
-    "within the bound",
-    "refused",
-    "torch.export fails",
-    "eager fails",
-    "not built",
-    "wrong",
-    "crash",
+    *("bitwise", "within the bound", "refused", "torch.export fails"),
+    *("eager fails", "not built", "wrong", "crash"),
 )
 
 
@@ -87,38 +81,25 @@ def _under(
         warnings.simplefilter("always")
         try:
             worst = _difference(_pipelined(schedule, model, loss, batch), expected)
-        except zbcompile.FaultError as error:
-            return Outcome("crash", one_line(error))
         except OURS as error:
+            if isinstance(error, zbcompile.FaultError):
+                return Outcome("crash", one_line(error))
             kind = "refused" if _exports(model, batch) else "torch.export fails"
             return Outcome(kind, one_line(error))
         except Exception as error:
             return Outcome("crash", f"{schedule}: {one_line(error)}")
     if worst is None:
         return Outcome("bitwise")
-    cause = next(
-        (item for item in map(str, (w.message for w in seen)) if item.startswith("zbcompile:")), ""
-    )
-    kind = "within the bound" if worst[0] <= BOUND and cause else "wrong"
-    return Outcome(kind, f"{schedule}: {worst[1]} by {worst[0]:.1e} {cause}"[:600])
+    said = [str(w.message) for w in seen if str(w.message).startswith("zbcompile:")]
+    kind = "within the bound" if worst[0] <= BOUND and said else "wrong"
+    return Outcome(kind, f"{schedule}: {worst[1]} by {worst[0]:.1e} {(said or [''])[0]}"[:600])
 
 
 def _pipelined(schedule: str, model: nn.Module, loss: Loss | None, batch: Batch) -> Step:
-    local = copy.deepcopy(model).train()
-    split: dict[str, bool | int] = {
-        f"kwargs['{name}']": True
-        for name, tensor in batch.kwargs.items()
-        if len(tensor) != ROWS * MICROBATCHES
-    }
-    pipe = zbcompile.pipeline(
-        local,
-        schedule=schedule,
-        microbatches=MICROBATCHES,
-        ranks=RANKS,
-        loss=loss,
-        exact=True,
-        split=split,
-    )
+    local, rows = copy.deepcopy(model).train(), ROWS * MICROBATCHES
+    options: dict[str, Any] = {"microbatches": MICROBATCHES, "ranks": RANKS, "exact": True}
+    options["split"] = {f"kwargs['{n}']": True for n, t in batch.kwargs.items() if len(t) != rows}
+    pipe = zbcompile.pipeline(local, schedule=schedule, loss=loss, **options)
     target = {} if batch.target is None else {"target": batch.target}
     total = pipe.step(*batch.args, **batch.kwargs, **target)
     return {"loss": total, **gradients_of(pipe), **_buffers(local.named_buffers())}
@@ -126,11 +107,8 @@ def _pipelined(schedule: str, model: nn.Module, loss: Loss | None, batch: Batch)
 
 def _exports(model: nn.Module, batch: Batch) -> bool:
     """Returns whether torch.export captures the forward of a microbatch."""
-    rows = {
-        name: t[: len(t) // MICROBATCHES] if isinstance(t, torch.Tensor) else t
-        for name, t in batch.kwargs.items()
-    }
-    args = tuple(t[:ROWS] for t in batch.args)
+    rows = {name: tensor[: len(tensor) // MICROBATCHES] for name, tensor in batch.kwargs.items()}
+    args = tuple(tensor[:ROWS] for tensor in batch.args)
     try:
         torch.export.export(copy.deepcopy(model).train(), args, rows)
     except Exception:
@@ -140,33 +118,23 @@ def _exports(model: nn.Module, batch: Batch) -> bool:
 
 def _difference(result: Step, expected: Step) -> tuple[float, str] | None:
     """The largest difference, relative to the largest entry of its tensor, and where; None if every
-    bit is equal.
-
-    Gradients that are zero but for rounding (that of a key's bias) count relative to the largest of
-    all.
-    """
+    bit is equal. Gradients that are zero but for rounding (that of a key's bias) count relative to
+    the largest of all."""
     return max(_differences(result, expected), default=None)
 
 
 def _differences(result: Step, expected: Step) -> Iterator[tuple[float, str]]:
-    sizes = {
-        name: float(item.double().abs().max())
-        for name, item in expected.items()
-        if item is not None and item.numel()
-    }
-    noise = 1e-6 * max(sizes.values())
+    full = {name: item for name, item in expected.items() if item is not None and item.numel()}
+    sizes = {name: float(item.double().abs().max()) for name, item in full.items()}
+    largest = max(sizes.values())
     for name in result.keys() | expected.keys():
         ours, theirs = result.get(name), expected.get(name)
-        if (
-            ours is None
-            or theirs is None
-            or ours.shape != theirs.shape
-            or ours.dtype != theirs.dtype
-        ):
-            if ours is not None or theirs is not None:
-                yield float("inf"), name
+        if ours is None or theirs is None:
+            yield from [] if ours is theirs else [(float("inf"), name)]
+        elif ours.shape != theirs.shape or ours.dtype != theirs.dtype:
+            yield float("inf"), name
         elif not bool(((ours == theirs) | (ours.isnan() & theirs.isnan())).all()):
-            scale = sizes[name] if sizes[name] > noise else max(sizes.values())
+            scale = sizes[name] if sizes[name] > 1e-6 * largest else largest
             yield float((ours.double() - theirs.double()).abs().max()) / scale, name
 
 

@@ -53,7 +53,7 @@ def _inputs(model: nn.Module, takes: Mapping[str, Any], size: int) -> Iterator[t
         if "attention_mask" in takes and not model.config.is_encoder_decoder:
             yield "attention_mask", torch.ones(spectra.shape[:2], dtype=torch.long)
     if main == "input_values":
-        yield main, _sound(model.config, size)
+        yield main, torch.randn(size, 6400)
     if "bbox" in takes:
         yield "bbox", torch.randint(0, 8, (size, LENGTH, 4)).cumsum(-1)
 
@@ -81,45 +81,29 @@ def _text(
 def _spectra(model: nn.Module, size: int) -> Tensor:
     """[rows, bands, frames] for models that begin with a convolution over bands, else [rows,
     frames, bands]."""
-    config = model.config
+    config, bands = model.config, 16
+    for name in reversed(BANDS):
+        bands = getattr(config, name, None) or bands
     first = next((m for m in model.modules() if isinstance(m, nn.Conv1d)), None)
-    bands = next((getattr(config, n) for n in _BANDS if getattr(config, n, None)), 16)
-    if (
-        "encoder" in config.__dict__
-        or "conv_kernel_sizes" in config.__dict__
-        or not first
-        or first.in_channels != bands
-    ):
+    frames_first = {"encoder", "conv_kernel_sizes"}.intersection(config.__dict__)
+    if frames_first or not first or first.in_channels != bands:
         return torch.randn(size, 64, bands)
-    frames = 2 * getattr(config, "max_source_positions", 32)
-    return torch.randn(size, bands, frames)
+    return torch.randn(size, bands, 2 * getattr(config, "max_source_positions", 32))
 
 
-_BANDS = (
-    "num_mel_bins",
-    "input_feat_per_channel",
-    "feature_projection_input_dim",
-    "input_dim",
-    "n_mels",
+BANDS = (
+    *("num_mel_bins", "input_feat_per_channel"),
+    *("feature_projection_input_dim", "input_dim", "n_mels"),
 )
-
-
-def _sound(config: Any, size: int) -> Tensor:
-    return torch.randn(size, 6400)
-
-
-def _vocabulary(config: Any) -> int:
-    return int(getattr(config.get_text_config(), "vocab_size", None) or VOCABULARY)
 
 
 def _labels(model: nn.Module, task: str, made: Mapping[str, Tensor], size: int) -> Tensor:
     if re.search("CLASSIFICATION", task):
         return torch.randint(0, LABELS, (size,))
     if model.config.is_encoder_decoder or "input_ids" not in made:
-        top = _vocabulary(model.config)
-        return torch.randint(
-            min(FIRST_TOKEN, top // 2), top, (size, 5 if task == "CTC" else LENGTH - 2)
-        )
+        top = int(getattr(model.config.get_text_config(), "vocab_size", None) or VOCABULARY)
+        shape = (size, 5 if task == "CTC" else LENGTH - 2)
+        return torch.randint(min(FIRST_TOKEN, top // 2), top, shape)
     tokens, mask = made["input_ids"], made.get("attention_mask")
     return tokens if mask is None else tokens.where(mask.bool(), -100)
 
@@ -130,19 +114,23 @@ PATCHES = 4  # of a picture that comes as patches: so many rows and columns
 def pictures(model: nn.Module, takes: Mapping[str, Any], size: int) -> Iterator[tuple[str, Tensor]]:
     """One picture per row: as pixels, as a list of one, or as patches with the form of
     their grid."""
-    vision = _vision(model.config)
+    config = model.config
+    parts = map(config.__dict__.get, ("vision_config", "encoder"))
+    vision: Any = next((part for part in parts if part), config)
     if {"image_grid_thw", "spatial_shapes"}.intersection(takes):
         yield from _patches(model, vision, takes, size)
         return
-    edge = _number(getattr(vision, "image_size", None) or IMAGE)
-    shape = (getattr(vision, "num_channels", None) or getattr(vision, "in_channels", 3), edge, edge)
-    for name in PICTURES.intersection(takes):
-        yield name, torch.randn(size, *_lists(model.config, takes), *shape)
+    edge = getattr(vision, "image_size", None) or IMAGE
+    edge = int(edge[0]) if isinstance(edge, list | tuple) else int(edge)
+    channels = getattr(vision, "num_channels", None) or getattr(vision, "in_channels", 3)
+    tiles, inside = hasattr(config, "image_grid_pinpoints"), "pixel_attention_mask" in takes
+    # a dimension for the pictures of a row, or for the picture and one tile, if the model has one
+    lists = (2,) if tiles else (1,) if inside and "spatial_shapes" not in takes else ()
+    for name in {"pixel_values", "image"}.intersection(takes):
+        yield name, torch.randn(size, *lists, channels, edge, edge)
     if "qformer_input_ids" in takes:
         yield "qformer_input_ids", torch.randint(FIRST_TOKEN, VOCABULARY, (size, 5))
-    if "image_sizes" in takes and (
-        hasattr(model.config, "image_grid_pinpoints") or vision.model_type == "pixtral"
-    ):
+    if "image_sizes" in takes and (tiles or vision.model_type == "pixtral"):
         yield "image_sizes", torch.tensor([[edge, edge]] * size)
 
 
@@ -150,7 +138,9 @@ def _patches(
     model: nn.Module, vision: Any, takes: Mapping[str, Any], size: int
 ) -> Iterator[tuple[str, Tensor]]:
     """Patches of all pictures in one list, or of each picture a list, with a mask."""
-    values = _patch_values(model, vision)
+    seeing = next((m for m in model.modules() if getattr(m, "config", None) is vision), model)
+    first = next(m for m in seeing.modules() if isinstance(m, nn.Linear | nn.Conv2d | nn.Conv3d))
+    values = int(first.weight[0].numel())  # what the first layer of the part that sees takes
     if "spatial_shapes" in takes:
         yield "pixel_values", torch.randn(size, PATCHES**2, values)
         yield "pixel_attention_mask", torch.ones(size, PATCHES**2, dtype=torch.long)
@@ -162,53 +152,18 @@ def _patches(
         yield "image_merge_sizes", torch.ones(size, dtype=torch.long)
 
 
-PICTURES = {"pixel_values", "image"}
-
-
-def _vision(config: Any) -> Any:
-    return next(
-        (result for result in map(config.__dict__.get, ("vision_config", "encoder")) if result),
-        config,
-    )
-
-
-def _patch_values(model: nn.Module, vision: Any) -> int:
-    """Returns what the first layer of the part that sees takes of each patch."""
-    seeing = next((m for m in model.modules() if getattr(m, "config", None) is vision), model)
-    first = next(m for m in seeing.modules() if isinstance(m, nn.Linear | nn.Conv2d | nn.Conv3d))
-    return int(first.weight[0].numel())
-
-
-def _lists(config: Any, takes: Mapping[str, Any]) -> tuple[int, ...]:
-    """A dimension for the pictures, or the tiles, of a row, if the model has one."""
-    if hasattr(config, "image_grid_pinpoints"):
-        return (2,)  # the picture, and one tile
-    return (1,) if "pixel_attention_mask" in takes and "spatial_shapes" not in takes else ()
-
-
-def _number(value: Any) -> int:
-    return int(value[0]) if isinstance(value, list | tuple) else int(value)
-
-
 def picture_token(model: nn.Module) -> int | None:
-    names = ("image_token_id", "image_token_index")
-    return next(
-        (
-            value
-            for value in (getattr(model.config, name, None) for name in names)
-            if value is not None
-        ),
-        None,
-    )
+    first = getattr(model.config, "image_token_id", None)
+    return getattr(model.config, "image_token_index", None) if first is None else first  # type: ignore[no-any-return]
 
 
 def tokens_of(model: nn.Module, created: Mapping[str, Tensor], size: int) -> int:
     """How many tokens of each row stand for its picture: the model says so itself."""
-    requested = next((m for m in model.modules() if hasattr(m, "get_image_features")), None)
-    if requested is None or "pixel_values" not in created or picture_token(model) is None:
+    asked = next((m for m in model.modules() if hasattr(m, "get_image_features")), None)
+    if asked is None or "pixel_values" not in created or picture_token(model) is None:
         return 0
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        result = requested.get_image_features(**created)
+        result = asked.get_image_features(**created)
     features = getattr(result, "pooler_output", result)
     listed = features if isinstance(features, list | tuple) else [features]
     width = model.config.get_text_config().hidden_size

@@ -2,7 +2,6 @@
 the oracle."""
 
 import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,17 +12,10 @@ from tests.support.oracle import Problem
 from tests.support.tiny_batches import LABELS, batch_of, loss_of
 from tests.support.tiny_configs import tiny_config
 
-TASKS = (
-    "CAUSAL_LM",
-    "MASKED_LM",
-    "SEQ_TO_SEQ_CAUSAL_LM",
-    "SEQUENCE_CLASSIFICATION",
-    "IMAGE_CLASSIFICATION",
-    "SPEECH_SEQ_2_SEQ",
-    "CTC",
-    "IMAGE_TEXT_TO_TEXT",
-    "MULTIMODAL_LM",
-)
+TASKS = """
+CAUSAL_LM MASKED_LM SEQ_TO_SEQ_CAUSAL_LM SEQUENCE_CLASSIFICATION IMAGE_CLASSIFICATION
+SPEECH_SEQ_2_SEQ CTC IMAGE_TEXT_TO_TEXT MULTIMODAL_LM
+"""
 DETERMINISTIC = "batched_mm"
 # One class of each of forty architectures, cheap ones where architectures are alike. The suite takes
 # every eighth one.
@@ -56,17 +48,25 @@ class Entry:
 def entries() -> list[Entry]:
     """One class of every architecture first, of all Auto classes in turn: the first rows of a table
     stand for all."""
+    from transformers.models.auto import configuration_auto, modeling_auto
+
     result: dict[str, Entry] = {}
     places: dict[str, int] = {}
-    for task in TASKS:
-        for place, (architecture, name) in enumerate(_names(task)):
+    first: dict[str, str] = {}
+    for task in TASKS.split():
+        mapping = getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES").items()
+        pairs = [
+            (a, n) for a, names in mapping for n in ([names] if isinstance(names, str) else names)
+        ]
+        for place, (architecture, name) in enumerate(pairs):
             result.setdefault(name, Entry(task, name, architecture))
             places.setdefault(name, place)
-    first: dict[str, str] = {}
     for entry in result.values():
-        first.setdefault(_folder(entry.architecture), entry.name)
+        folder = configuration_auto.model_type_to_module_name(entry.architecture)
+        first.setdefault(folder, entry.name)
+    standing = set(first.values())
     return sorted(
-        result.values(), key=lambda entry: (entry.name not in first.values(), places[entry.name])
+        result.values(), key=lambda entry: (entry.name not in standing, places[entry.name])
     )
 
 
@@ -76,32 +76,14 @@ def entry_of(name: str) -> Entry:
     return entry
 
 
-def _names(task: str) -> Iterator[tuple[str, str]]:
-    from transformers.models.auto import modeling_auto
-
-    for architecture, names in getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES").items():
-        for name in (names,) if isinstance(names, str) else names:
-            yield architecture, name
-
-
-def _folder(architecture: str) -> str:
-    from transformers.models.auto.configuration_auto import model_type_to_module_name
-
-    return str(model_type_to_module_name(architecture))
-
-
 def problem_of(entry: Entry) -> Problem:
     """`entry` as a problem; raises whatever transformers raises for a model that cannot be
     made so."""
-    make = partial(_make, entry)
+    make, problem = partial(_make, entry), Problem(partial(_make, entry), None, lambda size: None)  # type: ignore[arg-type,return-value]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model = Problem(make, None, _no_batch).model()
+        model = problem.model()
     return Problem(make, loss_of(model), batch_of(model, entry.task))
-
-
-def _no_batch(size: int) -> Any:
-    raise NotImplementedError
 
 
 def _make(entry: Entry) -> nn.Module:

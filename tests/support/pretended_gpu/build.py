@@ -100,33 +100,19 @@ def _fingerprint() -> str:
 def _build(folder: Path) -> None:
     from torch.utils import cpp_extension
 
-    includes = [
-        f"-I{path}" for path in (*cpp_extension.include_paths(), sysconfig.get_paths()["include"])
-    ]
+    paths = *cpp_extension.include_paths(), sysconfig.get_paths()["include"]
+    includes = [f"-I{path}" for path in paths]
     libraries = [f"-L{cpp_extension.library_paths()[0]}", "-ltorch_python", "-ltorch_cpu", "-lc10"]
-    for source, created, linked in (
-        (HERE / "module.cpp", MODULE, libraries),
-        (HERE / "preload.cpp", PRELOAD, ["-ldl"]),
+    for name, created, linked in (
+        ("module.cpp", MODULE, libraries),
+        ("preload.cpp", PRELOAD, ["-ldl"]),
     ):
-        _run(
-            [
-                compiler() or "g++",
-                *FLAGS,
-                *includes,
-                str(source),
-                "-o",
-                str(folder / created),
-                *linked,
-            ]
-        )
-
-
-def _run(command: list[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(
-            f"the pretended GPU cannot be built: {' '.join(command)}\n{done.stderr[-4000:]}"
-        )
+        files = [str(HERE / name), "-o", str(folder / created)]
+        command = [compiler() or "g++", *FLAGS, *includes, *files, *linked]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            failed = f"the pretended GPU cannot be built: {' '.join(command)}"
+            raise RuntimeError(f"{failed}\n{done.stderr[-4000:]}")
 
 
 def main(arguments: list[str], given: Mapping[str, str]) -> int:

@@ -134,13 +134,7 @@ class CUDAGraph:
 class GraphContext:
     """Captures on a stream of the current device, as torch.cuda.graph does."""
 
-    def __init__(
-        self,
-        graph: CUDAGraph,
-        pool: Any = None,
-        stream: Any = None,
-        capture_error_mode: str = "global",
-    ) -> None:
+    def __init__(self, graph: CUDAGraph, pool: Any = None, stream: Any = None, **_: Any) -> None:
         self.graph, self.context = graph, StreamContext(stream or Stream())
 
     def __enter__(self) -> None:
@@ -159,27 +153,13 @@ class GraphContext:
 def _properties(inputs: Any = None) -> SimpleNamespace:
     kilo = 1 << 10
     return SimpleNamespace(
+        **{"name": "pretended GPU", "major": 9, "minor": 0, "gcnArchName": "", "warp_size": 32},
+        **{"total_memory": TOTAL, "multi_processor_count": 132, "L2_cache_size": 50 << 20},
+        **{"max_threads_per_multi_processor": 2048, "regs_per_multiprocessor": 64 * kilo},
+        **{"shared_memory_per_multiprocessor": 228 * kilo, "is_integrated": False},
         **{
-            "name": "pretended GPU",
-            "major": 9,
-            "minor": 0,
-            "total_memory": TOTAL,
-            "multi_processor_count": 132,
-        },
-        **{
-            "uuid": f"pretended-{HOST}-{_index(inputs)}",
-            "warp_size": 32,
-            "max_threads_per_multi_processor": 2048,
-        },
-        **{
-            "L2_cache_size": 50 << 20,
-            "gcnArchName": "",
-            "is_integrated": False,
-            "regs_per_multiprocessor": 64 * kilo,
-        },
-        **{
-            "shared_memory_per_multiprocessor": 228 * kilo,
             "shared_memory_per_block_optin": 227 * kilo,
+            "uuid": f"pretended-{HOST}-{_index(inputs)}",
         },
     )
 
@@ -199,17 +179,13 @@ class _AnyBackend(type):
 class ProcessGroupNCCL(metaclass=_AnyBackend):
     """Stands where the class of a CUDA build does."""
 
+    made: ClassVar[list[Any]] = []  # the options of all groups, as a flight recorder names them
+
     class Options:
         def __init__(self, is_high_priority_stream: bool = False) -> None:
-            self.is_high_priority_stream, self._timeout = (
-                is_high_priority_stream,
-                dist.default_pg_timeout,
-            )
-            self.group_name, self.global_ranks_in_group = "", []
-
-    made: ClassVar[
-        list[Any]
-    ] = []  # the options of all groups, as a flight recorder would name them
+            self.is_high_priority_stream = is_high_priority_stream
+            self._timeout, self.group_name = dist.default_pg_timeout, ""
+            self.global_ranks_in_group: list[int] = []
 
     def __new__(cls, store: dist.Store, rank: int, size: int, options: Any = None) -> Any:
         cls.made.append(options)
@@ -227,110 +203,72 @@ def _resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
     return storage
 
 
-def _put(where: Any, **created: Any) -> None:
-    for name, value in created.items():
-        setattr(where, name, value)
+def _put(*modules: Any, **created: Any) -> None:
+    for module in modules:
+        for name, value in created.items():
+            setattr(module, name, value)
 
 
 def _nothing(*_: Any, **__: Any) -> None:
     pass
 
 
+def _capacity(inputs: Any = None) -> tuple[int, int]:
+    return TOTAL - _most(inputs), TOTAL
+
+
+def _most(inputs: Any = None) -> int:
+    return int(device.memory(_index(inputs))[1])
+
+
 def _install() -> None:
-    cuda = torch.cuda
+    cuda, c = torch.cuda, torch._C
     device.set_devices(DEVICES)
     device.set_stack_function(_where)
+    now: Any = {"current_device": device.device, "device_count": lambda: DEVICES}
     _put(cuda, _initialized=True, _lazy_init=_nothing, init=_nothing, is_initialized=lambda: True)
-    _put(
-        cuda, is_available=lambda: True, device_count=lambda: DEVICES, current_device=device.device
-    )
-    _put(
-        cuda,
-        set_device=lambda inputs: device.set_device(_index(inputs)),
-        _is_in_bad_fork=lambda: False,
-    )
-    _put(
-        cuda,
-        _exchange_device=_exchange,
-        _maybe_exchange_device=_exchange,
-        _lazy_call=lambda run, **_: run(),
-    )
-    _install_generators(cuda)
-    _install_streams(cuda)
-    _install_memory(cuda)
-    _put(
-        cuda,
-        get_device_properties=_properties,
-        get_device_name=lambda inputs=None: _properties(inputs).name,
-    )
-    _put(
-        cuda,
-        get_device_capability=lambda inputs=None: (9, 0),
-        is_bf16_supported=lambda *_, **__: True,
-    )
+    _put(cuda, is_available=lambda: True, _is_in_bad_fork=lambda: False, **now)
+    _put(cuda, set_device=lambda inputs: device.set_device(_index(inputs)))
+    _put(cuda, _exchange_device=_exchange, _maybe_exchange_device=_exchange)
+    _put(cuda, cuda.random, _lazy_call=lambda run, **_: run(), _lazy_init=_nothing)
+    _put(cuda.random, **now)
+    cuda.default_generators = tuple(map(device.default_generator, range(DEVICES)))
+    _put(cuda, get_device_properties=_properties, is_bf16_supported=lambda *_, **__: True)
+    _put(cuda, get_device_name=lambda inputs=None: _properties(inputs).name)
+    _put(cuda, get_device_capability=lambda inputs=None: (9, 0))
     _put(cuda, set_sync_debug_mode=lambda mode: device.set_sync_mode(SYNC_MODES.get(mode, mode)))
     _put(cuda, get_sync_debug_mode=device.sync_mode)
     _put(torch.backends.cuda, is_built=lambda: True)
-    _install_below(torch._C)
-    d = dist.distributed_c10d
-    for module in (d, dist):
-        _put(module, ProcessGroupNCCL=ProcessGroupNCCL, is_nccl_available=lambda: True)
-    _put(d, _NCCL_AVAILABLE=True, default_pg_nccl_timeout=d.default_pg_timeout)
-
-
-def _install_generators(cuda: Any) -> None:
-    cuda.default_generators = tuple(device.default_generator(index) for index in range(DEVICES))
-    _put(cuda.random, _lazy_call=cuda._lazy_call, _lazy_init=_nothing, current_device=device.device)
-    _put(cuda.random, device_count=lambda: DEVICES)
-
-
-def _install_streams(cuda: Any) -> None:
-    for module in (cuda, cuda.streams):
-        _put(module, Stream=Stream, Event=Event)
+    # streams and graphs
+    _put(cuda, cuda.streams, Stream=Stream, Event=Event)
     _put(cuda, current_stream=_current_stream, set_stream=torch.accelerator.set_stream)
     _put(cuda, stream=StreamContext, StreamContext=StreamContext)
-    cuda.default_stream = lambda inputs=None: Stream(
-        stream_id=0, device_index=_index(inputs), device_type=1
-    )
-    cuda.synchronize = lambda inputs=None: torch.accelerator.synchronize(_index(inputs))
-    for module in (cuda, cuda.graphs):
-        _put(module, CUDAGraph=CUDAGraph, graph=GraphContext, graph_pool_handle=lambda: (0, 1))
-        _put(module, is_current_stream_capturing=device.is_capturing)
-
-
-def _install_memory(cuda: Any) -> None:
-    for module in (cuda, cuda.memory):
-        _put(module, memory_allocated=lambda inputs=None: device.memory(_index(inputs))[0])
-        _put(module, max_memory_allocated=lambda inputs=None: device.memory(_index(inputs))[1])
-        # torch's allocator keeps what was freed, until its cache is emptied
-        _put(module, memory_reserved=lambda inputs=None: device.memory(_index(inputs))[1])
-        _put(module, max_memory_reserved=lambda inputs=None: device.memory(_index(inputs))[1])
-        _put(module, reset_peak_memory_stats=lambda inputs=None: device.reset_peak(_index(inputs)))
-        _put(
-            module,
-            mem_get_info=lambda inputs=None: (TOTAL - device.memory(_index(inputs))[1], TOTAL),
-        )
-        _put(module, empty_cache=lambda: [device.reset_peak(index) for index in range(DEVICES)])
+    first: Any = {"stream_id": 0, "device_type": 1}
+    _put(cuda, default_stream=lambda inputs=None: Stream(device_index=_index(inputs), **first))
+    _put(cuda, synchronize=lambda inputs=None: torch.accelerator.synchronize(_index(inputs)))
+    graphs: Any = {"CUDAGraph": CUDAGraph, "graph": GraphContext}
+    _put(cuda, cuda.graphs, graph_pool_handle=lambda: (0, 1), **graphs)
+    _put(cuda, cuda.graphs, is_current_stream_capturing=device.is_capturing)
+    # memory: torch's allocator keeps what was freed, until its cache is emptied
+    memory = cuda, cuda.memory
+    _put(*memory, memory_allocated=lambda inputs=None: device.memory(_index(inputs))[0])
+    _put(*memory, max_memory_allocated=_most, memory_reserved=_most, max_memory_reserved=_most)
+    _put(*memory, reset_peak_memory_stats=lambda inputs=None: device.reset_peak(_index(inputs)))
+    _put(*memory, mem_get_info=_capacity)
+    _put(*memory, empty_cache=lambda: [device.reset_peak(index) for index in range(DEVICES)])
     _put(torch.UntypedStorage, resize_=_resize)
-
-
-def _install_below(c: Any) -> None:
-    _put(
-        c,
-        _cuda_getDeviceCount=lambda: DEVICES,
-        _cuda_getDevice=device.device,
-        _cuda_setDevice=device.set_device,
-    )
-    _put(
-        c,
-        _cuda_isInBadFork=lambda: False,
-        _cuda_init=_nothing,
-        _cuda_synchronize=torch.accelerator.synchronize,
-    )
+    # below
+    _put(c, _cuda_getDeviceCount=lambda: DEVICES, _cuda_isInBadFork=lambda: False)
+    _put(c, _cuda_getDevice=device.device, _cuda_setDevice=device.set_device, _cuda_init=_nothing)
     _put(c, _cuda_exchangeDevice=_exchange, _cuda_maybeExchangeDevice=_exchange)
+    _put(c, _cuda_synchronize=torch.accelerator.synchronize)
     _put(c, _nccl_version=lambda: 2 << 32 | 27 << 16, _nccl_version_suffix=lambda: b"pretended")
     c._cuda_getCurrentRawStream = lambda index: torch.accelerator.current_stream(index).stream_id
     c._cuda_isCurrentStreamCapturing = device.is_capturing
+    # groups
+    d = dist.distributed_c10d
+    _put(d, dist, ProcessGroupNCCL=ProcessGroupNCCL, is_nccl_available=lambda: True)
+    _put(d, _NCCL_AVAILABLE=True, default_pg_nccl_timeout=d.default_pg_timeout)
 
 
 _install()
