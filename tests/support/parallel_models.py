@@ -106,15 +106,6 @@ class Gather(torch.autograd.Function):
         return ctx.along.part(gradient, ctx.dim).contiguous(), None, None
 
 
-class Norm(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(1 + 0.1 * torch.randn(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5)
-
-
 class ParallelMlp(nn.Module):
     """Columns, then rows, with a pair of operators ("plain") or of functions around them;
     "sequence" keeps what is between the layers split by the sequence."""
@@ -122,7 +113,7 @@ class ParallelMlp(nn.Module):
     def __init__(self, along: Along, form: str) -> None:
         super().__init__()
         self.along, self.form = along, form
-        self.norm = Norm()
+        self.norm = nn.RMSNorm(WIDTH)
         self.columns = nn.Parameter(along.part(torch.randn(2 * WIDTH, WIDTH) / 4, 0).clone())
         self.rows = nn.Parameter(along.part(torch.randn(WIDTH, 2 * WIDTH) / 6, 1).clone())
 
@@ -169,7 +160,11 @@ class Attention(nn.Module):
     def __init__(self, along: Along, form: str) -> None:
         super().__init__()
         self.along, self.form = along, form
-        self.norm, self.qkv, self.out = Norm(), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.norm, self.qkv, self.out = (
+            nn.RMSNorm(WIDTH),
+            nn.Linear(WIDTH, 3 * WIDTH),
+            nn.Linear(WIDTH, WIDTH),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         parts = self.qkv(self.norm(x)).chunk(3, -1)
@@ -239,14 +234,6 @@ class ContextParallel(nn.Module):
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         return F.mse_loss(output, self.along.part(target, 1))
-
-
-def part_of(gradient: Tensor, like: Tensor, along: Along) -> Tensor:
-    """This rank's part of a whole gradient."""
-    for dim in range(gradient.ndim):
-        if gradient.shape[dim] != like.shape[dim]:
-            return along.part(gradient, dim)
-    return gradient
 
 
 class Dispatched(nn.Module):

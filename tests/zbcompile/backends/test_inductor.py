@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.fx import GraphModule
 
 import zbcompile
@@ -107,7 +107,7 @@ def run_here(case: Case, folder: str) -> tuple[Trained, Compilation]:
 @pytest.mark.parametrize(
     ("problem", "schedule"),
     [
-        ("mlp", "zb-v"),
+        pytest.param("mlp", "zb-v", marks=RARE),
         pytest.param("short-mlp", "zb-h1", marks=RARE),
         pytest.param("mlp", "dualpipe-v", marks=RARE),
     ],
@@ -122,30 +122,6 @@ def test_zero_bubble_schedules_with_inductor_over_gloo(
     assert_close(join(shares), reference(case), BOUND)
     assert sum(item.compiled for item in done) >= entries(cache) - before
     assert all(item.compiled + item.loaded == item.distinct for item in done)
-
-
-class Penalized(nn.Module):
-    """A weight that a product and a penalty read: GPT-2's layout, weight decay."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.linspace(-1, 1, 64).view(8, 8))
-        self.head = nn.Linear(8, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        penalty = self.weight.pow(3).sum()
-        return self.head(torch.tanh(x @ self.weight)).square().mean() + penalty
-
-
-@RARE
-def test_all_uses_of_a_weight_add_up(cache: Path) -> None:
-    model, batch = Penalized(), torch.linspace(-1, 1, 64).view(8, 8)
-    (sum(model(part) for part in batch.split(2)) / 4).backward()
-    expected, model.weight.grad = model.weight.grad, None
-    pipe = zbcompile.pipeline(model, schedule="1f1b", ranks=1, microbatches=4, backend="inductor")
-    pipe.step(batch)
-    bound = BOUND * expected.abs().max()  # type: ignore[union-attr]
-    torch.testing.assert_close(model.weight.grad, expected, rtol=0, atol=bound)
 
 
 def compiled(function: Callable[..., Any], *inputs: Tensor) -> tuple[Run, GraphModule]:
@@ -181,6 +157,7 @@ def test_a_kernel_reads_what_is_written_in_place(written: Callable[..., Any], ca
     torch.testing.assert_close(list(run(list(inputs))), expected)
 
 
+@RARE
 def test_results_have_the_strides_that_other_passes_expect(cache: Path) -> None:
     """A rule of inductor may give others than the operation did when the step was exported; and a
     view of a single tensor that is not empty, as a cache of transformers begins, those of eager."""
@@ -205,14 +182,6 @@ def test_results_have_the_strides_that_other_passes_expect(cache: Path) -> None:
     for ours, theirs in zip(run([keys]), graph(keys), strict=True):
         assert torch.equal(ours, theirs)
         assert ours.stride() == theirs.stride()
-
-
-@RARE
-@pytest.mark.parametrize(("dtype", "bound"), [("bfloat16", 2**-6), ("float64", 1e-14)])
-def test_gradients_in_other_dtypes(dtype: str, bound: float, cache: Path) -> None:
-    """The gradient of the loss has its dtype; `bound` is a few units in the last place."""
-    case = Case(f"loop-3-{dtype}", "1f1b", 1, 2, exact=False, steps=1)
-    assert_close(train(pipeline_of(case, backend="inductor"), case), reference(case), bound)
 
 
 def test_a_value_of_another_dtype_is_refused(cache: Path) -> None:

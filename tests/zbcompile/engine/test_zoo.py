@@ -78,7 +78,7 @@ def test_recomputed(name: str) -> None:
 @pytest.mark.slow
 def test_an_lstm_is_refused_with_exact_and_near_without() -> None:
     """torch.export traces a recurrent layer as other operations than eager's kernels."""
-    case = Case("lstm", "zb-v", 2, 4, steps=1)
+    case = Case("lstm", "1f1b", 2, 4, steps=1)
     with pytest.raises(zbcompile.CompileError, match=r"exact=True: an LSTM .* Use exact=False"):
         pipelined(case)
     ours, theirs = pipelined(replace(case, exact=False)), reference(case)

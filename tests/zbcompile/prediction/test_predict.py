@@ -11,10 +11,7 @@ import zbcompile
 from zbcompile.cli.target import load_example
 from zbcompile.compiler.compile_example import compile_example
 from zbcompile.passes.compile_options import CompileOptions
-from zbcompile.passes.cost.stage_cost import stage_cost
-from zbcompile.prediction import predict
-from zbcompile.prediction.predict import load_costs, predicted_costs, stage_costs
-from zbcompile.program.program import Program
+from zbcompile.prediction.predict import load_costs, predicted_costs
 from zbcompile.schedules import build, parse_step, simulate
 from zbcompile.schedules.ir.actions import COMPUTE
 
@@ -53,35 +50,14 @@ def test_what_is_predicted_happens(name: str, schedule: str) -> None:
     assert timeline.peak_memory == tuple(peaks[rank] for rank in range(2))  # to the byte
 
 
-def compiled(model: nn.Module, schedule: str, ranks: int, **options: Any) -> Program:
-    x = torch.ones(2, 8)
-    example = zbcompile.Example(model, (x,), loss=nn.MSELoss(), target=x)
-    order = build(schedule, ranks, 8)
-    return compile_example(example, order, CompileOptions(**options)).program
-
-
 def test_an_empty_pass_takes_no_time() -> None:
     """The first stage is one layer, which has nothing to do in B; the second is frozen and has
     nothing to do in W."""
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
     model[1:].requires_grad_(False)
-    costs = load_costs(compiled(model, "zb-h1", 2, balance=("1",)), "flops").costs
+    x, options = torch.ones(2, 8), CompileOptions(balance=("1",))
+    example = zbcompile.Example(model, (x,), loss=nn.MSELoss(), target=x)
+    program = compile_example(example, build("zb-h1", 2, 4), options).program
+    costs = load_costs(program, "flops").costs
     assert costs.backward[0] == costs.weight[1] == 0
     assert min(*costs.forward, costs.backward[1], costs.weight[0]) > 0
-
-
-def test_equal_stages_are_priced_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where some get their values from a stage on their own rank: of these only the running
-    bytes differ."""
-    program = compiled(nn.Sequential(*(nn.Linear(8, 8) for _ in range(8))), "zb-v", 4)
-    priced: list[int] = []
-
-    def noted(stage: Any, *how: Any) -> Any:
-        priced.append(stage.stage)
-        return stage_cost(stage, *how)
-
-    monkeypatch.setattr(predict, "stage_cost", noted)
-    costs = stage_costs(program)
-    assert len(priced) == len({stage.original for stage in program.stages}) < 8
-    assert costs[1] == costs[2]
-    assert costs[3].seconds == costs[1].seconds

@@ -49,7 +49,7 @@ def counted_and_predicted(schedule: str, recompute: str) -> tuple[int, int]:
 @pytest.mark.mostly_slow(every=4)
 @pytest.mark.parametrize(
     ("schedule", "recompute"),
-    [("zb-v", "hints"), ("1f1b", "hints"), ("zb-h1", "full"), ("zb-h2", "hints")],
+    [("1f1b", "hints"), ("zb-v", "hints"), ("zb-h1", "full"), ("zb-h2", "hints")],
 )
 def test_storages_that_live_in_a_step_are_predicted(
     pool: Pool, schedule: str, recompute: str
