@@ -18,7 +18,7 @@ SPEECH_SEQ_2_SEQ CTC IMAGE_TEXT_TO_TEXT MULTIMODAL_LM
 """
 DETERMINISTIC = "batched_mm"
 # One class of each of forty architectures, cheap ones where architectures are alike. The suite takes
-# every tenth one.
+# every fourteenth one.
 _CHOSEN = """
 LlavaForConditionalGeneration GPT2LMHeadModel GPTNeoXForCausalLM OPTForCausalLM BloomForCausalLM
 FalconForCausalLM PhiForCausalLM Gemma2ForCausalLM Qwen3ForCausalLM Qwen3MoeForCausalLM

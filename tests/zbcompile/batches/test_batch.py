@@ -61,6 +61,7 @@ def mlp() -> MLP:
     return MLP()
 
 
+@pytest.mark.slow
 def test_another_shape_compiles_again(capsys: pytest.CaptureFixture[str]) -> None:
     """With a notice, and with eager's bits."""
     compared = AsEager(mlp(), 4, schedule="zb-h1", ranks=2)
@@ -71,6 +72,7 @@ def test_another_shape_compiles_again(capsys: pytest.CaptureFixture[str]) -> Non
     assert "args[0][3, 32]" in notices[0]
 
 
+@pytest.mark.slow
 def test_what_is_chosen_by_default_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     """The smallest admitted number of microbatches from twice the stages on, once; one rank."""
     x = torch.randn(16, WIDTH)
@@ -85,6 +87,7 @@ def test_what_is_chosen_by_default_is_said(capsys: pytest.CaptureFixture[str]) -
     assert "running as one rank" in out
 
 
+@pytest.mark.slow
 def test_schedule_object_and_csv_file(tmp_path: Path) -> None:
     """A `Schedule` and a CSV file run like the name that they came from."""
     schedule = zbcompile.schedules.build("zb-h1", ranks=2, microbatches=4)

@@ -31,6 +31,7 @@ def seeded(kind: Any = MLP) -> nn.Module:
     return kind()  # type: ignore[no-any-return]
 
 
+@pytest.mark.slow
 def test_parameters_of_the_loss_train_with_the_bits_of_eager() -> None:
     model, loss = seeded(), Temperature()
     pipe = zbcompile.pipeline(seeded(), loss=Temperature(), ranks=2, **OPTIONS)

@@ -34,6 +34,7 @@ class TwoHeads(nn.Module):
         return first + 0.3 * further + 0.01 * balance + (self.gate * 3).sum()
 
 
+@pytest.mark.slow
 @pytest.mark.mostly_slow(every=6, suite=3)
 @pytest.mark.parametrize(
     ("vocab", "schedule", "bias"),

@@ -1,7 +1,7 @@
 """Forty architectures of transformers, each trained for one step under zb-v on two ranks: losses,
 gradients and buffers have the bits of eager.
 
-The suite takes four of them, `pytest --every-case` all; all classes, under zb-h1 too:
+The suite takes three of them, `pytest --every-case` all; all classes, under zb-h1 too:
 `examples/benchmarks/transformers_sweep.py`. Those of the zoo train for
 two steps in `test_zoo.py`.
 """
@@ -11,11 +11,11 @@ import pytest
 from tests.support.compared import Outcome, outcome_of
 from tests.support.transformers_models import SAMPLE, entry_of, problem_of
 
-GROUPS = 10  # tests that may run side by side
+GROUPS = 14  # tests that may run side by side
 
 
 def group(number: int) -> object:
-    """Every tenth class of the sample, as a case that one worker of pytest-xdist runs."""
+    """Every fourteenth class of the sample, as a case that one worker of pytest-xdist runs."""
     marks = [pytest.mark.xdist_group(f"transformers sample {number}")]
     marks += [pytest.mark.beyond_sample] * (number > 0)
     return pytest.param(SAMPLE[number::GROUPS], id=str(number), marks=marks)

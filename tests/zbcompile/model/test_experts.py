@@ -31,6 +31,7 @@ class Dropless(nn.Module):
         return x + (rows.view(-1, 2, 16) * weights.unsqueeze(-1)).sum(1)
 
 
+@pytest.mark.slow
 def test_a_layer_without_dropped_tokens() -> None:
     """Bitwise, split into B and W, and its FLOPs are those of the rows: three products of 32 by 16
     for each."""

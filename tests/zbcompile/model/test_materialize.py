@@ -79,6 +79,7 @@ def test_each_rank_makes_its_own_share_real(pool: Pool) -> None:
     assert set().union(*(its_own for *_, its_own in shares)) == real
 
 
+@pytest.mark.slow
 def test_a_state_dict_fills_the_share() -> None:
     """Until then a step and an evaluation are errors; a plain MLP has nothing that no state dict
     holds."""
