@@ -102,16 +102,6 @@ def _cast(make: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
     return make().to(dtype)
 
 
-def _albert() -> nn.Module:
-    """One group of weights for six layers; the embedding is the output layer, too."""
-    from transformers import AlbertConfig, AlbertForMaskedLM
-
-    sizes = {"vocab_size": VOCABULARY, "embedding_size": 8, "hidden_size": 16}
-    more = {"intermediate_size": 32, "num_attention_heads": 2, "max_position_embeddings": 16}
-    config = AlbertConfig(**sizes, **more, num_hidden_layers=6, hidden_dropout_prob=0.1)
-    return AlbertForMaskedLM(config)
-
-
 def _rows(size: int, dtype: torch.dtype = torch.float32) -> Batch:
     return Batch((torch.randn(size, WIDTH).to(dtype),), {}, torch.randn(size, WIDTH).to(dtype))
 
@@ -119,11 +109,6 @@ def _rows(size: int, dtype: torch.dtype = torch.float32) -> Batch:
 def _tokens(size: int) -> Batch:
     tokens, target = (torch.randint(VOCABULARY, (size, LENGTH)) for _ in range(2))
     return Batch((tokens,), {}, target)
-
-
-def _labelled(size: int) -> Batch:
-    tokens = torch.randint(VOCABULARY, (size, LENGTH))
-    return Batch((), {"input_ids": tokens, "labels": tokens})
 
 
 def _token_loss(logits: Tensor, target: Tensor) -> Tensor:
@@ -144,12 +129,10 @@ SHARED_PARAMETERS: Mapping[str, Problem] = {
     "loop-last": _floats(partial(Loop, 3, before=9, after=0)),
     "loop-once": _floats(partial(Loop, 1, before=3, after=3)),
     "loop-3-bfloat16": _floats(partial(Loop, 3), torch.bfloat16),
-    "loop-3-float64": _floats(partial(Loop, 3), torch.float64),
     "transposed-loop": Problem(TransposedLoop, _token_loss, _tokens),
     "shared-scale": _floats(SharedScale),
     "shared-scale-bfloat16": _floats(SharedScale, torch.bfloat16),
     "stacked-weights": _floats(partial(DerivedWeights, stacked=True)),
     "normalized-weight": _floats(partial(DerivedWeights, stacked=False)),
     "three-embeddings": Problem(ThreeEmbeddings, _token_loss, _tokens),
-    "albert": Problem(_albert, None, _labelled),
 }
