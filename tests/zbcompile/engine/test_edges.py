@@ -1,5 +1,5 @@
-"""Values that cross from stage to stage, one small model per kind of edge, cut where the kind shows:
-loss and gradients are eager's, bit by bit."""
+"""Values that cross from stage to stage, one small model per kind of edge, cut where the kind shows;
+and random models, which combine them: loss and gradients are eager's, bit by bit."""
 
 from collections.abc import Callable
 
@@ -9,7 +9,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zbcompile
-from tests.support.training import AsEager, assert_same_tensors, gradients_of
+from tests.support.training import (
+    AsEager,
+    Case,
+    assert_bitwise,
+    assert_same_tensors,
+    gradients_of,
+    quickly,
+    reference,
+)
 
 WIDTH = 8
 
@@ -132,3 +140,14 @@ def test_microbatches_of_a_step_may_differ_in_what_skips() -> None:
     pipe = zbcompile.pipeline(model, loss=F.mse_loss, exact=True, **options)
     pipe.step(microbatches=[((part,), {}, target) for part, target in parts])
     assert_same_tensors(gradients_of(pipe), expected, "gradient of")
+
+
+SCHEDULES = (("zb-h1", 2), ("zb-v", 2), ("1f1b", 3), ("interleaved-zb", 2), ("zb-v", 3))
+
+
+@pytest.mark.mostly_slow(every=12, suite=4)
+@pytest.mark.parametrize("seed", range(12))
+def test_random_models(seed: int) -> None:
+    """`RandomModel(seed).recipe` is what the model of a seed does."""
+    case = Case(f"random-{seed}", *SCHEDULES[seed % 5], microbatches=6, steps=2)
+    assert_bitwise(quickly(case), reference(case))
