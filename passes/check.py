@@ -8,7 +8,8 @@ from collections.abc import Mapping
 
 from zbcompile.passes.errors import VerificationError
 from zbcompile.passes.graph.fx import is_random
-from zbcompile.passes.graph.roles import BUFFER, WEIGHT_GRADIENT
+from zbcompile.passes.graph.process_groups import is_running
+from zbcompile.passes.graph.roles import BUFFER, SAVED, WEIGHT_GRADIENT
 from zbcompile.passes.stage.pass_graph import PassGraph
 from zbcompile.passes.step_graph import FORWARD, Label, StepGraph
 from zbcompile.passes.torch_private import is_in_place
@@ -19,7 +20,7 @@ def check_pass_graphs(step: StepGraph, passes: Mapping[Label, PassGraph]) -> Non
 
     Every result of the step is returned exactly once, and gradients of parameters not by F. Random
     numbers are drawn once. Buffers that the step writes are read by F alone. Nothing works in
-    place.
+    place. A collective has ended before its result leaves the stage.
     """
     returned = Counter(slot for graph in passes.values() for slot in graph.outputs)
     for slot, count in Counter(slot for slot, _ in step.results()).items():
@@ -31,6 +32,8 @@ def check_pass_graphs(step: StepGraph, passes: Mapping[Label, PassGraph]) -> Non
         raise VerificationError(f"{drawn} random operations in passes; expected {expected}")
     for label, graph in passes.items():
         wrong = [f"the operator {node.target}" for node in graph.calls if is_in_place(node.target)]
+        running = [slot for slot, node in graph.returns if is_running(node) and slot.role != SAVED]
+        wrong += [f"the output {slot}, for which nothing waits" for slot in running]
         if label.kind == FORWARD:
             wrong += [f"the output {s}" for s in graph.outputs if s.role == WEIGHT_GRADIENT]
         else:

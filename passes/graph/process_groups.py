@@ -12,7 +12,7 @@ from torch.fx import GraphModule, Node
 
 from zbcompile.passes.capture.unsupported import COMMUNICATES_IN_A_BRANCH
 from zbcompile.passes.errors import CaptureError
-from zbcompile.passes.graph.fx import argument_of, copy_graph, tensors_of, with_graph
+from zbcompile.passes.graph.fx import argument_of, copy_graph, is_part, tensors_of, with_graph
 from zbcompile.passes.torch_collectives import COLLECTIVES
 from zbcompile.passes.torch_private import FUNCTIONAL_COLLECTIVES, OpOverload, schema_of
 
@@ -98,6 +98,13 @@ def is_async_collective(node: Node) -> bool:
     """Returns True if a node's result is that of a collective that is still running. Custom
     operators wait for theirs."""
     return getattr(node.target, "namespace", "") in FUNCTIONAL_COLLECTIVES and not is_wait(node)
+
+
+def is_running(node: Node) -> bool:
+    """Returns True for the result of a collective that nothing has waited for, and views of it."""
+    while is_part(node):
+        node = node.all_input_nodes[0]
+    return is_async_collective(node)
 
 
 def exchanged_bytes(node: Node) -> int:

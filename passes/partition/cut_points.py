@@ -9,6 +9,7 @@ from torch.fx import Node
 from zbcompile.passes.capture.backward_marks import forward_number
 from zbcompile.passes.cost.node_cost import node_flops
 from zbcompile.passes.graph.fx import is_random, is_view, operator_name, tensors_of
+from zbcompile.passes.graph.process_groups import is_running
 from zbcompile.passes.graph.storage import storage_bytes
 from zbcompile.passes.step_graph import StepGraph
 
@@ -62,7 +63,8 @@ def forward_line(step: StepGraph) -> ForwardLine:
         crossing_bytes.append(storage_bytes(live))
         full = not is_view(node) or operator_name(node) == "detach"
         tensors = all(isinstance(value.meta.get("val"), torch.Tensor) for value in live)
-        if index not in forbidden and live and tensors and full:
+        running = any(map(is_running, live))  # another rank could not wait for it
+        if index not in forbidden and live and tensors and full and not running:
             cuts.append(index + 1)
     return ForwardLine(tuple(nodes), free, tuple(homes), tuple(cuts), tuple(crossing_bytes))
 

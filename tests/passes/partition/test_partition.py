@@ -5,17 +5,21 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_to_all_single_autograd
 
 import zbcompile
 from gpt import GPT, next_byte_loss
 from targets import llama, unet
+from tests.support.meshes import group_without_peers
 from zbcompile.compiler.compile_example import one_microbatch
 from zbcompile.compiler.compile_model import choose_cuts, export_step
 from zbcompile.passes.compile_options import CompileOptions
 from zbcompile.passes.cost.hardware import Hardware
 from zbcompile.passes.graph.fx import is_view, operator_name
+from zbcompile.passes.graph.process_groups import is_wait
 from zbcompile.passes.partition.balance import LoadRow, heaviest_piece
 from zbcompile.passes.partition.balance_stages import TOLERANCE, node_loads
 from zbcompile.passes.partition.cut_points import forward_line
@@ -92,6 +96,33 @@ def test_what_is_on_the_line(model: str, step: StepGraph) -> None:
         assert apart or not is_view(node)
         assert isinstance(node.meta["val"], Tensor)
         assert line.crossing_bytes[cut]
+
+
+class Exchanging(nn.Module):
+    """Layers between which ranks exchange rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = all_to_all_single_autograd(layer(x), None, None, dist.group.WORLD).relu()
+        return x
+
+
+def test_no_cut_is_between_a_collective_and_its_wait() -> None:
+    """A wait on another rank would not wait, and the message would be memory that is not filled."""
+    x = torch.randn(4, 8)
+    with group_without_peers(2):
+        line = forward_line(
+            exported(zbcompile.Example(Exchanging(), (x,), loss=F.mse_loss, target=x))
+        )
+    assert sum(map(is_wait, line.nodes)) == 3
+    for cut in line.cuts:
+        before = set(line.nodes[:cut])
+        waits = [node for node in line.nodes[cut:] if is_wait(node)]
+        assert not any(before.intersection(wait.all_input_nodes) for wait in waits)
 
 
 @pytest.mark.slow
