@@ -22,8 +22,6 @@ from tests.support import page_runs
 from tests.support.warm_torchrun import warm_torchrun
 from zbcompile import schedules
 
-pytestmark = pytest.mark.several_processes
-
 ROOT = Path(__file__).parent.parent
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 DOCUMENTS = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *PAGES)

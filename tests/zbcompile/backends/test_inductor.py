@@ -33,7 +33,6 @@ from zbcompile.passes.stage.anonymous_graph import bare
 from zbcompile.passes.torch_private import make_fx
 
 pytestmark = [
-    pytest.mark.beside_ranks,
     pytest.mark.slow,
     pytest.mark.skipif(
         not (shutil.which("g++") or shutil.which("clang++")), reason="needs a C++ compiler"

@@ -8,7 +8,7 @@ import pytest
 from tests.support.ports import free_port
 from tests.support.warm_torchrun import warm_agents
 
-pytestmark = [pytest.mark.several_processes, pytest.mark.beyond_sample]
+pytestmark = pytest.mark.beyond_sample
 
 SCRIPT = """
 import torch

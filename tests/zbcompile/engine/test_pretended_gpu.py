@@ -35,7 +35,6 @@ COMPOSITION = (f"{ENGINE}/test_cuda_composition.py",)
 
 @pytest.mark.skipif(HERE, reason="is on the pretended GPU")
 @pytest.mark.slow
-@pytest.mark.several_processes
 @pytest.mark.timeout(1200)  # on a busy machine; the libraries may have to be built
 @pytest.mark.parametrize(
     ("files", "least"),

@@ -18,8 +18,6 @@ from accelerate.utils import set_seed
 
 from accelerate_loop import BATCH, loader, tiny_model, train
 
-pytestmark = pytest.mark.several_processes
-
 UPDATES, ACCUMULATE = 3, 2
 
 

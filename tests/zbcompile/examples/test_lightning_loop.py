@@ -15,8 +15,6 @@ pytest.importorskip("lightning")
 import lightning_loop as loop
 from tests.support.warm_torchrun import warm_torchrun
 
-pytestmark = pytest.mark.several_processes
-
 
 def eager() -> list[float]:
     """The losses of an epoch."""

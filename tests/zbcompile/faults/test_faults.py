@@ -15,8 +15,6 @@ from tests.support.faulty import INJECT, SCENARIOS, Order, Scenario, make, rows
 from tests.support.meshes import mesh_of
 from tests.support.pool import DIED, Pool
 
-pytestmark = pytest.mark.waits
-
 
 @pytest.mark.slow
 @pytest.mark.mostly_slow(every=8)

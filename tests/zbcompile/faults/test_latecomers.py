@@ -21,7 +21,6 @@ from tests.support.pool import Pool
 from tests.support.ports import free_port
 from zbcompile.distributed.transport import LONGER
 
-pytestmark = pytest.mark.waits
 OURS, SCRIPTS, HASTY = "ours", "the script's", "the script's, which waits 1 s"
 # by the part: the watch looks twice a second, and gives up half a second late
 TIMEOUTS = {0.8: 6.0, 1.2: 8.0}
