@@ -70,8 +70,8 @@ print(json.dumps([seconds, *map(sum, zip(*kept))]))
 SAMPLE_OUTCOMES = """
 import json, sys, warnings
 import torch
-from tests.support.compared import outcome_of
-from tests.support.transformers_models import entries, problem_of
+from benchmarks.eager_comparison import outcome_of
+from benchmarks.transformers_models import entries, problem_of
 warnings.simplefilter("ignore")
 torch.set_num_threads(1)
 found = {entry.name: entry for entry in entries()}
@@ -151,7 +151,7 @@ def run(checkout: Path, *arguments: str, environment: dict[str, str] | None = No
 def measure_bits(checkout: Path) -> dict[str, Any]:
     """How each architecture of the tests' sample differs from eager; "bitwise" if it does not."""
     sys.path.insert(0, str(ROOT))
-    from tests.support.transformers_models import SAMPLE
+    from benchmarks.transformers_models import SAMPLE
 
     outcomes = json.loads(run(checkout, "-c", SAMPLE_OUTCOMES, *SAMPLE).text.splitlines()[-1])
     not_bitwise = {name: kind for name, kind in outcomes.items() if kind != "bitwise"}

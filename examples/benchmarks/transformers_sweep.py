@@ -32,10 +32,10 @@ sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 
 import torch
 
-from tests.support.compared import KINDS, Outcome, one_line, outcome_of
+from benchmarks.eager_comparison import KINDS, Outcome, one_line, outcome_of
+from benchmarks.tiny_batches import LABELS
+from benchmarks.transformers_models import Entry, entries, has_experts, problem_of
 from tests.support.oracle import Batch, Problem
-from tests.support.tiny_batches import LABELS
-from tests.support.transformers_models import Entry, entries, has_experts, problem_of
 
 Row = dict[str, Any]
 _FORK = multiprocessing.get_context("fork")

@@ -1,6 +1,6 @@
 """A model after DeepSeek-V3: shared and routed experts whose router has a bias that is updated
 without gradients, an auxiliary loss per layer, and a head that predicts a further token and shares
-the output layer. Latent attention: DeepseekV3ForCausalLM of `test_transformers_sample.py`."""
+the output layer. Latent attention is among the classes of `transformers_sweep.py`."""
 
 import pytest
 import torch

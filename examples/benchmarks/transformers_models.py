@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import nn
 
+from benchmarks.tiny_batches import LABELS, batch_of, loss_of
+from benchmarks.tiny_configs import tiny_config
 from tests.support.oracle import Problem
-from tests.support.tiny_batches import LABELS, batch_of, loss_of
-from tests.support.tiny_configs import tiny_config
 
 TASKS = """
 CAUSAL_LM MASKED_LM SEQ_TO_SEQ_CAUSAL_LM SEQUENCE_CLASSIFICATION IMAGE_CLASSIFICATION

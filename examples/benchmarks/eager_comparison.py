@@ -100,8 +100,10 @@ def _pipelined(schedule: str, model: nn.Module, loss: Loss | None, batch: Batch)
     options: dict[str, Any] = {"microbatches": MICROBATCHES, "ranks": RANKS, "exact": True}
     options["split"] = {f"kwargs['{n}']": True for n, t in batch.kwargs.items() if len(t) != rows}
     pipe = zbcompile.pipeline(local, schedule=schedule, loss=loss, **options)
-    target = {} if batch.target is None else {"target": batch.target}
-    total = pipe.step(*batch.args, **batch.kwargs, **target)
+    named: dict[str, Any] = {**batch.kwargs}
+    if batch.target is not None:
+        named["target"] = batch.target
+    total = pipe.step(*batch.args, **named)
     return {"loss": total, **gradients_of(pipe), **_buffers(local.named_buffers())}
 
 

@@ -10,14 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.tiny_configs import END, FIRST_TOKEN, IMAGE, VOCABULARY
 from tests.support.oracle import Batch, Loss
-from tests.support.tiny_configs import END, FIRST_TOKEN, IMAGE, VOCABULARY
 
 LENGTH = 17  # a length that no kernel is made for
 LABELS = 3
 
 
-def batch_of(model: nn.Module, task: str) -> Callable[[int], Batch]:
+def batch_of(model: Any, task: str) -> Callable[[int], Batch]:
     """By size: a batch for `model`, with labels for the task of its Auto class if forward takes
     them."""
     takes = inspect.signature(model.forward).parameters
@@ -31,7 +31,7 @@ def batch_of(model: nn.Module, task: str) -> Callable[[int], Batch]:
     return batch
 
 
-def loss_of(model: nn.Module) -> Loss | None:
+def loss_of(model: Any) -> Loss | None:
     """Returns None if the model computes its own."""
     return None if "labels" in inspect.signature(model.forward).parameters else _of_logits
 
@@ -42,7 +42,7 @@ def _of_logits(output: Any, target: Tensor) -> Tensor:
     return F.cross_entropy(logits[:, :2], target) + logits.square().mean()
 
 
-def _inputs(model: nn.Module, takes: Mapping[str, Any], size: int) -> Iterator[tuple[str, Tensor]]:
+def _inputs(model: Any, takes: Mapping[str, Any], size: int) -> Iterator[tuple[str, Tensor]]:
     main = getattr(model, "main_input_name", "input_ids")
     seen = dict(pictures(model, takes, size))
     yield from seen.items()
@@ -59,7 +59,7 @@ def _inputs(model: nn.Module, takes: Mapping[str, Any], size: int) -> Iterator[t
 
 
 def _text(
-    model: nn.Module, takes: Mapping[str, Any], size: int, begin: int
+    model: Any, takes: Mapping[str, Any], size: int, begin: int
 ) -> Iterator[tuple[str, Tensor]]:
     """Rows of different lengths, each of them padded, after the `begin` tokens that stand for a
     picture."""
@@ -78,7 +78,7 @@ def _text(
         yield name, torch.cat([printed, torch.zeros_like(text)], 1)
 
 
-def _spectra(model: nn.Module, size: int) -> Tensor:
+def _spectra(model: Any, size: int) -> Tensor:
     """[rows, bands, frames] for models that begin with a convolution over bands, else [rows,
     frames, bands]."""
     config, bands = model.config, 16
@@ -97,7 +97,7 @@ BANDS = (
 )
 
 
-def _labels(model: nn.Module, task: str, made: Mapping[str, Tensor], size: int) -> Tensor:
+def _labels(model: Any, task: str, made: Mapping[str, Tensor], size: int) -> Tensor:
     if re.search("CLASSIFICATION", task):
         return torch.randint(0, LABELS, (size,))
     if model.config.is_encoder_decoder or "input_ids" not in made:
@@ -111,7 +111,7 @@ def _labels(model: nn.Module, task: str, made: Mapping[str, Tensor], size: int) 
 PATCHES = 4  # of a picture that comes as patches: so many rows and columns
 
 
-def pictures(model: nn.Module, takes: Mapping[str, Any], size: int) -> Iterator[tuple[str, Tensor]]:
+def pictures(model: Any, takes: Mapping[str, Any], size: int) -> Iterator[tuple[str, Tensor]]:
     """One picture per row: as pixels, as a list of one, or as patches with the form of
     their grid."""
     config = model.config
@@ -127,7 +127,7 @@ def pictures(model: nn.Module, takes: Mapping[str, Any], size: int) -> Iterator[
     # a dimension for the pictures of a row, or for the picture and one tile, if the model has one
     lists = (2,) if tiles else (1,) if inside and "spatial_shapes" not in takes else ()
     for name in {"pixel_values", "image"}.intersection(takes):
-        yield name, torch.randn(size, *lists, channels, edge, edge)
+        yield name, torch.randn(size, *lists, int(channels or 3), edge, edge)
     if "qformer_input_ids" in takes:
         yield "qformer_input_ids", torch.randint(FIRST_TOKEN, VOCABULARY, (size, 5))
     if "image_sizes" in takes and (tiles or vision.model_type == "pixtral"):
@@ -135,7 +135,7 @@ def pictures(model: nn.Module, takes: Mapping[str, Any], size: int) -> Iterator[
 
 
 def _patches(
-    model: nn.Module, vision: Any, takes: Mapping[str, Any], size: int
+    model: Any, vision: Any, takes: Mapping[str, Any], size: int
 ) -> Iterator[tuple[str, Tensor]]:
     """Patches of all pictures in one list, or of each picture a list, with a mask."""
     seeing = next((m for m in model.modules() if getattr(m, "config", None) is vision), model)
@@ -152,12 +152,12 @@ def _patches(
         yield "image_merge_sizes", torch.ones(size, dtype=torch.long)
 
 
-def picture_token(model: nn.Module) -> int | None:
+def picture_token(model: Any) -> int | None:
     first = getattr(model.config, "image_token_id", None)
     return getattr(model.config, "image_token_index", None) if first is None else first  # type: ignore[no-any-return]
 
 
-def tokens_of(model: nn.Module, created: Mapping[str, Tensor], size: int) -> int:
+def tokens_of(model: Any, created: Mapping[str, Tensor], size: int) -> int:
     """How many tokens of each row stand for its picture: the model says so itself."""
     asked = next((m for m in model.modules() if hasattr(m, "get_image_features")), None)
     if asked is None or "pixel_values" not in created or picture_token(model) is None:
