@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.function import Function
 
 import zbcompile
-from tests.support.functions import PASSED, WAYS, WIDTH, Ways
+from tests.passes.capture.functions import PASSED, WAYS, WIDTH, Ways
 from tests.support.training import AsEager
 from zbcompile.passes.errors import CaptureError
 
