@@ -139,7 +139,7 @@ def test_refused(case: str) -> None:
 
 
 def test_gradients_that_a_function_writes_itself_are_refused() -> None:
-    message = r"support/functions\.py:\d+\).*pass them as arguments, and return"
+    message = r"capture/functions\.py:\d+\).*pass them as arguments, and return"
     with pytest.raises(CaptureError, match=message):
         as_eager(Ways("saving", "module"))
 
