@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from zbcompile.batches.batch_split import Split
+from zbcompile.batches.batch import Split
 from zbcompile.errors import PipelineError
 from zbcompile.model.materialize import Init
 from zbcompile.model.placements import Placements, read_placements

@@ -227,7 +227,8 @@ class Pipeline(ModelState):
                     " outside."
                 )
             self._optimizers.begin_step()
-            self._binding.parts.take_gradients()
+            if self._binding.parts.locals:
+                self._binding.parts.take_gradients()
             batch = self._runner.split(args, kwargs, target, microbatches, kind)
             losses, outputs = self._runner.run(batch, kind, self.step_index)
         self.step_index += 1

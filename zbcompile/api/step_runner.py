@@ -189,7 +189,8 @@ class StepRunner:
                 with cache.drop_gradients_on_error(), self.optimizers.step(), no_autocast:
                     losses, values = self.engine.run_step(executable, request, binding.parameters)
             finally:
-                binding.parts.give_gradients()
+                if binding.parts.locals:
+                    binding.parts.give_gradients()
             if not outputs or (outputs == "last" and not executable.ends_on(ranks.local)):
                 return losses, None
             reduction = self.options.loss_reduction

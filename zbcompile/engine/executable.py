@@ -117,6 +117,11 @@ class Executable:
         )
 
     @cached_property
+    def draws(self) -> bool:
+        """True if a stage draws random numbers."""
+        return any(bound.program.random_until >= 0 for bound in self.distinct)
+
+    @cached_property
     def loss_dtype(self) -> torch.dtype:
         return dtype_named(self.program.loss_dtype)
 

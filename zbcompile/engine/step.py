@@ -4,6 +4,7 @@ A process plays all ranks of a pipeline, in a deterministic interleaving, or one
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -81,7 +82,8 @@ class Engine:
         runs, times = self._rank_runs(executable, step, reductions, transport)
         losses, outputs = Losses(()), Outputs()
         waiting = ranks.waiting
-        with gpu.forked_generators(ranks.device), torch.no_grad():
+        generators = gpu.forked_generators(ranks.device) if executable.draws else nullcontext()
+        with generators, torch.no_grad():
             interleave(runs)
             with waiting("the last sends"):
                 for run in runs:
@@ -159,8 +161,9 @@ class Engine:
         if step.reduction == "mean":
             loss_factor /= count * ranks.replicas.count
         # Microbatches are numbered over all replicas, which train as one pipeline.
-        number = self.replica * count
-        seeds = [microbatch_seed(step.index, number + i, step.seed) for i in range(count)]
+        number, seeds = self.replica * count, [0] * count
+        if executable.draws:
+            seeds = [microbatch_seed(step.index, number + i, step.seed) for i in range(count)]
         runs: dict[int, dict[int, StageRun]] = {}
         for rank, reduction in reductions.items():
             stages = {

@@ -134,7 +134,7 @@ class Program:
         """How many copies of the model the ranks hold together: 2 under DualPipe."""
         return len(set(map(self.schedule.copy_of, range(self.schedule.microbatches))))
 
-    @property
+    @cached_property
     def random_until(self) -> int:
         """The last stage that draws random numbers, or -1. Generator state is sent up to it."""
         return max((stage.stage for stage in self.stages if stage.random), default=-1)

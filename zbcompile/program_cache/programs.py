@@ -14,7 +14,8 @@ from typing import Any
 
 from torch import nn
 
-from zbcompile.batches.batch import Batch, Microbatch, Microbatches, explained, listed
+from zbcompile.batches.batch import Batch, Microbatch, Microbatches, listed
+from zbcompile.batches.capture_hints import explained
 from zbcompile.compiler.compile_forward import (
     ForwardOptions,
     compile_forwards,
