@@ -154,21 +154,6 @@ def step_without_hooks(optimizer: torch.optim.Optimizer) -> None:
     (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer)  # type: ignore[attr-defined]
 
 
-def attributes_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Returns the attributes of an optimizer except those of torch, and the entries of its state
-    with names as keys."""
-    torchs = {"_warned_capturable_if_run_uncaptured", "_need_device_dtype_check_for_fused"}
-    state = dict[Any, Any](optimizer.state)
-    attributes = {
-        name: value
-        for name, value in vars(optimizer).items()
-        if name not in {"state", "param_groups", *torchs}
-    }
-    return attributes | {
-        f"state[{key!r}]": entry for key, entry in state.items() if isinstance(key, str)
-    }
-
-
 def gloo_link(store: dist.Store, rank: int, timeout: timedelta) -> Any:
     """A gloo group that is not registered with torch.distributed. The class is public, its
     constructor not documented (torch.distributed._dist2 makes groups so)."""

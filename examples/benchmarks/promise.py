@@ -23,8 +23,8 @@ With --optimizer a step ends with an update that sleeps as well, made inside of 
 `validate="after"`, and the simulation has its actions. Beside it stands the time per step of STEPS
 steps one after the other, whose losses are read at the end, its ratio to what the simulation says
 of a rank alone (`cost`), and the same if the loss is read after every step, which waits for all
-ranks. With --zero half of the processes are a second replica: the simulation has GATHER and REDUCE
-as well. On a machine that does other work as well, longer sleeps (--scale) and a higher priority
+ranks. With --zero half of the processes are a second replica: the simulation has REDUCE as
+well. On a machine that does other work as well, longer sleeps (--scale) and a higher priority
 (nice -n -10) help.
 """
 
@@ -58,7 +58,7 @@ UPDATE = FORWARD / 4  # of a rank's parameters
 STEPS = 20
 SCHEDULES = ("1f1b", "interleaved-1f1b", "zb-h1", "zb-v", "dualpipe-v")
 WITH_UPDATES = ("1f1b", "zb-h2", "zb-v")
-REPLICAS = ((), ("GATHER", "REDUCE"))  # what zero= adds
+REPLICAS = ((), ("REDUCE",))  # what zero= adds
 WIDTH = 16
 late = 0.0  # seconds that an operation takes longer than its sleep
 
@@ -140,6 +140,9 @@ class SleepingSGD(torch.optim.SGD):
         layers = sum(p.grad is not None for group in self.param_groups for p in group["params"])
         pause(UPDATE * self.share * layers)
         super().step(closure)
+
+
+SleepingSGD.__module__ = torch.optim.SGD.__module__  # others are refused inside of the step
 
 
 Step = Callable[[], Any]
@@ -231,7 +234,7 @@ def promised(schedule: str, microbatches: int, comm: float, updates: bool, zero:
         order.stages, FORWARD * share, BACKWARD * share, WEIGHT * share, comm=comm
     )
     if updates:
-        order = with_updates(order, ("VALIDATE", *REPLICAS[zero], "OPT"))
+        order = with_updates(order, (*REPLICAS[zero], "OPT"))
         # of the layer of a stage each replica updates as much
         costs = replace(costs, optimizer=(UPDATE * share,) * order.stages)
     return simulate(order, costs)

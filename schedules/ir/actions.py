@@ -1,11 +1,11 @@
 """Actions of a rank: one operation on one stage for one microbatch.
 
 The letters are those of the papers: F forward, B input gradient, W weight gradient, BW the fused
-backward, S and T the two vocabulary passes. VALIDATE, GATHER, REDUCE and OPT are the optimizer's,
-once per stage. A lowered program also holds SEND_F, RECV_F, SEND_B and RECV_B, and the collectives
-of the vocabulary passes (BROADCAST, STATS, INPUT_GRAD, EMBED and EMBED_GRAD). torch writes I for
-our B, W for our W and B for our BW; `zbcompile.schedules` reads and writes both.
-`zbcompile.schedules.ir.kinds` says everything else about them.
+backward, S and T the two vocabulary passes. REDUCE and OPT are the optimizer's, once per stage. A
+lowered program also holds SEND_F, RECV_F, SEND_B and RECV_B, and the collectives of the vocabulary
+passes (BROADCAST, STATS, INPUT_GRAD, EMBED and EMBED_GRAD). torch writes I for our B, W for our W
+and B for our BW; `zbcompile.schedules` reads and writes both. `zbcompile.schedules.ir.kinds` says
+everything else about them.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ F, B, W, BW, S, T = "F", "B", "W", "BW", "S", "T"
 SEND_F, RECV_F, SEND_B, RECV_B = "SEND_F", "RECV_F", "SEND_B", "RECV_B"
 BROADCAST, STATS, INPUT_GRAD = "BROADCAST", "STATS", "INPUT_GRAD"
 EMBED, EMBED_GRAD = "EMBED", "EMBED_GRAD"
-VALIDATE, GATHER, REDUCE, OPT = "VALIDATE", "GATHER", "REDUCE", "OPT"
+REDUCE, OPT = "REDUCE", "OPT"
 ONCE = frozenset(OPTIMIZER_OPS)
 COMPUTE = ONCE.union(COMPUTE_OPS)
 MESSAGES = frozenset(MESSAGE_OPS)

@@ -57,8 +57,6 @@ class OptimizerOp(NamedTuple):
 
 
 OPTIMIZER_OPS = {
-    "VALIDATE": OptimizerOp("total norm of the step before"),
-    "GATHER": OptimizerOp("arrival of parameters"),
     "REDUCE": OptimizerOp("start of the gradients' sum"),
     "OPT": OptimizerOp("optimizer step", ("optimizer",)),
 }

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from zbcompile.schedules.execution.deadlock import run_to_end
 from zbcompile.schedules.execution.memory import deltas, peak_memory
 from zbcompile.schedules.execution.order_graph import OrderGraph, blocking, gc_disabled
-from zbcompile.schedules.ir.actions import COMMUNICATION, GATHER, OPT, VALIDATE, Step, flatten
+from zbcompile.schedules.ir.actions import COMMUNICATION, OPT, Step, flatten
 from zbcompile.schedules.ir.costs import Costs
 from zbcompile.schedules.ir.schedule import Picturable, Schedule, require_schedule
 from zbcompile.schedules.simulation.idle_causes import CAUSES, Cause, Idle, idle_intervals
@@ -86,10 +86,7 @@ class Timeline(Picturable):
         spans: list[float] = [0]
         for rank, optimizer in enumerate(self.optimizer):
             nodes = self.graph.nodes(rank)
-            starts = (
-                self.start[n] for n in nodes if self.graph.steps[n][0] not in (VALIDATE, GATHER)
-            )
-            spans += [self.end[nodes[-1]] - next(starts, 0) + optimizer] if nodes else []
+            spans += [self.end[nodes[-1]] - self.start[nodes[0]] + optimizer] if nodes else []
         return max(spans)
 
     @cached_property

@@ -1,7 +1,7 @@
 """The optimizers of a pipeline: created before or after it is compiled, and called around each of
 its steps."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from zbcompile.engine.optimizer_parameters import OptimizerParameters
@@ -61,20 +61,11 @@ class Optimizers:
                 " pipe.step has updated and dropped them. Pass clip= to pipe.optimizer to clip."
             )
 
-    def actions(self) -> Mapping[str, Sequence[Callable[[int], None]]]:
-        """Returns the functions that the next step calls for a stage, by kind of action: correct
-        its last update, wait for its parameters, update them (not inside `no_sync`)."""
-        optimizers, updates = self._optimizers, self._ranks.replicas.synchronise
-        overlapping = [
-            optimizer for optimizer in optimizers if optimizer.config.overlaps_step and updates
-        ]
-        return {
-            "VALIDATE": [
-                optimizer.settle for optimizer in optimizers if optimizer.config.post_validates
-            ],
-            "GATHER": [parameters.wait for parameters in self.parameters if parameters.zero],
-            "OPT": [optimizer.update for optimizer in overlapping],
-        }
+    @property
+    def updates(self) -> list[Callable[[int], None]]:
+        """The functions that update a stage within the next step; none inside of `no_sync`."""
+        optimizers = self._optimizers if self._ranks.replicas.synchronise else ()
+        return [optimizer.update for optimizer in optimizers if optimizer.config.overlaps_step]
 
     @property
     def all_overlap(self) -> bool:
@@ -97,7 +88,8 @@ class Optimizers:
             optimizer.end_step()
 
     def begin_step(self) -> None:
-        """Raises PipelineError if updates inside of the next step cannot follow the last ones."""
+        """Ends the last updates: corrects those that were not valid. Raises PipelineError if the
+        next step cannot follow them."""
         for optimizer in self._optimizers:
             optimizer.begin_step()
 

@@ -176,10 +176,9 @@ class StepRunner:
             reduction=self.options.loss_reduction,
             recorder=self.observation if self.observation.record else None,
             slices=self.optimizers.parameters,
-            actions=self.optimizers.actions(),
+            updates=self.optimizers.updates,
             ahead=self.optimizers.all_overlap,
             outputs="last" if outputs == "last" else "all" if outputs else "",
-            agreement=cache.agreement,
         )
         # Without autocast: its casts are in the graphs, and it would add casts that the model does
         # not make.

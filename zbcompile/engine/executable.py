@@ -13,7 +13,6 @@ from zbcompile.engine.optimizer_parameters import OptimizerParameters
 from zbcompile.engine.rank import RankProgram, plan_rank
 from zbcompile.engine.replicas import Sum, SumPlan, plan_sums
 from zbcompile.engine.stage import CompiledStage
-from zbcompile.engine.step_agreement import StepAgreement
 from zbcompile.engine.vocabulary_parameters import VocabularyExecutable
 from zbcompile.errors import PipelineError
 from zbcompile.passes.stage.stage_program import StageProgram
@@ -39,10 +38,9 @@ class StepInput:
         reduction: How losses combine, "mean" or "sum".
         recorder: Records the step.
         slices: What each optimizer updates.
-        actions: What the optimizers do for a stage, by operation (VALIDATE, GATHER, OPT).
+        updates: What updates a stage within the step.
         ahead: Whether a rank goes on before all have ended the step.
         outputs: Which ranks get the model's outputs: "all", "last" (that of the last stage) or "".
-        agreement: Compares the steps of replicas.
     """
 
     microbatches: list[dict[str, torch.Tensor]]
@@ -51,10 +49,9 @@ class StepInput:
     reduction: str
     recorder: Observation | None = None
     slices: Sequence[OptimizerParameters] = ()
-    actions: Mapping[str, Sequence[Callable[[int], None]]] = field(default_factory=dict)
+    updates: Sequence[Callable[[int], None]] = ()
     ahead: bool = False
     outputs: str = ""
-    agreement: StepAgreement | None = None
 
 
 @dataclass(frozen=True)

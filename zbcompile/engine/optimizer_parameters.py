@@ -1,7 +1,7 @@
 """The parameters of one optimizer in this process: whole, or the parts of a ZeRO-1 replica.
 
-A step calls it for its actions: REDUCE sums gradients over replicas, OPT updates, GATHER receives
-the parameters that other replicas have updated.
+A step receives the parameters that other replicas have updated, and calls it for its actions:
+REDUCE sums gradients over replicas, OPT updates.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -114,7 +114,7 @@ class OptimizerParameters:
                 " optimizer.zero_grad() after optimizer.step(): replicas hold parts of the"
                 " gradients, which model.zero_grad() does not know."
             )
-        self.wait(LATE)
+        self.wait()
         for buffer in self.buffers:
             buffer.attach_gradients()
 
@@ -143,18 +143,17 @@ class OptimizerParameters:
                 part, gradient = part.to(entry.tensor.dtype), entry.tensor.grad
                 entry.tensor.grad = part if gradient is None else gradient.add_(part)
 
-    def wait(self, stage: int | None = None) -> None:
-        """Receives the parameters of a stage (with None: all) that other replicas have updated.
-        Raises PipelineError if the user has written into one, which would be lost."""
-        buffers = self.buffers_of(stage)
-        for buffer in buffers:
+    def wait(self) -> None:
+        """Receives the parameters that other replicas have updated. Raises PipelineError if the
+        user has written into one, which would be lost."""
+        for buffer in self.buffers:
             buffer.require_unwritten()
-        if buffers:
+        if self.buffers:
             with (
                 self.ranks.watch.outside_calls(what := "the updated parameters"),
                 self.ranks.waiting(what),
             ):
-                for buffer in buffers:
+                for buffer in self.buffers:
                     buffer.wait()
 
     # Around an update
@@ -208,11 +207,10 @@ class OptimizerParameters:
             entry.refresh_master()
 
     def end_update(self, stage: int | None = None) -> None:
-        """Rounds masters, and starts to send the values to the other replicas: first those that
-        the next step needs first."""
+        """Rounds masters, and starts to send the values to the other replicas."""
         self.is_used = self.is_reduced
         self.round_masters(stage)
-        for buffer in sorted(self.buffers_of(stage), key=lambda buffer: buffer.stage):
+        for buffer in self.buffers_of(stage):
             buffer.gather()
 
     def round_masters(self, stage: int | None = None) -> None:

@@ -125,7 +125,7 @@ class RankRun:
         position: Shows other threads how far the rank is.
         times: Records the times of the actions. None: no recording.
         hooks: What optimizers and the sums over replicas do for a stage, by the operation
-            (VALIDATE, GATHER, REDUCE, OPT).
+            (REDUCE, OPT).
         labels: Whether actions are named for torch.profiler, as torch's pipelines do (`PP:0F3`).
         outbox: Results that are not sent yet.
     """

@@ -123,7 +123,7 @@ class Engine:
         transport: Transport,
     ) -> tuple[list[RankRun], ActionTimes | None]:
         """Returns the ranks of this process, ready to run, and what records their times."""
-        ops = {op for op, hooks in step.actions.items() if hooks}
+        ops = {"OPT"} if step.updates else set[str]()
         if any(reduction.reduces for reduction in reductions.values()):
             ops.add("REDUCE")
         order, programs = executable.ordered(frozenset(ops))
@@ -192,8 +192,6 @@ class Engine:
             with waiting("the sum of tied gradients"):
                 gradients = {rank: reduction.gradients for rank, reduction in reductions.items()}
                 reduce_tied(program, self.ranks, gradients)
-        if step.agreement is not None:  # before replicas exchange anything
-            step.agreement.require()
         with waiting("the end of the sums of gradients"):
             for reduction in reductions.values():
                 reduction.finish()
@@ -204,7 +202,7 @@ class Engine:
                     if name in sums:
                         broadcast([buffer], sums[name].group)
         with waiting("the update of what the end completes"):
-            for update in step.actions.get("OPT", ()):
+            for update in step.updates:
                 update(LATE)
 
     def _share_losses(
@@ -288,35 +286,19 @@ class Engine:
 def _hooks(
     step: StepInput, reduction: Reduction, stages: Mapping[int, StageRun]
 ) -> dict[str, Callable[[int], None]]:
-    """Returns what a rank does for a stage within a step, by operation.
-
-    If replicas are about to take different steps, they exchange nothing and raise at the end.
-    """
-
-    def differs() -> bool:
-        return step.agreement is not None and step.agreement.differs()
-
-    def run_all(op: str, stage: int) -> None:
-        for act in step.actions.get(op, ()):
-            act(stage)
+    """Returns what a rank does for a stage within a step, by operation."""
 
     def reduce(stage: int) -> None:
-        if not differs():
-            reduction.start(stage)
-            stages[stage].accumulators.clear()  # the sum may be freed once it is divided
+        reduction.start(stage)
+        stages[stage].accumulators.clear()  # the sum may be freed once it is divided
 
     def update(stage: int) -> None:
-        if not differs():
-            reduction.finish_stage(stage)
-            reduction.gradients.flush(reduction.plan.complete[stage])
-            run_all("OPT", stage)
+        reduction.finish_stage(stage)
+        reduction.gradients.flush(reduction.plan.complete[stage])
+        for act in step.updates:
+            act(stage)
 
-    return {
-        "VALIDATE": partial(run_all, "VALIDATE"),
-        "GATHER": partial(run_all, "GATHER"),
-        "REDUCE": reduce,
-        "OPT": update,
-    }
+    return {"REDUCE": reduce, "OPT": update}
 
 
 def interleave(ranks: Sequence[RankRun]) -> None:

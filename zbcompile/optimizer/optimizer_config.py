@@ -8,15 +8,12 @@ from reprlib import repr as short
 from typing import Any
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
 from zbcompile.distributed.mesh import Mesh
 from zbcompile.errors import PipelineError
 from zbcompile.options import refuse_removed
 from zbcompile.passes.compile_options import is_real
-from zbcompile.passes.torch_private import version_of
-from zbcompile.torch_private import attributes_of
 
 # Classes of torch.optim that update element by element.
 ELEMENTWISE = ("AdamW", "Adam", "SGD", "RMSprop", "Adagrad")
@@ -63,6 +60,12 @@ class OptimizerConfig:
                 "overlap=True updates a stage before the norm of all gradients is known, by which"
                 ' clip= clips. Pass validate="after", which corrects such updates, or leave one of'
                 " them out."
+            )
+        if self.overlaps_step and not kind.__module__.startswith("torch.optim."):
+            raise PipelineError(
+                f"overlap= and validate= call {kind.__name__}.step() once per stage, which is wrong"
+                " if it keeps values for all parameters, such as a count of steps. Take an"
+                " optimizer of torch.optim, or leave them out."
             )
         closure = inspect.signature(kind.step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:
@@ -159,39 +162,3 @@ EXPECTED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
         "a dtype of floating-point numbers, such as torch.bfloat16, or None",
     ),
 }
-
-
-def shared_values(optimizer: Optimizer) -> dict[str, Any]:
-    """Returns marks of the options and attributes of an optimizer, which belong to all
-    parameters; a mark changes when its value does."""
-    values = {
-        f"param_groups[{number}][{key!r}]": value
-        for number, group in enumerate(optimizer.param_groups)
-        for key, value in group.items()
-        if key != "params"
-    }
-    return {name: _mark(value) for name, value in (values | attributes_of(optimizer)).items()}
-
-
-def require_unchanged(optimizer: Optimizer, before: dict[str, Any]) -> None:
-    """Raises PipelineError if an update has written what belongs to all parameters, such as a count
-    of steps in a group: the next stage's update would count again."""
-    after = shared_values(optimizer)
-    changed = [name for name in {**before, **after} if before.get(name) != after.get(name)]
-    if changed:
-        raise PipelineError(
-            f"{type(optimizer).__name__}.step() wrote its {changed[0]}, which belongs to all"
-            ' parameters, but with overlap=True or validate="after" it is called for every'
-            " stage, and again for a correction. Keep such values in the state of each"
-            " parameter, or leave overlap= and validate= out."
-        )
-
-
-def _mark(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return None if isinstance(value, nn.Parameter) else (id(value), version_of(value))
-    if isinstance(value, dict):
-        return tuple(map(_mark, value.values()))
-    if isinstance(value, list | tuple):
-        return tuple(map(_mark, value))
-    return repr(value) if isinstance(value, PLAIN) else None

@@ -12,12 +12,7 @@ from zbcompile.distributed.agreement import agree, together
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.engine.optimizer_parameters import LATE, OptimizerParameters
 from zbcompile.errors import PipelineError
-from zbcompile.optimizer.optimizer_config import (
-    PLAIN,
-    OptimizerConfig,
-    require_unchanged,
-    shared_values,
-)
+from zbcompile.optimizer.optimizer_config import PLAIN, OptimizerConfig
 from zbcompile.optimizer.optimizer_state import MASTER, NamedParameter, OptimizerState
 from zbcompile.optimizer.post_validation import PostValidation, norm_of_all
 from zbcompile.optimizer.trained_parameters import (
@@ -185,15 +180,14 @@ class PipelineOptimizer(Optimizer):
     # Within a step of the pipeline
 
     def begin_step(self) -> None:
-        """Prepares a step of the pipeline. Raises PipelineError, on every rank, after a step that
-        failed between updates."""
+        """Corrects the last update if it was not valid. Raises PipelineError, on every rank, after
+        a step that failed between updates."""
         if self._partially_updated:
             raise self._ranks.refusal(
                 "a step has failed after some stages had updated their parameters, or before their"
                 " updates were corrected, so that the model is of two steps. Load a checkpoint."
             )
-        if self._pending_validation is not None and self.parameters.of_stage(LATE):
-            self.settle()  # late parameters may be read before the first forward
+        self.settle()
 
     def update(self, stage: int) -> None:
         """Updates, inside of a step, what is complete with the last W of `stage`."""
@@ -214,9 +208,7 @@ class PipelineOptimizer(Optimizer):
                 if may_update:
                     validation.keep(tensors, self.state)
             if may_update:
-                before = shared_values(self._inner)
                 self._step_inner([entry.tensor for entry in tensors])
-                require_unchanged(self._inner, before)
             parameters.end_update(stage)
 
     def _begin_validation(self) -> PostValidation:
@@ -301,9 +293,9 @@ class PipelineOptimizer(Optimizer):
             for group, params in zip(self.param_groups, members, strict=True):
                 group["params"] = params
 
-    def settle(self, stage: int = LATE) -> None:
+    def settle(self) -> None:
         """Blocks until the norm of all gradients is known, and corrects the last update if it was
-        not valid. Called before a stage or the user reads parameters."""
+        not valid. Called before a step or the user reads parameters."""
         validation, self._pending_validation = self._pending_validation, None
         if validation is None:
             return
@@ -322,12 +314,11 @@ class PipelineOptimizer(Optimizer):
                 self._update_all(validation.norm)
             self._partially_updated = False
 
-    def wait(self, stage: int | None = None) -> None:
-        """Waits until the parameters of a stage (with None: all) have the values of the last
-        update."""
+    def wait(self) -> None:
+        """Waits until the parameters have the values of the last update."""
         self.settle()
         if self._parameters is not None:
-            self._parameters.wait(stage)
+            self._parameters.wait()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients, like `torch.optim.Optimizer.zero_grad`."""

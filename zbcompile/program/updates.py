@@ -1,42 +1,31 @@
 """The optimizer's actions, which a stage runs once per step, in the orders of all ranks.
 
-VALIDATE and GATHER end the previous training step, before the first forward of their stage. REDUCE
-starts the sum of the stage's gradients right after its last W. OPT comes after everything that
-another rank needs and, where there are sums, one place behind REDUCE, so that a sum has that long.
+REDUCE starts the sum of the stage's gradients right after its last W. OPT comes after everything
+that another rank needs and, where there are sums, one place behind REDUCE, so that a sum has that
+long.
 """
 
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from zbcompile.schedules.ir.actions import (
-    COMMUNICATION,
-    GATHER,
-    OPT,
-    REDUCE,
-    VALIDATE,
-    Action,
-    F,
-    Step,
-    W,
-    flatten,
-)
+from zbcompile.schedules.ir.actions import COMMUNICATION, OPT, REDUCE, Action, Step, W, flatten
 from zbcompile.schedules.ir.kinds import work_of
 from zbcompile.schedules.ir.schedule import Schedule
 
 
 def with_updates(schedule: Schedule, kinds: Collection[str]) -> Schedule:
-    """Returns the schedule with the actions of these `kinds`, some of VALIDATE, GATHER, REDUCE and
-    OPT, for every stage.
+    """Returns the schedule with the actions of these `kinds`, REDUCE or OPT or both, for every
+    stage.
 
     Under two model copies (`dual`) all parameters are complete at the end of the step only: no
     updates are added.
 
     >>> from zbcompile.schedules import build
-    >>> print(with_updates(build("zb-h1", ranks=2, microbatches=1), ("GATHER", "REDUCE", "OPT")))
+    >>> print(with_updates(build("zb-h1", ranks=2, microbatches=1), ("REDUCE", "OPT")))
     zb-h1: 2 ranks, 1 microbatches, linear placement, 1 chunk
-    rank 0  GATHER0.0  F0.0  B0.0  W0.0  REDUCE0.0  OPT0.0
-    rank 1  GATHER1.0  F1.0  B1.0  W1.0  REDUCE1.0  OPT1.0
+    rank 0  F0.0  B0.0  W0.0  REDUCE0.0  OPT0.0
+    rank 1  F1.0  B1.0  W1.0  REDUCE1.0  OPT1.0
     """
     if not kinds or schedule.placement.copies > 1:
         return schedule
@@ -46,7 +35,6 @@ def with_updates(schedule: Schedule, kinds: Collection[str]) -> Schedule:
 def _with_updates(order: Sequence[Step], kinds: Collection[str]) -> tuple[Step, ...]:
     compute = [step for step in order if step[0] not in COMMUNICATION]
     actions = [(index, action) for index, step in enumerate(compute) for action in flatten((step,))]
-    first = {action.stage: index for index, action in reversed(actions) if action.op == F}
     last = {action.stage: index for index, action in actions if W in work_of(action.op)}
     awaited = max((index for index, action in actions if action.op != W), default=0)
     behind_last = sorted(last.items(), key=lambda item: item[1])
@@ -57,8 +45,6 @@ def _with_updates(order: Sequence[Step], kinds: Collection[str]) -> tuple[Step, 
     for stage, index in behind_last:
         update = min(max(awaited, index + (REDUCE in kinds)), len(compute) - 1)
         updates[update + 1] += [Action(OPT, stage, 0)] * (OPT in kinds)
-    for stage, index in first.items():
-        updates[index] += [Action(op, stage, 0) for op in (VALIDATE, GATHER) if op in kinds]
     steps, count = list[Step](), 0
     for step in order:
         if step[0] not in COMMUNICATION:
