@@ -3,19 +3,16 @@ not start."""
 
 import hashlib
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 
-from zbcompile.distributed.in_flight import complete
 from zbcompile.distributed.mesh import PLACE
 from zbcompile.distributed.ranks import Ranks
 
 Result = TypeVar("Result")
 Key = TypeVar("Key")
-MOST = 1 << 62  # more than every digest
 
 
 def together(ranks: Ranks, what: str, make: Callable[[], Result]) -> Result:
@@ -48,21 +45,22 @@ def agree(
     values: Mapping[str, object],
     what: str,
     remedy: str,
-    of_a_place: Sequence[str] = (),
+    of_a_place: Collection[str] = (),
+    dimensions: Sequence[str] = PLACE,
 ) -> None:
     """Raise on every rank if `values`, or the terms of the ranks, differ, naming what differs and
-    where: the ranks did `what`. The entries `of_a_place` must be equal along the pipeline and
-    replicas only. They are gathered only if their digests differ."""
-    local = {**ranks.terms, **values}
+    where: the ranks did `what`. The entries `of_a_place` must be equal only among ranks at the same
+    place along `dimensions` of the mesh. They are gathered only if their digests differ."""
+    local, mesh = {**ranks.terms, **values}, ranks.mesh
     shared = {key: value for key, value in local.items() if key not in of_a_place}
-    if not any(
-        Digests(ranks, (shared, ()), ([local.get(key) for key in of_a_place], PLACE)).differ
-    ):
+    placed = [local.get(key) for key in of_a_place]
+    if not _differ(ranks, (shared, ()), (placed, dimensions)):
         return
     every = ranks.gather(local)
-    places = [ranks.mesh.index_of(ranks.mesh.place_of(rank), PLACE) for rank in ranks.members]
+    places = [mesh.index_of(mesh.place_of(rank), dimensions) for rank in ranks.members]
+    keys = dict.fromkeys(key for report in every for key in report)
     reports = [
-        {(key, place if key in of_a_place else None): value for key, value in report.items()}
+        {(key, place if key in of_a_place else None): report.get(key) for key in keys}
         for place, report in zip(places, every, strict=True)
     ]
     for (key, _), first, rank, expected, report in unlike(ranks.members, reports):
@@ -73,31 +71,17 @@ def agree(
         )
 
 
-class Digests:
-    """A comparison of values by their digests. It is one reduction, in flight until `differ` is
-    read. Each value is passed with dimensions of the mesh: ranks at the same place along these must
-    have equal values."""
-
-    def __init__(self, ranks: Ranks, *values: tuple[object, Sequence[str]]) -> None:
-        self._position, self._pairs = ranks.watch.position, list[torch.Tensor]()
-        for value, dimensions in values:
-            mark = int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:7], "big")
-            pairs = torch.full((ranks.mesh.size(*dimensions), 2), -MOST, device="cpu")
-            pairs[ranks.mesh.index(*dimensions)] = torch.tensor([mark, -mark], device="cpu")
-            self._pairs.append(pairs)
-        self._found, self._work = ranks.begin_largest(torch.cat(self._pairs))
-
-    @cached_property
-    def differ(self) -> list[bool]:
-        """Returns for each value whether it differs between ranks that must have equal ones. Blocks
-        until all ranks have begun the comparison."""
-        if self._work is not None:
-            before = self._position.action
-            with self._position.waiting("the comparison"):
-                complete(self._work)
-            self._position.action = before
-        parts = self._found.cpu().split([len(pairs) for pairs in self._pairs])
-        return [bool((pairs[:, 0] != -pairs[:, 1]).any()) for pairs in parts]
+def _differ(ranks: Ranks, *values: tuple[object, Sequence[str]]) -> bool:
+    """Returns on every rank whether one of the values, each with dimensions of the mesh, differs
+    between ranks at the same place along these. One reduction of digests."""
+    marks = []
+    for value, dimensions in values:
+        mark = int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:7], "big")
+        pairs = torch.full((ranks.mesh.size(*dimensions), 2), -(1 << 62), device="cpu")
+        pairs[ranks.mesh.index(*dimensions)] = torch.tensor([mark, -mark], device="cpu")
+        marks.append(pairs)
+    largest = ranks.largest(torch.cat(marks))
+    return bool((largest[:, 0] != -largest[:, 1]).any())
 
 
 def unlike(

@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from zbcompile.distributed.in_flight import keep_in_flight
 from zbcompile.distributed.mesh import Mesh, Replicas, new_group
 from zbcompile.distributed.transport import (
     Channels,
@@ -83,10 +82,9 @@ class Ranks:
     def broadcast(self, tensor: torch.Tensor, rank: int) -> None:
         """Overwrite `tensor` with the one of pipeline rank `rank`."""
 
-    def begin_largest(self, numbers: torch.Tensor) -> tuple[torch.Tensor, dist.Work | None]:
-        """Begin to form the elementwise maximum over the processes of the mesh: where it will be,
-        and what to wait for, None in one process."""
-        return numbers, None
+    def largest(self, numbers: torch.Tensor) -> torch.Tensor:
+        """The elementwise maximum over the processes of the mesh."""
+        return numbers
 
     def transport(self, schedule: Schedule, microbatches: int, number: int) -> Transport:
         """Returns the transport for the messages of one pass over `microbatches`, of program
@@ -122,7 +120,7 @@ class GroupRanks(Ranks):
     backend: str
     ordered: bool  # messages are told apart only by their order, as with NCCL
     collectives: dist.ProcessGroup | None = None
-    # of replicas over gloo, if `everyone` is a group of devices
+    # over gloo; `everyone` may be a group of devices
     hosts: dist.ProcessGroup | None = None
     links: OrderedLinks = field(default_factory=OrderedLinks)
     # the needs of the schedules whose channels these are
@@ -155,15 +153,12 @@ class GroupRanks(Ranks):
     def broadcast(self, tensor: torch.Tensor, rank: int) -> None:
         dist.broadcast(tensor, group=self.group, group_src=rank)
 
-    def begin_largest(self, numbers: torch.Tensor) -> tuple[torch.Tensor, dist.Work]:
-        if (
-            self.hosts is None
-        ):  # in every step of replicas a device would first have to end the step before
-            steps = self.backend != "gloo" and self.replicas.count > 1
-            self.hosts = self.new_gloo_group() if steps else self.everyone
-        values = numbers.to(self.device) if self.hosts is self.everyone else numbers
-        work = dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.hosts, async_op=True)
-        return values, keep_in_flight(work)
+    def largest(self, numbers: torch.Tensor) -> torch.Tensor:
+        if self.hosts is None:  # a device would first have to end the step before
+            self.hosts = self.everyone if self.backend == "gloo" else self.new_gloo_group()
+        with self.waiting("the comparison"):
+            dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=self.hosts)
+        return numbers
 
     def transport(self, schedule: Schedule, microbatches: int, number: int) -> Transport:
         channels: Channels

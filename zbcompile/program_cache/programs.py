@@ -25,11 +25,11 @@ from zbcompile.compiler.compile_forward import (
     require_words,
 )
 from zbcompile.compiler.compile_model import ExportedModel, compile_program, export_step
-from zbcompile.distributed.agreement import together
+from zbcompile.distributed.agreement import agree, together
 from zbcompile.distributed.mesh import BATCHES, DIMENSIONS
 from zbcompile.engine.executable import BoundGraphs, Executable, keyword, returned_values
 from zbcompile.engine.stage import rebind
-from zbcompile.engine.step_agreement import StepAgreement, require_same_batch
+from zbcompile.engine.step_agreement import require_same_batch
 from zbcompile.errors import PipelineError
 from zbcompile.model.placements import SHARD, along, placement_of
 from zbcompile.options import PipelineOptions
@@ -78,7 +78,6 @@ class ProgramCache:
         self.steps = GraphCache(options.max_shapes)
         self.evaluations = GraphCache(options.max_shapes)
         self.outputs: bool | str = False  # what the present step returns besides its loss
-        self.agreement: StepAgreement | None = None  # of replicas about the present step
         self._changes: Counter[str] = Counter()  # of each value of the module state
         if saved is not None:
             binding.place(saved)
@@ -132,8 +131,12 @@ class ProgramCache:
         return self.steps.plan([graphs[key] for key in signatures], step_order, self.ranks.local)
 
     def _agree(self, step: Microbatches, distinct: Sequence[Microbatch]) -> None:
-        """Begins to compare what replicas are about to do. Before a message outside of the step's
-        actions, and if they exchange tensors within a microbatch, the result is waited for."""
+        """Raises PipelineError, on every rank, if replicas are about to take different steps.
+
+        Collectives of unequal size end gloo's process without a message, so that a difference has
+        to be found before them. Replicas that exchange nothing within a microbatch may have other
+        shapes.
+        """
         key = self._step_key if self.saved is None else lambda microbatch: microbatch.signature
         compiles = not self.steps.entries or any(
             self.steps.find(key(microbatch)) is None for microbatch in distinct
@@ -141,10 +144,19 @@ class ProgramCache:
         exchanges = {dim for e in self.steps.entries for dim in e.graphs[0].program.exchanges}
         unknown = not exchanges <= set(DIMENSIONS)
         independent = tuple(dim for dim in BATCHES if not unknown and dim not in exchanges)
-        step_is = len(step.each), keyword(self.outputs), compiles
-        self.agreement = StepAgreement(self.ranks, *step_is, step.shapes(), independent)
-        if compiles or exchanges or not self.binding.compared:
-            self.agreement.require()
+        values = {
+            "the number of microbatches": len(step.each),
+            "what it returns": keyword(self.outputs),
+            "compiling": compiles,
+            "the shapes": step.shapes(),
+        }
+        remedy = (
+            "Replicas take as many microbatches in every step, return the same and compile"
+            " together: pass batches of one size, and change what a capture depends on (train,"
+            " eval, requires_grad, autocast, values that forward reads in Python) on every rank"
+            " alike."
+        )
+        agree(self.ranks, values, "take different steps", remedy, ["the shapes"], independent)
 
     def require_step(self, outputs: bool | str) -> None:
         """Raises PipelineError if there is no step, or none that returns more than its loss."""
