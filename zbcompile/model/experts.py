@@ -2,9 +2,9 @@
 ranks of its experts, `combine` brings results back.
 
 How many tokens a rank gets is decided by the router, and shapes of a compiled graph are fixed: an
-exchange has room for a number of rows from each rank to each other, the capacity. Counts are sent
-with the rows, so the host does not wait. If more tokens choose one rank than there is room for, the
-step raises an error together with its losses.
+exchange has room for a number of rows from each rank to each other, the capacity. The number of its
+expert is sent with every row, so the host does not wait. If more tokens choose one rank than there
+is room for, the step raises an error together with its losses.
 
 Both methods only move rows: no number is added, so every bit is the model's own. Rows arrive sorted
 by expert, those of one expert by the rank that sent them, and those of one rank in the order that
@@ -26,7 +26,7 @@ from zbcompile.torch_private import exchanged
 class TokenRoute(NamedTuple):
     """The route of rows. `sent` has the place of each row in the buffer that this rank sends; a
     place behind its end means that the row did not fit. `arrived` has the place in the received
-    buffer of each row for the experts; a place behind its end means a row of padding.
+    buffer of each row for the experts, those of padding last.
     """
 
     sent: Tensor
@@ -94,82 +94,33 @@ class ExpertExchange(nn.Module):
         numbers. A token that chooses several experts is a row for each: `x.repeat_interleave(k, 0)`
         and `chosen.flatten()`.
         """
-        order = experts.argsort(stable=True)
-        chosen = torch.zeros(self.experts, dtype=torch.int64, device=rows.device)
-        chosen = chosen.scatter_add(0, experts, torch.ones_like(experts)).view(self.ranks, -1)
-        count, per_rank = rows.shape[0], chosen.sum(1)
+        count, local = rows.shape[0], self.experts // self.ranks
         capacity = self.capacity(count)
-        places = _places(
-            per_rank, count
-        )  # of the sorted rows: their rank, and how many come before them there
-        slots = torch.where(
-            places.before < capacity, places.group * capacity + places.before, self.ranks * capacity
-        )
-        sent = torch.zeros_like(slots).index_copy(0, order, slots)
+        total, device = self.ranks * capacity, rows.device
+        order = experts.argsort(stable=True)
+        ranks = experts[order] // local  # in rising order
+        begins = torch.searchsorted(ranks, torch.arange(self.ranks, device=device))
+        before = torch.arange(count, device=device) - begins[ranks]  # rows to the same rank
         if capacity < count:
-            require_fit((per_rank <= capacity).all())
-        ends = chosen.cumsum(1).clamp(max=capacity)
-        fitting = ends.diff(dim=1, prepend=torch.zeros_like(ends[:, :1])).flatten()
-        received = self._exchange(_moved(rows, sent, self.ranks * capacity))
-        counts = self._exchange(
-            fitting
-        )  # under way with the rows, which are waited for when the counts are there
-        begins = capacity * torch.arange(self.ranks, device=rows.device)
-        return _by_expert(received, counts.view_as(ends), begins, TokenRoute(sent, sent))
+            require_fit((before < capacity).all())
+        slots = torch.where(before < capacity, ranks * capacity + before, total)
+        sent = torch.zeros_like(slots).index_copy(0, order, slots)
+        numbers = experts.new_full((total + 1,), local).index_copy(0, sent, experts % local)
+        buffer = rows.new_zeros(total + 1, rows.shape[1]).index_copy(0, sent, rows)
+        # both under way at once: rows are waited for when their experts are there
+        received, numbers = self._exchange(buffer[:-1]), self._exchange(numbers[:-1])
+        numbers, arrived = numbers.sort(stable=True)
+        ends = torch.searchsorted(numbers, torch.arange(local, device=device), right=True)
+        by_expert = torch.zeros_like(received).index_copy(0, arrived.argsort(), received)
+        return DispatchedRows(by_expert, ends.int(), TokenRoute(sent, arrived))
 
     def combine(self, rows: Tensor, route: TokenRoute) -> Tensor:
         """Return the experts' results for the dispatched rows to the ranks that sent these, in
         their order, [n, width]. Padding is not read."""
-        results = _moved(rows, route.arrived, rows.shape[0])
-        return self._exchange(results).index_select(0, route.sent.clamp(max=rows.shape[0] - 1))
+        results = self._exchange(torch.zeros_like(rows).index_copy(0, route.arrived, rows))
+        return results.index_select(0, route.sent.clamp(max=rows.shape[0] - 1))
 
     def _exchange(self, rows: Tensor) -> Tensor:
         """Exchanges parts: part i is sent to rank i, and part i of the result is received from
         it."""
         return rows if self.ranks == 1 else exchanged(rows, self.group)
-
-
-def _by_expert(
-    received: Tensor, counts: Tensor, begins: Tensor, route: TokenRoute
-) -> DispatchedRows:
-    """Returns the received rows in the order of this rank's experts. `counts` has the number of
-    rows from each rank for each expert, `begins` the first row of each rank. The result's route has
-    `arrived` filled in."""
-    total = received.shape[0]
-    by_expert = _places(counts.t().flatten(), total)
-    first = counts.cumsum(1) - counts + begins.unsqueeze(1)
-    first = torch.cat([first.t().flatten(), torch.zeros_like(first[0, :1])])
-    real = by_expert.group < counts.numel()
-    arrived = torch.where(real, first[by_expert.group] + by_expert.before, total).clamp(max=total)
-    rows = _moved(received, _inverse(arrived, total), total)
-    return DispatchedRows(
-        rows, counts.sum(0).cumsum(0).clamp(max=total).int(), route._replace(arrived=arrived)
-    )
-
-
-class _GroupPlaces(NamedTuple):
-    """The group of each row, where rows lie group by group, and how many rows of the group come
-    before it."""
-
-    group: Tensor
-    before: Tensor
-
-
-def _places(counts: Tensor, rows: int) -> _GroupPlaces:
-    """The places of the first `rows` rows; those behind the last group are in one more."""
-    ends, numbers = counts.cumsum(0), torch.arange(rows, device=counts.device)
-    group = torch.searchsorted(ends, numbers, right=True)
-    begins = torch.cat([torch.zeros_like(ends[:1]), ends])
-    return _GroupPlaces(group, numbers - begins[group])
-
-
-def _moved(rows: Tensor, places: Tensor, count: int) -> Tensor:
-    """A tensor of `count` rows, zeros but for `rows`, each at its place; those with place `count`
-    are left out."""
-    return rows.new_zeros(count + 1, rows.shape[1]).index_copy(0, places, rows)[:-1]
-
-
-def _inverse(places: Tensor, count: int) -> Tensor:
-    """Returns the row at each of `count` places, or `count` for a place without a row."""
-    numbers = torch.arange(count, device=places.device)
-    return torch.full_like(places.new_zeros(count + 1), count).index_copy(0, places, numbers)[:-1]
