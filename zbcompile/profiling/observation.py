@@ -19,15 +19,14 @@ from zbcompile.program.step_record import RecordedSpan, StepRecord
 from zbcompile.schedules import Schedule
 from zbcompile.schedules.ir.actions import Action
 
-ROUNDS = 10  # of a ping; the fastest one counts
-
 
 class Clock:
     """`mark` records the current time without waiting for the device; `seconds` returns it later,
-    on this host's clock. This one is for devices that work while the host waits."""
+    on this host's clock, which hosts keep equal (NTP). This one is for devices that work while the
+    host waits."""
 
     def mark(self) -> Any:
-        return time.perf_counter()
+        return time.time()
 
     def seconds(self, mark: Any) -> float:
         return float(mark)
@@ -39,7 +38,7 @@ class DeviceClock(Clock):
     def __init__(self, device: torch.device) -> None:
         self._device = device
         gpu.synchronize(device)
-        self._base, self._zero = self.mark(), time.perf_counter()
+        self._base, self._zero = self.mark(), time.time()
 
     def mark(self) -> gpu.Event:
         event = gpu.Event(enable_timing=True)
@@ -49,35 +48,6 @@ class DeviceClock(Clock):
     def seconds(self, mark: Any) -> float:
         mark.synchronize()
         return self._zero + self._base.elapsed_time(mark) / 1e3
-
-
-def offset_to_first(group: dist.ProcessGroup, device: torch.device) -> float:
-    """Returns the seconds by which this host's clock is ahead of that of the group's first rank.
-    All ranks must call it.
-
-    The first rank asks each in turn for its time. Half of the fastest round trip is the error that
-    can remain.
-    """
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    ahead = torch.zeros(size, dtype=torch.float64, device=device)
-    message = torch.zeros((), dtype=torch.float64, device=device)
-    for peer in range(1, size):
-        trips = []
-        for _ in range(ROUNDS):
-            start = time.perf_counter()
-            if rank == 0:
-                dist.send(message, group=group, group_dst=peer)
-                dist.recv(message, group=group, group_src=peer)
-                its_time, now = float(message), time.perf_counter()
-                trips.append((now - start, its_time - (start + now) / 2))
-            elif rank == peer:
-                dist.recv(message, group=group, group_src=0)
-                message.item()  # a GPU receives while its host goes on
-                dist.send(message.fill_(time.perf_counter()), group=group, group_dst=0)
-        if trips:
-            ahead[peer] = min(trips)[1]
-    dist.broadcast(ahead, group=group, group_src=0)
-    return float(ahead[rank])
 
 
 class Mark(NamedTuple):
@@ -98,7 +68,7 @@ class ActionTimes:
     program: Program
     schedule: Schedule
     clock: Clock = field(default_factory=Clock)
-    started: float = field(default_factory=time.perf_counter)
+    started: float = field(default_factory=time.time)
     marks: defaultdict[int, list[Mark]] = field(default_factory=lambda: defaultdict(list))
     sent: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))
     running: dict[tuple[int, Action], Any] = field(default_factory=dict)
@@ -112,14 +82,10 @@ class ActionTimes:
         begin, end = self.running.pop((rank, action)), self.clock.mark()
         self.marks[rank].append(Mark(str(action), begin, end, live_bytes))
 
-    def read(self, ahead: float) -> tuple[float, float, dict[int, tuple[list[Mark], int]]]:
+    def read(self) -> tuple[float, float, dict[int, tuple[list[Mark], int]]]:
         """Returns the begin and the end of the step on this process, and the marks and the bytes
-        sent of its ranks, in seconds on the clock of the first rank, of which this process's is
-        `ahead` seconds. Synchronizes with the device."""
-
-        def at(mark: Any) -> float:
-            return self.clock.seconds(mark) - ahead
-
+        sent of its ranks, in seconds. Synchronizes with the device."""
+        at = self.clock.seconds
         ranks = {
             rank: (
                 [Mark(a, at(begin), at(end), live) for a, begin, end, live in marks],
@@ -127,7 +93,7 @@ class ActionTimes:
             )
             for rank, marks in self.marks.items()
         }
-        return self.started - ahead, time.perf_counter() - ahead, ranks
+        return self.started, time.time(), ranks
 
 
 class Observation:
@@ -138,23 +104,19 @@ class Observation:
         self.record = False
         self.last_step: StepRecord | None = None
         self._ranks = ranks
-        # seconds by which this host's clock is ahead of the first rank's
-        self._ahead: float | None = None
 
     def begin(self, program: Program, schedule: Schedule) -> ActionTimes:
-        """Starts to record a step, after a barrier of all ranks, whose clocks are compared once."""
+        """Starts to record a step, after a barrier of all ranks."""
         ranks = self._ranks
         if isinstance(ranks, GroupRanks):
             with ranks.waiting("the common start"):
-                if self._ahead is None:
-                    self._ahead = offset_to_first(ranks.everyone, ranks.device)
                 dist.barrier(ranks.group)
         clock = DeviceClock(ranks.device) if gpu.is_gpu(ranks.device) else Clock()
         return ActionTimes(program, schedule, clock)
 
     def end(self, times: ActionTimes) -> None:
         """Sets `last_step` to the record of all ranks of the pipeline, on every rank."""
-        parts = self._ranks.gather_here(times.read(self._ahead or 0.0))
+        parts = self._ranks.gather_here(times.read())
         started = min(begin for begin, _, _ in parts)
         ranks = dict(sorted(item for _, _, ranks in parts for item in ranks.items()))
         self.last_step = StepRecord(

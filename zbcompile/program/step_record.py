@@ -125,8 +125,8 @@ FORMAT, VERSION = "zbcompile step", 2
 class StepRecord:
     """The value of `pipe.last_step` after a recorded step, the same on every rank.
 
-    `spans[rank]` are the actions in the order in which they ran, in seconds since `started`, which
-    is on the clock of the first rank, as are all times. `held_bytes[rank]` is what waited for B and
+    `spans[rank]` are the actions in the order in which they ran, in seconds since `started`, by
+    the hosts' clocks, as are all times. `held_bytes[rank]` is what waited for B and
     W after each of them, counted by storage, `peak_activation_bytes[rank]` its largest value;
     `bytes_sent[rank]` what the rank's sends carried. `step_time` is the seconds from the first
     rank's begin to the last one's end. `schedule` is what was run, `program` the manifest of the
