@@ -142,9 +142,6 @@ class SleepingSGD(torch.optim.SGD):
         super().step(closure)
 
 
-SleepingSGD.__module__ = torch.optim.SGD.__module__  # others are refused inside of the step
-
-
 Step = Callable[[], Any]
 
 

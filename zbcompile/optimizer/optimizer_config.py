@@ -61,12 +61,6 @@ class OptimizerConfig:
                 ' clip= clips. Pass validate="after", which corrects such updates, or leave one of'
                 " them out."
             )
-        if self.overlaps_step and not kind.__module__.startswith("torch.optim."):
-            raise PipelineError(
-                f"overlap= and validate= call {kind.__name__}.step() once per stage, which is wrong"
-                " if it keeps values for all parameters, such as a count of steps. Take an"
-                " optimizer of torch.optim, or leave them out."
-            )
         closure = inspect.signature(kind.step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:
             raise PipelineError(
@@ -162,3 +156,12 @@ EXPECTED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
         "a dtype of floating-point numbers, such as torch.bfloat16, or None",
     ),
 }
+
+
+def shared_values(optimizer: Optimizer) -> str:
+    """Returns the options, attributes and state of an optimizer that belong to all parameters, as
+    text. An update that changes it is wrong if stages update one after the other."""
+    groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    state = {key: value for key, value in optimizer.state.items() if isinstance(key, str)}
+    names = sorted(vars(optimizer).keys() - {"state", "param_groups"})
+    return repr((groups, state, {n: getattr(optimizer, n) for n in names if n[0] != "_"}))

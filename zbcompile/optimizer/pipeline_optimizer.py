@@ -12,7 +12,7 @@ from zbcompile.distributed.agreement import agree, together
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.engine.optimizer_parameters import LATE, OptimizerParameters
 from zbcompile.errors import PipelineError
-from zbcompile.optimizer.optimizer_config import PLAIN, OptimizerConfig
+from zbcompile.optimizer.optimizer_config import PLAIN, OptimizerConfig, shared_values
 from zbcompile.optimizer.optimizer_state import MASTER, NamedParameter, OptimizerState
 from zbcompile.optimizer.post_validation import PostValidation, norm_of_all
 from zbcompile.optimizer.trained_parameters import (
@@ -208,7 +208,15 @@ class PipelineOptimizer(Optimizer):
                 if may_update:
                     validation.keep(tensors, self.state)
             if may_update:
+                before = shared_values(self._inner)
                 self._step_inner([entry.tensor for entry in tensors])
+                if shared_values(self._inner) != before:
+                    raise PipelineError(
+                        f"{self.config.kind.__name__}.step() wrote a value that belongs to all"
+                        " parameters, such as a count of steps, but with overlap=True or"
+                        ' validate="after" it is called for every stage. Keep such values in the'
+                        " state of each parameter, or leave overlap= and validate= out."
+                    )
             parameters.end_update(stage)
 
     def _begin_validation(self) -> PostValidation:
