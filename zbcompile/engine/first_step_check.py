@@ -5,14 +5,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 
 from zbcompile.distributed.agreement import unlike
-from zbcompile.distributed.equal_tensors import checksum, if_meant, places_apart
+from zbcompile.distributed.equal_tensors import if_meant, places_apart
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.engine.executable import Executable
 from zbcompile.model.placements import PARTIAL, REPLICATE, SHARD, along
 from zbcompile.passes.graph.roles import BUFFER, Slot
 
+NORM = 1  # the place of a norm in projections
 FEW = 8  # elements: so few may be equal by chance
 # What sums in another order differ by at most, by bytes of an element
 TOLERANCE = {1: 0.2, 2: 0.05, 4: 1e-3, 8: 1e-6}
@@ -27,15 +29,13 @@ class FirstStepCheck:
         compared: The names that earlier steps have compared.
         names: Those that the present step compares, equal on all ranks (programs are not: replicas
             may have other shapes).
-        parts: Checksums of what this rank adds to the sums of gradients, if it has many elements.
-        divided: Checksums of what it adds to sums that replicas divide.
+        parts: Projections of what this rank adds to the sums of gradients.
     """
 
     ranks: Ranks
     compared: set[str] = field(default_factory=set)
     names: frozenset[str] = frozenset()
-    parts: dict[str, int] = field(default_factory=dict)
-    divided: dict[str, int] = field(default_factory=dict)
+    parts: dict[str, list[float]] = field(default_factory=dict)
 
     def begin(self, executable: Executable) -> None:
         """Chooses what the step compares."""
@@ -43,20 +43,14 @@ class FirstStepCheck:
         written = {name for stage in stages for name in stage.changed}
         self.names = (executable.program.trained | written) - self.compared
         self.parts.clear()
-        self.divided.clear()
 
     def note(self, name: str, part: torch.Tensor) -> None:
         """Records what this rank adds to the sum of a gradient."""
         if name in self.names:
-            self.divided[name] = checksum(part)
-            if part.numel() >= FEW:
-                self.parts[name] = self.divided[name]
+            self.parts[name] = projections(part)
 
     def compare(
-        self,
-        executable: Executable,
-        gradients: Mapping[str, torch.Tensor | None],
-        losses: torch.Tensor,
+        self, executable: Executable, parameters: Mapping[str, nn.Parameter], losses: torch.Tensor
     ) -> None:
         """Raises PipelineError on every rank if a gradient or a buffer of which all should have
         computed the whole differs by more than rounding, or if what ranks contribute to a sum is
@@ -66,27 +60,27 @@ class FirstStepCheck:
         """
         program, ranks, mesh = executable.program, self.ranks, self.ranks.mesh
         _require_equal_losses(ranks, losses)
-        results: dict[str, torch.Tensor] = {}
+        results = dict(self.parts)
         for name in sorted(program.trained & self.names):
-            if ranks.rank in program.holders(name):
-                # Replicas divide some sums, every rank at other elements.
-                checksum_only = torch.tensor(self.divided.get(name, 0) % 2**62)
-                gradient = gradients.get(name, checksum_only)
-                results[name] = torch.zeros(1) if gradient is None else gradient
-        buffers = written_buffers(executable).items()
-        results |= {name: buffer for name, buffer in buffers if name in self.names}
+            if name not in results and ranks.rank in program.holders(name):
+                gradient = parameters[name].grad
+                results[name] = projections(torch.zeros(1) if gradient is None else gradient)
+        for name, buffer in written_buffers(executable).items():
+            if name in self.names:
+                results[name] = projections(buffer)
 
         def place(*dimensions: str) -> tuple[int, ...]:
             return tuple(mesh.index(dimension) for dimension in mesh.beside(*dimensions))
 
         whole = {
-            (name, place(*along(program.placement(name), REPLICATE))): projections(value)
+            (name, place(*along(program.placement(name), REPLICATE))): value
             for name, value in results.items()
         }
         # Replicas have batches of their own, which may be equal.
         summed = {
             (name, dimension, place(dimension)): part
             for name, part in self.parts.items()
+            if parameters[name].numel() >= FEW
             for dimension in along(program.placement(name), PARTIAL)
             if dimension in mesh.beside("pp", "dp")
         }
@@ -128,15 +122,16 @@ def _require_equal_losses(ranks: Ranks, losses: torch.Tensor) -> None:
 
 
 def _require_parts(
-    ranks: Ranks, reports: Sequence[tuple[Mapping[Any, int], Sequence[float]]]
+    ranks: Ranks, reports: Sequence[tuple[Mapping[Any, list[float]], Sequence[float]]]
 ) -> None:
-    entries: dict[Any, list[tuple[int, Sequence[float]]]] = {}
+    entries: dict[Any, list[tuple[list[float], Sequence[float]]]] = {}
     for report, theirs in reports:
         for key, value in report.items():
             entries.setdefault(key, []).append((value, theirs))
     for (name, dimension, _), pairs in entries.items():
-        values, batches = {value for value, _ in pairs}, {theirs for _, theirs in pairs}
-        if len(values) == 1 and values != {0} and (dimension == "tp" or len(batches) > 1):
+        (value, _), batches = pairs[0], {theirs for _, theirs in pairs}
+        is_equal = value[NORM] and all(part == value for part, _ in pairs)
+        if is_equal and (dimension == "tp" or len(batches) > 1):
             raise ranks.refusal(
                 f'the gradient of {name} is equal on all {len(pairs)} ranks along "{dimension}",'
                 " although each has a part of the data: it is a whole sum already, and would be"

@@ -9,7 +9,7 @@ order. With `exact=True` a graph that the compiler extracted adds the parts of e
 that order. Otherwise every stage has one sum; these are added from the last stage to the first.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 
@@ -134,6 +134,7 @@ class Gradients(dict[str, GradientSum]):
         shared: The parameters of several stages.
         parts: With `exact=True` the parts of gradients that several stages compute, by name and
             microbatch.
+        observe: Called with what this rank adds to the sum of a gradient over other ranks.
     """
 
     def __init__(
@@ -145,6 +146,7 @@ class Gradients(dict[str, GradientSum]):
         super().__init__()
         self.parameters, self.shared, self.choices = parameters, shared, choices
         self.parts: dict[str, dict[int, torch.Tensor]] = {}
+        self.observe: Callable[[str, torch.Tensor], None] | None = None
 
     def __missing__(self, name: str) -> GradientSum:
         parameter, choices = self.parameters[name], self.choices

@@ -17,7 +17,6 @@ from zbcompile.errors import PipelineError
 from zbcompile.passes.compile_options import HALF
 from zbcompile.program.program import Program
 
-Observe = Callable[[str, torch.Tensor], None]
 LATE = -1  # in place of a stage: a parameter of several stages, or read outside of stages
 
 
@@ -118,13 +117,13 @@ class OptimizerParameters:
         for buffer in self.buffers:
             buffer.attach_gradients()
 
-    def reduce(self, stage: int, gradients: Gradients, observe: Observe) -> None:
+    def reduce(self, stage: int, gradients: Gradients) -> None:
         """Starts to sum the gradients of a stage over replicas."""
         for buffer in self.buffers:
             if buffer.reduction_is_complete:  # its gradients are freed before others need memory
                 self._take_sum(buffer)
         for buffer in self.buffers_of(stage):
-            buffer.reduce(gradients, observe)
+            buffer.reduce(gradients)
 
     def finish(self, stage: int | None = None) -> None:
         """Completes the gradient sums of a stage, or of all stages with None."""

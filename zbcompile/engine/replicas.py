@@ -17,14 +17,15 @@ import torch.distributed as dist
 from zbcompile.distributed.mesh import Mesh, Replicas
 from zbcompile.distributed.transport import as_contiguous
 from zbcompile.engine.gradients import Gradients
-from zbcompile.engine.optimizer_parameters import LATE, Observe, OptimizerParameters
+from zbcompile.engine.optimizer_parameters import LATE, OptimizerParameters
 from zbcompile.errors import PipelineError
 from zbcompile.model.placements import PARTIAL, along
 from zbcompile.program.program import Program
 
 Route = tuple[dist.ProcessGroup, torch.dtype | None]  # the group, and the dtype of the messages
-ALONE_BYTES = 1 << 20  # what is as large is sent from its memory: a copy would take as much again
-BUCKET_BYTES = 25 << 20  # smaller gradients are sent together, as in DistributedDataParallel
+ALONE_BYTES = (
+    1 << 20
+)  # what is as large is sent from its memory; smaller gradients are copied together
 
 
 @dataclass(frozen=True)
@@ -106,29 +107,16 @@ def sum_up(gradients: Iterable[torch.Tensor], route: Route) -> Iterator[Bucket]:
     """Begins to sum gradients, which have equal sizes on all ranks of the group. Yields them in
     buckets."""
     group, dtype = route
-    for members in _divided(gradients):
+    buckets: dict[object, list[torch.Tensor]] = {}
+    for gradient in gradients:
+        key = gradient.dtype if gradient.nbytes < ALONE_BYTES else id(gradient)
+        buckets.setdefault(key, []).append(gradient)
+    for members in buckets.values():
         views = [as_contiguous(gradient) for gradient in members]
         flat = views[0] if len(views) == 1 else torch.cat([view.reshape(-1) for view in views])
         if dtype is not None and not flat.is_complex():
             flat = flat.to(dtype)
         yield Bucket(members, flat, dist.all_reduce(flat, group=group, async_op=True))
-
-
-def _divided(gradients: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    small: dict[torch.dtype, list[torch.Tensor]] = {}
-    for gradient in gradients:
-        if gradient.nbytes >= ALONE_BYTES:
-            yield [gradient]
-            continue
-        together = small.setdefault(gradient.dtype, [])
-        together.append(gradient)
-        if sum(member.nbytes for member in together) >= BUCKET_BYTES:
-            yield small.pop(gradient.dtype)
-    yield from small.values()
-
-
-def unobserved(name: str, gradient: torch.Tensor) -> None:
-    """Ignores a gradient."""
 
 
 @dataclass
@@ -137,7 +125,6 @@ class Reduction:
 
     Attributes:
         slices: Those of all optimizers. What replicas divide in them is summed to its owners.
-        observe: Receives what this rank adds to each sum.
         buckets: All-reduces under way, by stage.
     """
 
@@ -145,7 +132,6 @@ class Reduction:
     plan: SumPlan
     gradients: Gradients
     slices: Sequence[OptimizerParameters] = ()
-    observe: Observe = unobserved
     buckets: defaultdict[int, list[Bucket]] = field(default_factory=lambda: defaultdict(list))
 
     def __post_init__(self) -> None:
@@ -171,21 +157,21 @@ class Reduction:
         A parameter without a gradient here may have one on another replica, so zeros are sent.
         """
         for slices in self.divided:
-            slices.reduce(stage, self.gradients, self.observe)
-        by_route: dict[Route, list[tuple[str, torch.Tensor]]] = {}  # in one order on all ranks
+            slices.reduce(stage, self.gradients)
+        gradients = {}
         for name in self._undivided(self.plan.early[stage]):
             total = self.gradients[name].total()
-            gradient = self.gradients[name].buffer(stage) if total is None else total
-            by_route.setdefault(self._route(name), []).append((name, gradient))
-        for route, gradients in by_route.items():
-            self._send(stage, route, gradients)
+            gradients[name] = self.gradients[name].buffer(stage) if total is None else total
+        self._send(stage, gradients)
 
-    def _send(
-        self, stage: int, route: Route, gradients: Sequence[tuple[str, torch.Tensor]]
-    ) -> None:
-        for name, gradient in gradients:
-            self.observe(name, gradient)
-        self.buckets[stage] += sum_up((gradient for _, gradient in gradients), route)
+    def _send(self, stage: int, gradients: Mapping[str, torch.Tensor]) -> None:
+        by_route: dict[Route, list[torch.Tensor]] = {}  # in one order on all ranks
+        for name, gradient in gradients.items():
+            if self.gradients.observe is not None:
+                self.gradients.observe(name, gradient)
+            by_route.setdefault(self._route(name), []).append(gradient)
+        for route, members in by_route.items():
+            self.buckets[stage] += sum_up(members, route)
 
     def finish_stage(self, stage: int) -> None:
         """Blocks until the sums of a stage are complete."""
@@ -203,21 +189,16 @@ class Reduction:
         self.replicas.partial = set() if self.reduces else self.replicas.partial | self.plan.summed
         if self.reduces:
             for slices in self.divided:
-                slices.reduce(LATE, self.gradients, self.observe)
+                slices.reduce(LATE, self.gradients)
             for name in self._undivided(self.plan.late):
                 total = self.gradients[name].total()
                 if total is not None:
-                    self._send(LATE, self._route(name), [(name, total)])
+                    self._send(LATE, {name: total})
         for stage in list(self.buckets):
             for bucket in self.buckets.pop(stage):
                 bucket.unpack()
         for slices in self.divided:
             slices.finish()
-
-    def results(self) -> dict[str, torch.Tensor | None]:
-        """Returns the gradients on this rank after the step, without those that replicas divide."""
-        parameters = self.gradients.parameters
-        return {name: parameters[name].grad for name in self._undivided(list(parameters))}
 
     def _undivided(self, names: Sequence[str]) -> list[str]:
         return [

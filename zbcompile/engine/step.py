@@ -21,7 +21,7 @@ from zbcompile.engine.first_step_check import FirstStepCheck, written_buffers
 from zbcompile.engine.gradients import Gradients, reduce_tied
 from zbcompile.engine.optimizer_parameters import LATE
 from zbcompile.engine.rank import RankRun
-from zbcompile.engine.replicas import Reduction, unobserved
+from zbcompile.engine.replicas import Reduction
 from zbcompile.engine.stage import LOOKUPS, SHARD, StageRun
 from zbcompile.engine.step_agreement import integer_marks, require_same_integers
 from zbcompile.engine.vocabulary import ShardStep
@@ -112,8 +112,8 @@ class Engine:
         program, sums = executable.program, executable.gradients
         if rank not in sums:
             sums[rank] = Gradients(parameters, program.shared, program.choices)
-        plan, observe = executable.sums[rank], self.check.note if self.check else unobserved
-        return Reduction(self.ranks.replicas, plan, sums[rank], step.slices, observe)
+            sums[rank].observe = self.check.note if self.check else None
+        return Reduction(self.ranks.replicas, executable.sums[rank], sums[rank], step.slices)
 
     def _rank_runs(
         self,
@@ -256,8 +256,8 @@ class Engine:
         if executable.may_overflow and overflow:
             raise ranks.refusal(OVERFLOW)
         if check is not None:
-            results = reductions[ranks.local[0]].results()
-            check.compare(executable, results, values.view(shape))
+            parameters = reductions[ranks.local[0]].gradients.parameters
+            check.compare(executable, parameters, values.view(shape))
         return result
 
     def _collect_outputs(

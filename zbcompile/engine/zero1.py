@@ -134,9 +134,9 @@ class ShardedBuffer:
             elif parameter.grad.data_ptr() != view.data_ptr():
                 parameter.grad = view.copy_(parameter.grad)
 
-    def reduce(self, gradients: Gradients, observe: Any) -> None:
+    def reduce(self, gradients: Gradients) -> None:
         """Starts to sum the gradients over replicas; `.grad` becomes None, and the buffer is freed
-        once the sum is there. `observe(name, gradient)` is called with each addend."""
+        once the sum is there."""
         assert self.gradients is not None, "a step attaches gradients first"
         for name in self.parameters:
             total, view = gradients[name].total(), self._view(self.gradients, name)
@@ -144,8 +144,8 @@ class ShardedBuffer:
                 view.zero_()
             elif total.data_ptr() != view.data_ptr():
                 view.copy_(total)
-            if total is not None:
-                observe(name, view)
+            if total is not None and gradients.observe is not None:
+                gradients.observe(name, view)
             gradients[name].release()
         flat, self.gradients = self.gradients, None
         if self.reduce_dtype is not None and not flat.is_complex():
