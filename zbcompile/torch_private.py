@@ -133,20 +133,6 @@ def group_between(stage: Any, source: int, destination: int) -> dist.ProcessGrou
     return stage.group  # type: ignore[no-any-return]
 
 
-def gloo_timeout(group: dist.ProcessGroup) -> timedelta | None:
-    """How long a receive over gloo waits: as long as the group was given when it was made, also if
-    its timeout was changed since. None if the group does not say (no public name;
-    TORCH_DISTRIBUTED_DEBUG wraps groups).
-    """
-    options = getattr(group._get_backend(torch.device("cpu")), "options", None)
-    return getattr(options, "_timeout", None)
-
-
-def root_of(mesh: Any) -> Any:
-    """The mesh that a mesh is a part of, or the mesh itself."""
-    return mesh._get_root_mesh()
-
-
 def step_without_hooks(optimizer: torch.optim.Optimizer) -> None:
     """`optimizer.step()` without the hooks that torch runs around the step of every class (it marks
     the function in which it has wrapped the class's own)."""

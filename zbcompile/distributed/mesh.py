@@ -1,7 +1,7 @@
 """The mesh around a pipeline: the dimensions along which ranks share a step, their process groups,
 and the replicas."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from zbcompile.distributed.transport import as_contiguous, patience
 from zbcompile.errors import PipelineError
-from zbcompile.torch_private import gloo_timeout, groups_of_process, is_bound, root_of
+from zbcompile.torch_private import groups_of_process, is_bound
 
 DIMENSIONS = {
     "pp": "the pipeline's ranks",
@@ -29,14 +29,12 @@ PARTS = ("dp", "ep", "cp")  # ranks along these have losses of their own, which 
 class Mesh:
     """The mesh around a pipeline, as this process sees it. `layout` holds the ranks of all
     processes, with an axis for each of `names`, and this process at `place`. `groups` are the
-    process groups in use so far, all with a timeout of `timeout` seconds. `made` lists the groups
-    that are not from torch's mesh."""
+    process groups in use so far; those that are made here have a timeout of `timeout` seconds."""
 
     names: tuple[str, ...] = ()
     layout: torch.Tensor = field(default_factory=lambda: torch.tensor(0))
     place: tuple[int, ...] = ()
     groups: dict[tuple[str, ...], dist.ProcessGroup] = field(default_factory=dict)
-    made: list[dist.ProcessGroup] = field(default_factory=list)
     timeout: float = 300
 
     def size(self, *dimensions: str) -> int:
@@ -109,25 +107,11 @@ class Mesh:
             group.group_name: key[0] for key, group in self.groups.items() if len(key) == 1
         }
 
-    def bring(self, mesh_groups: Mapping[str, dist.ProcessGroup]) -> None:
-        """Use the process groups of single dimensions, but not those whose ranks wait less than
-        `timeout`."""
-        patient = {
-            name: group
-            for name, group in mesh_groups.items()
-            if group.size() == 1 or is_patient(group, self.timeout)
-        }
-        self.groups |= {(name,): group for name, group in patient.items()}
-
     def _make(self, members: list[int]) -> dist.ProcessGroup:
         world: Any = dist.group.WORLD
-        if sorted(members) == list(range(dist.get_world_size())) and is_patient(
-            world, self.timeout
-        ):
+        if sorted(members) == list(range(dist.get_world_size())):
             return world  # type: ignore[no-any-return]
-        group = new_group(members, self.timeout)
-        self.made.append(group)
-        return group
+        return new_group(members, self.timeout)
 
 
 def new_group(members: list[int], timeout: float, backend: str | None = None) -> dist.ProcessGroup:
@@ -143,13 +127,6 @@ def new_group(members: list[int], timeout: float, backend: str | None = None) ->
     return dist.new_group(members, waits, backend, use_local_synchronization=True)
 
 
-def is_patient(group: dist.ProcessGroup, timeout: float) -> bool:
-    """Returns whether a receive in a group times out after `timeout` seconds at the earliest. Only
-    gloo's timeout is read; groups of other backends pass."""
-    group_timeout = gloo_timeout(group) if "gloo" in dist.get_backend_config(group) else None
-    return group_timeout is None or group_timeout.total_seconds() >= timeout
-
-
 def mesh_of(device_mesh: Any, timeout: float) -> Mesh:
     """Returns the mesh of a DeviceMesh; of None that of the pipeline's ranks alone. Raises
     PipelineError if it is not a pipeline's."""
@@ -161,11 +138,15 @@ def mesh_of(device_mesh: Any, timeout: float) -> Mesh:
         )
     if device_mesh is None:
         world = dist.get_world_size()
-        mesh = Mesh(("pp",), torch.arange(world), (dist.get_rank(),), timeout=timeout)
-        mesh.bring({"pp": dist.group.WORLD})  # type: ignore[dict-item]
-        return mesh
+        groups: Any = {("pp",): dist.group.WORLD}
+        return Mesh(("pp",), torch.arange(world), (dist.get_rank(),), groups, timeout=timeout)
     names = _dimensions(device_mesh)
-    _require_all_ranks(device_mesh)
+    if device_mesh.size() != dist.get_world_size():
+        raise PipelineError(
+            f"mesh= has {device_mesh.size()} ranks along {names}, and there are"
+            f" {dist.get_world_size()} processes: the others would train on, and nothing would ever"
+            " be averaged over them. Pass the whole mesh, made of all processes."
+        )
     layout = device_mesh.mesh.reshape(
         [size for name, size in _sizes(device_mesh).items() if name in names]
     )
@@ -174,9 +155,8 @@ def mesh_of(device_mesh: Any, timeout: float) -> Mesh:
             f"mesh= has the ranks {layout.tolist()}; expected rising numbers along every dimension."
         )
     place = tuple((layout == dist.get_rank()).nonzero()[0].tolist())
-    mesh = Mesh(names, layout, place, timeout=timeout)
-    mesh.bring({name: device_mesh[name].get_group() for name in names})
-    return mesh
+    groups = {(name,): device_mesh[name].get_group() for name in names}
+    return Mesh(names, layout, place, groups, timeout=timeout)
 
 
 def _sizes(device_mesh: Any) -> dict[str, int]:
@@ -200,39 +180,6 @@ def _dimensions(device_mesh: Any) -> tuple[str, ...]:
                 " flatten several into one of them first."
             )
     return tuple(name for name in sizes if name in DIMENSIONS)
-
-
-def _require_all_ranks(device_mesh: Any) -> None:
-    root, world = root_of(device_mesh), dist.get_world_size()
-    if root.size() != world:
-        shape = " x ".join(
-            f"{name}={size}"
-            for name, size in zip(root.mesh_dim_names or (), root.mesh.shape, strict=False)
-        )
-        raise PipelineError(
-            f"mesh= has {root.size()} ranks ({shape}), but there are {world} processes. Make a mesh"
-            " of all of them."
-        )
-    names = device_mesh.mesh_dim_names
-    left_out = [
-        f'"{name}"'
-        for name in root.mesh_dim_names or ()
-        if name not in names and root[name].size() > 1
-    ]
-    if (
-        left_out and device_mesh.size() != world
-    ):  # a dimension that torch has flattened contains those that it was made of
-        raise PipelineError(
-            f"mesh= is only the part {tuple(names)} of a mesh that also has {', '.join(left_out)}:"
-            " ranks along these would train on, and nothing would ever be averaged over them. Pass"
-            " the whole mesh."
-        )
-    if device_mesh.get_coordinate() is None:
-        sizes = dict(zip(names, device_mesh.mesh.shape, strict=True))
-        raise PipelineError(
-            f"mesh= ({sizes}) does not contain this process, rank {dist.get_rank()}. Pass the part"
-            " that does."
-        )
 
 
 def _dimension_names() -> str:

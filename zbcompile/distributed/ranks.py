@@ -202,8 +202,8 @@ class GroupRanks(Ranks):
         return group
 
     def watch_over(self, names: Iterable[str]) -> None:
-        self.watch.inner = tuple({*self.watch.inner, *map(group_called, names)})
-        self.watch.groups = tuple({*self.watch.groups, *self.mesh.made, *self.mesh.groups.values()})
+        groups = (*self.watch.groups, *self.mesh.groups.values(), *map(group_called, names))
+        self.watch.groups = tuple(set(groups))
 
     def disconnect(self) -> None:
         """Closes the channels; all ranks call it, as NCCL ends a communicator from both its

@@ -37,8 +37,8 @@ ANSWER = 10.0  # seconds for a report to a store that may be frozen
 @dataclass(eq=False)
 class Watch:
     """The watch of a process that is one rank of several. `groups` are the process groups of its
-    pipeline, all of `backend`; `inner` those that its graphs use together with ranks of other
-    pipelines. `timeout` is the number of seconds after which a wait on another rank fails."""
+    pipeline and of its graphs, all of `backend`. `timeout` is the number of seconds after which a
+    wait on another rank fails."""
 
     position: RankStatus
     store: FaultStore
@@ -47,7 +47,6 @@ class Watch:
     backend: str
     device: torch.device
     fault: Fault | None = None
-    inner: tuple[dist.ProcessGroup, ...] = ()
 
     def __post_init__(self) -> None:
         self._in_call = False
@@ -55,10 +54,8 @@ class Watch:
         self._event: Any = None  # behind the work of the last call in the device's stream
         self._beat, self._seen, self._since = 0, self.position.place, time.monotonic()
         self._stopped = threading.Event()
-        self._store_is_frozen = False
         self._thread = threading.Thread(target=self._watch, name="zbcompile-watch", daemon=True)
         self._thread.start()
-        threading.Thread(target=self._guard, name="zbcompile-guard", daemon=True).start()
 
     @contextlib.contextmanager
     def region(self, doing: str) -> Iterator[None]:
@@ -129,9 +126,7 @@ class Watch:
             daemon=True,
         )
         thread.start()
-        end = time.monotonic() + ANSWER
-        while thread.is_alive() and not self._store_is_frozen and time.monotonic() < end:
-            thread.join(INTERVAL / 10)
+        thread.join(ANSWER)
         self.position.waits = False
         if not explained:  # the store is frozen
             self.fault = self.fault or self._store_fault()
@@ -151,8 +146,6 @@ class Watch:
                     return error
             self.fault = fault
             self.store.end(fault)
-            for group in self.inner:
-                abort_group(group, self.backend)
             self._leave(region)
             return fault.error()
         except RuntimeError:  # the store is gone
@@ -212,20 +205,7 @@ class Watch:
             return Fault(None, self.position.where, cause)
         return Fault(self.store.members[0], self.position.doing, f"its process {lost}")
 
-    # On the watching threads
-
-    def _guard(self) -> None:
-        """Ends the wait of this rank if the store has not answered for `timeout` seconds: its host
-        is frozen, and the calls of the store itself wait without a limit."""
-        silent, beat = 0.0, self._beat
-        while not self._stopped.wait(INTERVAL):
-            silent = silent + INTERVAL if self._beat == beat else 0.0
-            beat = self._beat
-            if silent > self.timeout:
-                self._store_is_frozen = True
-                self._abort(self.fault or self._store_fault())
-                return
-
+    # On the watching thread
     def _watch(self) -> None:
         world = dist.group.WORLD
         try:
@@ -248,7 +228,7 @@ class Watch:
             return
         waits = position.waits or device_waits
         fault = None
-        if waits or self.backend != "gloo":
+        if waits or self._in_call:
             fault = self.store.get_fault(position.region)
         if fault is None and waits and time.monotonic() - self._since > self.timeout + INTERVAL:
             statuses = self.store.statuses()
@@ -272,7 +252,7 @@ class Watch:
         self.fault = fault
         if self._device_waits():
             print(f"zbcompile: {fault.error()}", file=sys.stderr, flush=True)
-        for group in (*self.groups, *self.inner):
+        for group in self.groups:
             abort_group(group, self.backend)
 
 

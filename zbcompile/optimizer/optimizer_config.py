@@ -162,6 +162,6 @@ def shared_values(optimizer: Optimizer) -> str:
     """Returns the options, attributes and state of an optimizer that belong to all parameters, as
     text. An update that changes it is wrong if stages update one after the other."""
     groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-    state = {key: value for key, value in optimizer.state.items() if isinstance(key, str)}
+    state = {k: v for k, v in dict[Any, Any](optimizer.state).items() if isinstance(k, str)}
     names = sorted(vars(optimizer).keys() - {"state", "param_groups"})
     return repr((groups, state, {n: getattr(optimizer, n) for n in names if n[0] != "_"}))
