@@ -60,7 +60,7 @@ class VocabularyShards:
     def rows(self, rank: int, name: str) -> torch.Tensor:
         """Returns the rows of a rank; in one process a view of the whole parameter."""
         low, high = self.bounds[rank]
-        return self.own[name].detach() if rank == self.rank else self.whole[name].detach()[low:high]
+        return self.own[name] if rank == self.rank else self.whole[name].detach()[low:high]
 
     def fill(self, share: Share) -> None:
         """Fills rows on a model that is on the meta device."""

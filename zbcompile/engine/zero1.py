@@ -31,9 +31,8 @@ class ShardedBuffer:
     replicas of `group`.
 
     Replica i updates the elements from `bounds[i]` to `bounds[i + 1]`. If the optimizer updates
-    element by element, all segments are equally long; the end is padded. A single parameter stays
-    where it is, as rows of a vocabulary are views of more, and is not padded. With `owners`, the
-    replica of each parameter, segments consist of whole parameters. `user_parameters` are those of
+    element by element, all segments are equally long; the end is padded. With `owners`, the replica
+    of each parameter, segments consist of whole parameters. `user_parameters` are those of
     `parameters` as users see them, which may be DTensors over the same memory.
     """
 
@@ -56,22 +55,17 @@ class ShardedBuffer:
         self._offsets = dict(zip(names, starts, strict=True))
         if owners is None:
             share = -(-total // self.replicas)
-            most = total if len(names) == 1 else share * self.replicas
-            self.bounds = [min(share * replica, most) for replica in range(self.replicas + 1)]
+            self.bounds = [share * replica for replica in range(self.replicas + 1)]
         else:
             loads = [0] * self.replicas
             for name, length in zip(names, lengths, strict=True):
                 loads[owners[name]] += length
             self.bounds = list(accumulate(loads, initial=0))
         like = next(iter(self.parameters.values()))
-        segments = [end - begin for begin, end in pairwise(self.bounds)]
         # gloo's reduce-scatter and all-gather copy the whole buffer
         on_gloo = self.group is not None and "gloo" in dist.get_backend_config(self.group)
-        self._is_even = owners is None and len(set(segments)) == 1 and not on_gloo
-        if len(names) == 1:
-            self.values = like.detach().as_strided((total,), (1,), like.storage_offset())
-        else:
-            self.values = torch.zeros(self.bounds[-1], dtype=like.dtype, device=like.device)
+        self._is_even = owners is None and not on_gloo
+        self.values = torch.zeros(self.bounds[-1], dtype=like.dtype, device=like.device)
         self._gradient_dtype = grad_dtype(like)
         self._reductions: list[tuple[torch.Tensor, list[dist.Work]]] = []
         self._gathers: list[dist.Work] = []
