@@ -24,10 +24,8 @@ from zbcompile.model.distributed_tensors import (
     local_of,
     shard_of,
 )
-from zbcompile.optimizer.optimizer_config import OptimizerConfig
 from zbcompile.optimizer.sharded_state import gather_states, names_with_whole_state, scatter_states
 from zbcompile.optimizer.trained_parameters import TrainedParameters
-from zbcompile.torch_private import step_without_hooks
 
 Values = dict[str, Any]
 MASTER = "master"
@@ -162,24 +160,19 @@ class OptimizerState:
 
     def __init__(
         self,
-        config: OptimizerConfig,
         ranks: Ranks,
         trained: TrainedParameters,
         parameters: OptimizerParameters,
         numbers: Mapping[str, int],
     ) -> None:
-        self.config, self.ranks, self.trained = config, ranks, trained
+        self.ranks, self.trained = ranks, trained
         self.parameters, self.numbers = parameters, numbers
         self.stepped: set[torch.Tensor] = set()
 
     def entries(self, inner: Optimizer, is_checkpoint: bool) -> Values:
-        """Returns the entries of the state dict; of a checkpoint only what this process writes. The
-        state before the first update is that of an update with gradients of zero, but a checkpoint
-        has none."""
+        """Returns the entries of the state dict; of a checkpoint only what this process writes."""
         tensors, entries = self.parameters.tensors, Values()
         states = self._states(inner)
-        if not is_checkpoint and not any(states.values()):
-            states = self._initial_states(inner)
         for name in self._local_names():
             if not is_checkpoint or self.trained.is_counted(name):
                 entries |= option_entries(name, inner.param_groups[self.numbers[name]])
@@ -249,25 +242,6 @@ class OptimizerState:
             if entry.is_master and (state or entry.tensor in self.stepped):
                 state[MASTER] = entry.tensor.detach()
             states[entry] = state
-        return states
-
-    def _initial_states(self, inner: Optimizer) -> dict[OptimizerTensor, Values]:
-        """Returns the state that an update with gradients of zero makes."""
-        states = {}
-        for entry in self.parameters.tensors:
-            if not entry.tensor.requires_grad:
-                continue
-            like = torch.zeros_like(entry.tensor).detach().requires_grad_()
-            like.grad = torch.zeros_like(like).detach()
-            group = inner.param_groups[self.numbers[entry.name]]
-            options = {key: value for key, value in group.items() if key not in MEMBERS}
-            optimizer = self.config.make([{**options, "params": [like]}])
-            step_without_hooks(optimizer)
-            state = dict(optimizer.state.get(like, {}))
-            if "step" in state:
-                step = state["step"]
-                state["step"] = torch.zeros_like(step) if isinstance(step, torch.Tensor) else 0
-            states[entry] = state | ({MASTER: entry.tensor.detach()} if entry.is_master else {})
         return states
 
     def _local_names(self) -> list[str]:

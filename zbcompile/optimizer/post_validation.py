@@ -102,16 +102,11 @@ class PostValidation:
         return stage == LATE if self.late else self.stages_done == self.stages
 
     def begin_total(self, counted: Iterable[torch.Tensor]) -> None:
-        """Starts to add up the squares of all processes, in the order of `counted`."""
-        self.total, work = begin_sum([self.squares[gradient] for gradient in counted], self.ranks)
-        self.held_anywhere = torch.tensor(float(self.held), device=self.ranks.device)
-        if self.ranks.everyone is not None:
-            max_work = dist.all_reduce(
-                self.held_anywhere, dist.ReduceOp.MAX, group=self.ranks.everyone, async_op=True
-            )
-            self.works = [work for work in (work, max_work, self.sending) if work is not None]
-            for pending in self.works:
-                keep_in_flight(pending)
+        """Starts to add up the squares of all processes, in the order of `counted`, and how many
+        processes have an update that waits."""
+        squares = [self.squares[gradient] for gradient in counted]
+        self.total, work = begin_sum(squares, self.ranks, float(self.held))
+        self.works += [keep_in_flight(pending) for pending in (work, self.sending) if pending]
 
     def end_step(self, tensors: Sequence[OptimizerTensor]) -> None:
         """Keeps what a correction needs of all `tensors` once the step has ended."""
@@ -128,8 +123,9 @@ class PostValidation:
             while self.works:
                 complete(self.works[-1])
                 self.works.pop()
-        self.norm = self.total.sqrt().float()
-        return not self._clips(self.norm) and not bool(self.held_anywhere)
+        total, held = self.total
+        self.norm = total.sqrt().float()
+        return not self._clips(self.norm) and not bool(held)
 
     def undo(self, states: State) -> None:
         """Restores the snapshots. Raises PipelineError if a parameter was written since the step
@@ -188,19 +184,16 @@ def squares_of(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def begin_sum(
-    squares: Iterable[torch.Tensor], ranks: Ranks
+    squares: Iterable[torch.Tensor], ranks: Ranks, more: float = 0.0
 ) -> tuple[torch.Tensor, dist.Work | None]:
-    """Begins to add up the squares of all processes. A process passes the squares of the gradients
-    that it counts."""
-    total = torch.zeros((), dtype=torch.float64, device=ranks.device)
+    """Begins to add up the squares of all processes, and `more` behind them. A process passes the
+    squares of the gradients that it counts."""
+    total = torch.tensor([0.0, more], dtype=torch.float64, device=ranks.device)
     for square in squares:
-        total += square
-    work = (
-        dist.all_reduce(total, group=ranks.everyone, async_op=True)
-        if ranks.everyone is not None
-        else None
-    )
-    return total, work
+        total[0] += square
+    if ranks.everyone is None:
+        return total, None
+    return total, dist.all_reduce(total, group=ranks.everyone, async_op=True)
 
 
 def norm_of_all(gradients: Iterable[torch.Tensor], ranks: Ranks) -> torch.Tensor:
@@ -209,4 +202,4 @@ def norm_of_all(gradients: Iterable[torch.Tensor], ranks: Ranks) -> torch.Tensor
     if work is not None:
         with ranks.waiting("the norm of all gradients"):
             work.wait()
-    return total.sqrt().float()
+    return total[0].sqrt().float()
