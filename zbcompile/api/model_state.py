@@ -96,6 +96,8 @@ class ModelState:
         """
         binding, ranks, mesh = self._binding, self._ranks, self._ranks.mesh
         rows = binding.shards.own if binding.shards else {}
+        trained = (p.dtype for name, p in binding.parameters.items() if name in binding.trained)
+        dtype = torch.float64 if torch.float64 in trained else torch.float32
         norms = list[torch.Tensor]()
         for name in (name for name in binding.parameters if name in binding.trained):
             split = along(self.program.placement(name), SHARD)
@@ -103,7 +105,7 @@ class ModelState:
             is_first = mesh.index(*mesh.beside("pp", "dp", *split)) == 0
             for rank in range(ranks.count) if name in rows else self.program.holders(name)[:1]:
                 for part in range(mesh.size(*split)):
-                    norm = torch.zeros((), device=ranks.device)
+                    norm = torch.zeros((), dtype=dtype, device=ranks.device)
                     here = rank in ranks.local and mesh.index(*split) == part and is_first
                     if here and gradient is not None:
                         norm = torch.linalg.vector_norm(gradient, norm_type).to(norm)
