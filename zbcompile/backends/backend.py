@@ -91,14 +91,6 @@ class Backend:
         counts = len(graphs), len(distinct), len(missing) - loaded, loaded
         return runs, Compilation(self.name, *counts)
 
-    def later(self, piece: PassGraph) -> Run:
-        """Returns code that is compiled at its first call."""
-
-        def run(values: list[Any]) -> Sequence[torch.Tensor]:
-            return self.compile({"": piece})[0][""](values)
-
-        return run
-
 
 def _fx(piece: PassGraph) -> Run:
     return boxed(piece.module).forward  # type: ignore[no-any-return]
@@ -174,8 +166,7 @@ def compile_passes(
 ) -> CompiledPasses:
     """Compiles what `ranks` run; with `cuda_graphs` each pass records itself.
 
-    A pass that is not in their order, which torch's own schedules may call, is compiled at its
-    first call.
+    A pass that is not in their order, which torch's own schedules may call, stays FX code.
     """
     owners: dict[Owner, Mapping[str, PassGraph]] = {
         ("stage", stage): program.stages[stage].pieces
@@ -196,12 +187,14 @@ def compile_passes(
     }
     now = {p: piece for p, piece in passes.items() if p[0] == "shard" or p in ordered}
     runs, compilation = backend.compile(now, min(ranks))
-    runs |= {p: backend.later(piece) for p, piece in passes.items() if p not in now}
     if cuda_graphs:
         pool = gpu.graph_pool()
         runs = {
             place: record("{2} of {0} {1}".format(*place), run, passes[place], pool)
             for place, run in runs.items()
         }
-    by_owner = {o: {name: runs[*o, name] for name in pieces} for o, pieces in owners.items()}
+    by_owner = {
+        o: {name: runs[*o, name] for name in pieces if (*o, name) in runs}
+        for o, pieces in owners.items()
+    }
     return by_owner, compilation

@@ -61,7 +61,6 @@ class RecordedPass:
     written: frozenset[int]
     pool: Any
     recordings: dict[tuple[int, ...], Recording] = field(default_factory=dict)
-    moved: bool = False
 
     def __call__(self, values: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         with gpu.as_current(values[0].device):  # whose streams are recorded
@@ -73,7 +72,12 @@ class RecordedPass:
         if recording is not None:
             recording.fill(values)
         elif len(self.recordings) == PLACES:
-            self._warn_about_moves()
+            warnings.warn(
+                f"cuda_graphs: {self.title} was recorded for {PLACES} places of its gradients and"
+                " now runs without a graph if they are elsewhere. Keep gradients in place:"
+                " optimizer.zero_grad(set_to_none=False).",
+                stacklevel=2,
+            )
             return self.run(values)
         else:
             recording = self.recordings[addresses] = self._record(values)
@@ -125,16 +129,6 @@ class RecordedPass:
                     ]
                 )
         current.wait_stream(stream)
-
-    def _warn_about_moves(self) -> None:
-        if not self.moved:
-            self.moved = True
-            warnings.warn(
-                f"cuda_graphs: {self.title} was recorded for {PLACES} places of its gradients and"
-                " now runs without a graph if they are elsewhere. Keep gradients in place:"
-                " optimizer.zero_grad(set_to_none=False).",
-                stacklevel=2,
-            )
 
 
 def record(title: str, run: Run, piece: PassGraph, pool: Any) -> Run:

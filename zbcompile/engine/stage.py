@@ -139,9 +139,10 @@ def prepare_stage(
 
     Args:
         random_until: The last stage that draws random numbers.
-        runs: What a backend made of the graphs, by pass. Without it they run as FX code.
+        runs: What a backend made of the graphs, by pass. Others run as FX code.
     """
-    code = runs or {name: boxed(graph.module).forward for name, graph in program.pieces.items()}
+    code = {name: boxed(graph.module).forward for name, graph in program.pieces.items()}
+    code |= runs or {}
     registers = _registers(program)
     return CompiledStage(
         program=program,
@@ -195,14 +196,12 @@ def _call(program: StageProgram, name: str, run: Run, registers: Mapping[Slot, i
     graph = program.pieces[name]
     later = [program.pieces[key] for key in LATER.get(name, ()) if key in program.pieces]
     read_later = {slot for piece in later for slot in piece.inputs}
-    received = {Slot(ACTIVATION, n): spec for n, spec in program.receives.items()}
-    if name not in OPENING:
-        received = {}
+    received, sent = dict[Slot, TensorSpec](), dict[Slot, TensorSpec]()
+    if name in OPENING:
+        received = {Slot(ACTIVATION, n): spec for n, spec in program.receives.items()}
+        sent = {Slot(ACTIVATION, n): spec for n, spec in program.sends.items()}
     if name in RETURNING:
-        received |= {Slot(GRADIENT, n): spec for n, spec in program.gradients_in.items()}
-    sent = {Slot(ACTIVATION, n): spec for n, spec in program.sends.items()}
-    if name not in OPENING:
-        sent = {}
+        received = {Slot(GRADIENT, n): spec for n, spec in program.gradients_in.items()}
     sent |= {Slot(GRADIENT, n): spec for n, spec in program.gradients_out.items()}
     results = {slot: at for at, slot in enumerate(graph.outputs)}
     return Call(
