@@ -30,19 +30,11 @@ class Example:
     target: Any = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.model, nn.Module):
-            raise PipelineError(
-                f"the model of an example is a {type(self.model).__name__}; expected an nn.Module."
-            )
-        if not isinstance(self.args, tuple):
-            raise PipelineError(
-                f"args of an example is a {type(self.args).__name__}; expected a tuple such as"
-                " (tokens,)."
-            )
-        if not isinstance(self.kwargs, Mapping):
-            raise PipelineError(
-                f"kwargs of an example is a {type(self.kwargs).__name__}; expected a dict."
-            )
+        for name, kind in (("model", nn.Module), ("args", tuple), ("kwargs", Mapping)):
+            if not isinstance(value := getattr(self, name), kind):
+                raise PipelineError(
+                    f"{name} of an example is a {type(value).__name__}; expected a {kind.__name__}."
+                )
         if self.target is not None and self.loss is None:
             raise PipelineError(
                 "an example has target= but no loss=; pass loss=fn(output, target), or leave target"

@@ -111,12 +111,10 @@ def first_difference(name: str, first: Any, second: Any) -> tuple[str, Any, Any]
     ('graphs[1]', 'b', 'c')
     """
     if isinstance(first, dict) and isinstance(second, dict) and first.keys() == second.keys():
-        entries = [(str(key), first[key], second[key]) for key in first]
+        keys = list(first)
     elif isinstance(first, list) and isinstance(second, list) and len(first) == len(second):
-        entries = [
-            (str(index), a, b) for index, (a, b) in enumerate(zip(first, second, strict=True))
-        ]
+        keys = list(range(len(first)))
     else:
         return name, first, second
-    key, a, b = next(entry for entry in entries if entry[1] != entry[2])
-    return first_difference(f"{name}[{key}]", a, b)
+    key = next(key for key in keys if first[key] != second[key])
+    return first_difference(f"{name}[{key}]", first[key], second[key])

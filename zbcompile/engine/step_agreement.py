@@ -29,16 +29,18 @@ def require_same_batch(ranks: Ranks, inputs: Mapping[str, Any]) -> None:
     caller is in a region of the watch.
     """
     if ranks.group is not None:
-        marks = {name: list(map(_mark, pytree.tree_leaves(inputs[name]))) for name in inputs}
+        marks = {name: _mark(pytree.tree_leaves(value)) for name, value in inputs.items()}
         what, remedy = "of a pipeline got different batches", f"All need the same. {SEED}"
         agree(ranks, marks, what, remedy, marks, ranks.mesh.beside("pp"))
 
 
-def _mark(leaf: Any) -> str:
-    """Returns the form of an input with its checksum, if it is a tensor with plain bytes."""
-    if not isinstance(leaf, torch.Tensor):
-        return repr(leaf)
-    return type_text(leaf) + (f" of checksum {checksum(leaf) % 2**32:x}" if _is_plain(leaf) else "")
+def _mark(leaves: Sequence[Any]) -> str:
+    """Returns the number and the form of the parts of an input, with a checksum of those that are
+    tensors with plain bytes."""
+    pairs = [(leaf, isinstance(leaf, torch.Tensor)) for leaf in leaves]
+    forms = dict.fromkeys(type_text(leaf) if tensor else repr(leaf) for leaf, tensor in pairs)
+    sums = tuple(checksum(leaf) for leaf, tensor in pairs if tensor and _is_plain(leaf))
+    return f"{len(leaves)} x {', '.join(forms)} of checksum {hash(sums) % 2**32:x}"
 
 
 def integer_marks(

@@ -1,7 +1,6 @@
 """Status and fault records in the process group's store. Usable while collectives are broken."""
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import timedelta
@@ -27,10 +26,6 @@ class FaultStore:
         self._group_store = dist.PrefixStore(name, shared)
         self._store = dist.PrefixStore(name, shared.clone())
         self._store.set_timeout(ANSWER)
-        while isinstance(shared, dist.PrefixStore):
-            shared = shared.underlying_store
-        port = shared.port if isinstance(shared, dist.TCPStore) else None
-        self.address = f"{os.environ.get('MASTER_ADDR', 'localhost')}:{port}"
 
     def channel_store(self, group: dist.ProcessGroup) -> dist.Store:
         """Returns a rendezvous store for the ranks of `group`, which no other pipeline uses."""

@@ -201,8 +201,7 @@ class Watch:
             " store of the process group"
         )
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            cause = f"the launcher at {self.store.address} {lost}"
-            return Fault(None, self.position.where, cause)
+            return Fault(None, self.position.where, f"the launcher {lost}")
         return Fault(self.store.members[0], self.position.doing, f"its process {lost}")
 
     # On the watching thread
@@ -228,7 +227,7 @@ class Watch:
             return
         waits = position.waits or device_waits
         fault = None
-        if waits or self._in_call:
+        if waits or isinstance(position.action, Action):
             fault = self.store.get_fault(position.region)
         if fault is None and waits and time.monotonic() - self._since > self.timeout + INTERVAL:
             statuses = self.store.statuses()

@@ -22,30 +22,24 @@ from zbcompile.schedules.ir.actions import Action
 
 class Clock:
     """`mark` records the current time without waiting for the device; `seconds` returns it later,
-    on this host's clock, which hosts keep equal (NTP). This one is for devices that work while the
-    host waits."""
-
-    def mark(self) -> Any:
-        return time.time()
-
-    def seconds(self, mark: Any) -> float:
-        return float(mark)
-
-
-class DeviceClock(Clock):
-    """A clock of CUDA events in the stream. The host blocks only when it reads them."""
+    on this host's clock, which hosts keep equal (NTP). A GPU marks by events in its stream."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        gpu.synchronize(device)
+        self._device, self._on_gpu = device, gpu.is_gpu(device)
+        if self._on_gpu:
+            gpu.synchronize(device)
         self._base, self._zero = self.mark(), time.time()
 
-    def mark(self) -> gpu.Event:
+    def mark(self) -> Any:
+        if not self._on_gpu:
+            return time.time()
         event = gpu.Event(enable_timing=True)
         event.record(gpu.current_stream(self._device))
         return event
 
     def seconds(self, mark: Any) -> float:
+        if not self._on_gpu:
+            return float(mark)
         mark.synchronize()
         return self._zero + self._base.elapsed_time(mark) / 1e3
 
@@ -67,7 +61,7 @@ class ActionTimes:
 
     program: Program
     schedule: Schedule
-    clock: Clock = field(default_factory=Clock)
+    clock: Clock
     started: float = field(default_factory=time.time)
     marks: defaultdict[int, list[Mark]] = field(default_factory=lambda: defaultdict(list))
     sent: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))
@@ -111,8 +105,7 @@ class Observation:
         if isinstance(ranks, GroupRanks):
             with ranks.waiting("the common start"):
                 dist.barrier(ranks.group)
-        clock = DeviceClock(ranks.device) if gpu.is_gpu(ranks.device) else Clock()
-        return ActionTimes(program, schedule, clock)
+        return ActionTimes(program, schedule, Clock(ranks.device))
 
     def end(self, times: ActionTimes) -> None:
         """Sets `last_step` to the record of all ranks of the pipeline, on every rank."""
