@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from zbcompile.api.optimizers import Optimizers
 from zbcompile.distributed.ranks import Ranks
@@ -68,7 +68,7 @@ class ModelState:
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Clips the gradients of the whole model, like `torch.nn.utils.clip_grad_norm_`.
 
         Every rank clips its share by the norm of all gradients, with tied parameters counted once,
@@ -85,7 +85,7 @@ class ModelState:
         nn.utils.clip_grads_with_norm_(local, max_norm, norm)
         return norm
 
-    def _total_norm(self, norm_type: float) -> torch.Tensor:
+    def _total_norm(self, norm_type: float) -> Tensor:
         """Returns on every rank the norm of the gradients of the trained parameters: for the same
         gradients bit for bit that of `torch.nn.utils.get_total_norm` over the whole model.
 
@@ -98,7 +98,7 @@ class ModelState:
         rows = binding.shards.own if binding.shards else {}
         trained = (p.dtype for name, p in binding.parameters.items() if name in binding.trained)
         dtype = torch.float64 if torch.float64 in trained else torch.float32
-        norms = list[torch.Tensor]()
+        norms = list[Tensor]()
         for name in (name for name in binding.parameters if name in binding.trained):
             split = along(self.program.placement(name), SHARD)
             gradient = binding.parameters[name].grad
@@ -167,13 +167,13 @@ class ModelState:
         binding, share = self._binding, self._share()
         if _is_share(state, share):
             for key, value in share.items():
-                if isinstance(value, torch.Tensor):
+                if isinstance(value, Tensor):
                     local_of(value).detach().copy_(local_of(state[key]).detach())
         else:
             state = binding.parts.cut(state, self.program.model.names)
             _check_keys(local_state_dict(binding.model), state)
             for key, value in binding.local_state().items():
-                if isinstance(value, torch.Tensor) and not value.is_meta:
+                if isinstance(value, Tensor) and not value.is_meta:
                     value.detach().copy_(state[key].detach())
             if binding.shards is not None:
                 binding.shards.load(state)
@@ -237,7 +237,7 @@ def _is_share(state: Mapping[str, Any], share: Mapping[str, Any]) -> bool:
     """Returns True for this process's part, as torch.distributed.checkpoint has read it."""
     if state.keys() != share.keys():
         return False
-    tensors = {key: value for key, value in share.items() if isinstance(value, torch.Tensor)}
+    tensors = {key: value for key, value in share.items() if isinstance(value, Tensor)}
     return all(
         value.shape == state[key].shape and chunk_of(value) == chunk_of(state[key])
         for key, value in tensors.items()
@@ -253,7 +253,7 @@ def _check_keys(target: Mapping[str, Any], state: Mapping[str, Any]) -> None:
             " model.state_dict() or pipe.state_dict(full=True) makes it."
         )
     for key, value in target.items():
-        if isinstance(value, torch.Tensor) and value.shape != state[key].shape:
+        if isinstance(value, Tensor) and value.shape != state[key].shape:
             raise PipelineError(
                 f"{key} has shape {list(state[key].shape)} in the state dict and"
                 f" {list(value.shape)} in the model."
@@ -261,7 +261,7 @@ def _check_keys(target: Mapping[str, Any], state: Mapping[str, Any]) -> None:
 
 
 def _broadcast(value: Any, owner: int, ranks: Ranks) -> Any:
-    if not isinstance(value, torch.Tensor):
+    if not isinstance(value, Tensor):
         return ranks.gather_here(value)[owner]
     buffer = torch.empty(value.shape, dtype=value.dtype, device=ranks.device)
     if not value.is_meta:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from zbcompile.backends.types import Run
 from zbcompile.errors import PipelineError
@@ -31,14 +32,14 @@ class Recording:
     """One recorded pass: `inputs` are its buffers by position, `results` what a replay writes."""
 
     graph: gpu.Graph
-    inputs: dict[int, torch.Tensor]
-    results: tuple[torch.Tensor, ...]
+    inputs: dict[int, Tensor]
+    results: tuple[Tensor, ...]
 
-    def fill(self, values: list[torch.Tensor]) -> None:
+    def fill(self, values: list[Tensor]) -> None:
         for place, buffer in self.inputs.items():
             buffer.copy_(values[place])
 
-    def replay(self) -> list[torch.Tensor]:
+    def replay(self) -> list[Tensor]:
         self.graph.replay()
         return [copy_with_strides(result) for result in self.results]
 
@@ -62,11 +63,11 @@ class RecordedPass:
     pool: Any
     recordings: dict[tuple[int, ...], Recording] = field(default_factory=dict)
 
-    def __call__(self, values: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def __call__(self, values: list[Tensor]) -> Sequence[Tensor]:
         with gpu.as_current(values[0].device):  # whose streams are recorded
             return self._replayed(values)
 
-    def _replayed(self, values: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def _replayed(self, values: list[Tensor]) -> Sequence[Tensor]:
         addresses = tuple(values[place].data_ptr() for place in self.staying)
         recording = self.recordings.get(addresses)
         if recording is not None:
@@ -84,7 +85,7 @@ class RecordedPass:
         values.clear()
         return recording.replay()
 
-    def _record(self, values: list[torch.Tensor]) -> Recording:
+    def _record(self, values: list[Tensor]) -> Recording:
         """Returns a recording with `values` in its buffers."""
         self._require_on_gpu(value for i, value in enumerate(values) if i not in self.staying)
         buffers = {
@@ -105,7 +106,7 @@ class RecordedPass:
             ) from error
         return Recording(graph, buffers, results)
 
-    def _require_on_gpu(self, values: Iterable[torch.Tensor]) -> None:
+    def _require_on_gpu(self, values: Iterable[Tensor]) -> None:
         """Raises PipelineError for tensors of the host: replays would not read them again."""
         for value in values:
             if not gpu.is_gpu(value.device):
@@ -115,7 +116,7 @@ class RecordedPass:
                     " or use cuda_graphs=False."
                 )
 
-    def _warm_up(self, inputs: list[torch.Tensor]) -> None:
+    def _warm_up(self, inputs: list[Tensor]) -> None:
         """Runs the pass on a separate stream; sums are added into copies."""
         device = inputs[0].device
         current, stream = gpu.current_stream(device), gpu.new_stream(device)

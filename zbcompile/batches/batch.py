@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from zbcompile.errors import PipelineError
 from zbcompile.torch_private import pytree
@@ -81,7 +81,7 @@ class Batch:
         return Microbatches(entry, alike=is_uniform, rows=rows)
 
 
-def _part(leaf: torch.Tensor, dim: int, index: int, count: int) -> torch.Tensor:
+def _part(leaf: Tensor, dim: int, index: int, count: int) -> Tensor:
     width = -(-leaf.shape[dim] // count)
     return leaf.narrow(dim, index * width, min(width, leaf.shape[dim] - index * width))
 
@@ -96,12 +96,12 @@ class Microbatch:
     static: tuple[str, ...] = ()
 
     @property
-    def tensors(self) -> dict[str, torch.Tensor]:
+    def tensors(self) -> dict[str, Tensor]:
         """The tensor inputs by path, as the compiled graphs ask for them."""
         return {
             p: leaf
             for p, leaf in zip(self.paths, self.leaves, strict=True)
-            if isinstance(leaf, torch.Tensor)
+            if isinstance(leaf, Tensor)
         }
 
     @property
@@ -126,7 +126,7 @@ class Microbatch:
         return self.signature, *(tensor.device for tensor in self.tensors.values())
 
     @property
-    def static_tensors(self) -> dict[str, torch.Tensor]:
+    def static_tensors(self) -> dict[str, Tensor]:
         """The static inputs by path."""
         return {path: tensor for path, tensor in self.tensors.items() if path in self.static}
 
@@ -137,7 +137,7 @@ class Microbatch:
 
 
 def _described(leaf: Any) -> str:
-    if not isinstance(leaf, torch.Tensor):
+    if not isinstance(leaf, Tensor):
         return repr(leaf)
     dtype = str(leaf.dtype).removeprefix("torch.")
     return f"{dtype}{list(leaf.shape)} strides {list(leaf.stride())}"
@@ -158,7 +158,7 @@ class Microbatches:
     rows: int | None = None  # samples in a microbatch; None if the caller passed microbatches
 
     @property
-    def tensors(self) -> list[dict[str, torch.Tensor]]:
+    def tensors(self) -> list[dict[str, Tensor]]:
         """The tensor inputs of each, by path."""
         return [microbatch.tensors for microbatch in self.each]
 
@@ -175,7 +175,7 @@ class Microbatches:
 def amount(inputs: Any) -> tuple[int, str]:
     """The size of inputs without target: in tokens if integer inputs have a length dimension, else
     in samples."""
-    tensors = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
+    tensors = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
     tokens = next((t for t in tensors if not t.is_floating_point() and t.dim() > 1), None)
     if tokens is not None:
         return tokens.numel(), "tokens"
@@ -225,7 +225,7 @@ def choose_cuts(
     """
     named = _named(paths, leaves, split, partial)
     pairs = zip(paths, leaves, strict=True)
-    tensors = {path: leaf for path, leaf in pairs if isinstance(leaf, torch.Tensor) and leaf.ndim}
+    tensors = {path: leaf for path, leaf in pairs if isinstance(leaf, Tensor) and leaf.ndim}
     rows = {path: leaf.shape[0] for path, leaf in tensors.items() if path not in named}
     cut = {path: tensors[path].shape[dim] for path, dim in named.items() if dim is not None}
     batched = {path: length for path, length in rows.items() if length != 1} or (
@@ -264,7 +264,7 @@ def _dimension(path: str, leaf: Any, value: bool | int) -> Cut:
             f"split={{{path!r}: {value!r}}}; expected False, True or the dimension to cut."
         )
     dim = 0 if value is True else value
-    if not isinstance(leaf, torch.Tensor):
+    if not isinstance(leaf, Tensor):
         raise PipelineError(
             f"split= asks to cut {path}, which is a {type(leaf).__name__}, not a tensor."
         )
@@ -306,7 +306,7 @@ def _require_samples(lengths: Mapping[str, int]) -> None:
         )
 
 
-def _refuse_ambiguous(batched: Mapping[str, torch.Tensor]) -> None:
+def _refuse_ambiguous(batched: Mapping[str, Tensor]) -> None:
     """Refuse a table that may only happen to be as long as the batch. The first tensor is the batch
     itself, and so are tensors of its shape (labels alongside token ids). A target has a row per
     sample."""
@@ -355,7 +355,7 @@ def refuse_input_gradients(batch: Batch) -> None:
     """Raise PipelineError for an input that requires a gradient: a step gives gradients to
     parameters only."""
     for path, leaf in zip(batch.paths, batch.leaves, strict=True):
-        if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
             raise PipelineError(
                 f"{path} requires a gradient; a step gives gradients to the model's parameters"
                 " only. Pass tensor.detach(), or make what computes it part of the model."

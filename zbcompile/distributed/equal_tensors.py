@@ -10,6 +10,7 @@ compares what the same ranks have in common.
 from collections.abc import Mapping
 
 import torch
+from torch import Tensor
 
 from zbcompile.distributed.agreement import unlike
 from zbcompile.distributed.ranks import Ranks
@@ -20,7 +21,7 @@ _ODD = 0x9E3779B97F4A7C1
 _INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def require_equal_tensors(ranks: Ranks, tensors: Mapping[str, torch.Tensor]) -> None:
+def require_equal_tensors(ranks: Ranks, tensors: Mapping[str, Tensor]) -> None:
     """Raise PipelineError on every rank if two ranks hold different values under one name. One
     exchange of a number per tensor; ranks may hold different names."""
     local = {name: checksum(tensor) for name, tensor in tensors.items()}
@@ -65,7 +66,7 @@ def if_meant(ranks: Ranks, name: str, first: int, second: int, word: str) -> str
     )
 
 
-def checksum(tensor: torch.Tensor) -> int:
+def checksum(tensor: Tensor) -> int:
     """A number made of all bits of a tensor in order, on its device.
 
     >>> checksum(torch.tensor([1.0, 2.0])) == checksum(torch.tensor([2.0, 1.0]))
@@ -83,6 +84,6 @@ def checksum(tensor: torch.Tensor) -> int:
     return int(total)
 
 
-def _mixed(bits: torch.Tensor) -> torch.Tensor:
+def _mixed(bits: Tensor) -> Tensor:
     """Let high bits reach low ones: in a sum of products alone, two flipped signs cancel out."""
     return (bits ^ (bits >> 31 & 0x1FFFFFFFF)) * _ODD

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 from zbcompile.distributed.transport import as_contiguous, patience
 from zbcompile.errors import PipelineError
@@ -34,7 +35,7 @@ class Mesh:
     names: tuple[str, ...] = ()
     layout: torch.Tensor = field(default_factory=lambda: torch.tensor(0))
     place: tuple[int, ...] = ()
-    groups: dict[tuple[str, ...], dist.ProcessGroup] = field(default_factory=dict)
+    groups: dict[tuple[str, ...], ProcessGroup] = field(default_factory=dict)
     timeout: float = 300
 
     def size(self, *dimensions: str) -> int:
@@ -75,7 +76,7 @@ class Mesh:
         ]
         return [int(self.layout[tuple(place[name] for name in self.names)]) for place in places]
 
-    def group(self, *dimensions: str) -> dist.ProcessGroup | None:
+    def group(self, *dimensions: str) -> ProcessGroup | None:
         """The process group of the ranks along these dimensions; None if this process is the only
         one. All of them must ask for groups in one order."""
         key = tuple(name for name in DIMENSIONS if name in dimensions and self.size(name) > 1)
@@ -85,7 +86,7 @@ class Mesh:
             self.groups[key] = self._make(self.ranks(key))
         return self.groups[key]
 
-    def only_me(self) -> dist.ProcessGroup:
+    def only_me(self) -> ProcessGroup:
         """The group of this process alone: a pipeline of one rank."""
         if () not in self.groups:
             self.groups[()] = self._make([dist.get_rank()])
@@ -107,14 +108,14 @@ class Mesh:
             group.group_name: key[0] for key, group in self.groups.items() if len(key) == 1
         }
 
-    def _make(self, members: list[int]) -> dist.ProcessGroup:
+    def _make(self, members: list[int]) -> ProcessGroup:
         world: Any = dist.group.WORLD
         if sorted(members) == list(range(dist.get_world_size())):
             return world  # type: ignore[no-any-return]
         return new_group(members, self.timeout)
 
 
-def new_group(members: list[int], timeout: float, backend: str | None = None) -> dist.ProcessGroup:
+def new_group(members: list[int], timeout: float, backend: str | None = None) -> ProcessGroup:
     """A group of some ranks, which only these ranks make; by default with the backend of the
     process group. Raises PipelineError if torch cannot make it."""
     if len(members) < dist.get_world_size() and is_bound(dist.group.WORLD):
@@ -197,14 +198,14 @@ class Replicas:
     reduction counts it once.
     """
 
-    group: dist.ProcessGroup | None = None
+    group: ProcessGroup | None = None
     rank: int = 0
     count: int = 1
     synchronise: bool = True
     partial: set[str] = field(default_factory=set)
 
 
-def broadcast(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None) -> None:
+def broadcast(tensors: Iterable[torch.Tensor], group: ProcessGroup | None) -> None:
     """Give all ranks of `group` the values of its first."""
     if group is not None:
         for tensor in tensors:

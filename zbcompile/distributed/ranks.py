@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from zbcompile.distributed.mesh import Mesh, Replicas, new_group
 from zbcompile.distributed.transport import (
@@ -49,8 +51,8 @@ class Ranks:
     mesh: Mesh = field(default_factory=Mesh)
     replicas: Replicas = field(default_factory=Replicas)
     rank: int | None = None
-    group: dist.ProcessGroup | None = None
-    everyone: dist.ProcessGroup | None = None
+    group: ProcessGroup | None = None
+    everyone: ProcessGroup | None = None
     members: Sequence[int] = (0,)
     number: int = 0
     leads: bool = True
@@ -79,10 +81,10 @@ class Ranks:
         """The value of every process of this pipeline."""
         return [value]
 
-    def broadcast(self, tensor: torch.Tensor, rank: int) -> None:
+    def broadcast(self, tensor: Tensor, rank: int) -> None:
         """Overwrite `tensor` with the one of pipeline rank `rank`."""
 
-    def largest(self, numbers: torch.Tensor) -> torch.Tensor:
+    def largest(self, numbers: Tensor) -> Tensor:
         """The elementwise maximum over the processes of the mesh."""
         return numbers
 
@@ -91,12 +93,12 @@ class Ranks:
         `number`, over the channels of `schedule`."""
         return Transport()
 
-    def collective_group(self) -> dist.ProcessGroup | None:
+    def collective_group(self) -> ProcessGroup | None:
         """The process group of the vocabulary's collectives, made at the first call; None in one
         process."""
         return None
 
-    def new_gloo_group(self) -> dist.ProcessGroup | None:
+    def new_gloo_group(self) -> ProcessGroup | None:
         """A new process group of all, over gloo, for a thread that speaks to the others while they
         train."""
         return None
@@ -114,14 +116,14 @@ class Ranks:
 class GroupRanks(Ranks):
     """This process is one rank of a process group of `backend`."""
 
-    group: dist.ProcessGroup
-    everyone: dist.ProcessGroup
+    group: ProcessGroup
+    everyone: ProcessGroup
     watch: Watch
     backend: str
     ordered: bool  # messages are told apart only by their order, as with NCCL
-    collectives: dist.ProcessGroup | None = None
+    collectives: ProcessGroup | None = None
     # over gloo; `everyone` may be a group of devices
-    hosts: dist.ProcessGroup | None = None
+    hosts: ProcessGroup | None = None
     links: OrderedLinks = field(default_factory=OrderedLinks)
     # the needs of the schedules whose channels these are
     opened_for: set[Hashable] = field(default_factory=set)
@@ -144,16 +146,16 @@ class GroupRanks(Ranks):
     def gather_here(self, value: Value) -> list[Value]:
         return self._gather(value, self.group)
 
-    def _gather(self, value: Any, group: dist.ProcessGroup) -> list[Any]:
+    def _gather(self, value: Any, group: ProcessGroup) -> list[Any]:
         values = [value] * dist.get_world_size(group)
         with self.waiting("the exchange"):
             dist.all_gather_object(values, value, group=group)
         return values
 
-    def broadcast(self, tensor: torch.Tensor, rank: int) -> None:
+    def broadcast(self, tensor: Tensor, rank: int) -> None:
         dist.broadcast(tensor, group=self.group, group_src=rank)
 
-    def largest(self, numbers: torch.Tensor) -> torch.Tensor:
+    def largest(self, numbers: Tensor) -> Tensor:
         if self.hosts is None:  # a device would first have to end the step before
             self.hosts = self.everyone if self.backend == "gloo" else self.new_gloo_group()
         with self.waiting("the comparison"):
@@ -188,7 +190,7 @@ class GroupRanks(Ranks):
             self.watch.groups = (*self.watch.groups, *links)
         return self.links
 
-    def collective_group(self) -> dist.ProcessGroup:
+    def collective_group(self) -> ProcessGroup:
         if self.collectives is None:
             members = dist.get_process_group_ranks(self.group)
             with self.waiting("the making of a group"):
@@ -196,7 +198,7 @@ class GroupRanks(Ranks):
             self.watch.groups = (*self.watch.groups, self.collectives)
         return self.collectives
 
-    def new_gloo_group(self) -> dist.ProcessGroup:
+    def new_gloo_group(self) -> ProcessGroup:
         group = new_group(dist.get_process_group_ranks(self.everyone), self.watch.timeout, "gloo")
         self.watch.groups = (*self.watch.groups, group)
         return group

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from zbcompile.errors import PipelineError
 from zbcompile.faults.watch import UNUSED_TAG
@@ -57,10 +58,10 @@ class TaggedLinks:
     microbatches: int
     call: str
 
-    def send(self, tensor: torch.Tensor, message: Message, index: int, peer: int) -> dist.Work:
+    def send(self, tensor: Tensor, message: Message, index: int, peer: int) -> dist.Work:
         return self.group.send([tensor], peer, self._tag(message, index))
 
-    def receive(self, tensor: torch.Tensor, message: Message, index: int, peer: int) -> dist.Work:
+    def receive(self, tensor: Tensor, message: Message, index: int, peer: int) -> dist.Work:
         return self.group.recv([tensor], peer, self._tag(message, index))
 
     def _tag(self, message: Message, index: int) -> int:
@@ -77,10 +78,10 @@ class OrderedLinks:
     outward: dict[int, Any] = field(default_factory=dict)
     inward: dict[int, Any] = field(default_factory=dict)
 
-    def send(self, tensor: torch.Tensor, message: Message, index: int, peer: int) -> dist.Work:
+    def send(self, tensor: Tensor, message: Message, index: int, peer: int) -> dist.Work:
         return self.outward[peer].send([tensor], DESTINATION, 0)
 
-    def receive(self, tensor: torch.Tensor, message: Message, index: int, peer: int) -> dist.Work:
+    def receive(self, tensor: Tensor, message: Message, index: int, peer: int) -> dist.Work:
         return self.inward[peer].recv([tensor], SOURCE, 0)
 
     def open(
@@ -133,8 +134,8 @@ def _greet(link: Any, end: int, device: torch.device) -> None:
     work.wait()
 
 
-Tensors = list[torch.Tensor]
-Send = tuple[torch.Tensor, dist.Work]
+Tensors = list[Tensor]
+Send = tuple[Tensor, dist.Work]
 # Sends of a channel and kind that may be incomplete: a rank runs ahead of its neighbour by few.
 PENDING_SENDS = 4
 
@@ -237,7 +238,7 @@ class PointToPoint(Transport):
 # The tensors of messages: packed as they are sent, laid out with the strides of the graphs
 
 
-def packed(tensor: torch.Tensor) -> torch.Tensor:
+def packed(tensor: Tensor) -> Tensor:
     """`tensor` without gaps and with each element once: the tensor itself if it is dense."""
     if tensor.is_contiguous() or is_dense(tensor):
         return tensor
@@ -245,18 +246,18 @@ def packed(tensor: torch.Tensor) -> torch.Tensor:
     return _copied(tensor, shape, strides)
 
 
-def packed_buffer(spec: TensorSpec, device: torch.device) -> torch.Tensor:
+def packed_buffer(spec: TensorSpec, device: torch.device) -> Tensor:
     """Memory that a packed tensor of this specification can be received into."""
     shape, strides = packed_layout(spec.shape, spec.stride)
     return torch.empty_strided(shape, strides, dtype=dtype_named(spec.dtype), device=device)
 
 
-def empty(spec: TensorSpec, device: torch.device) -> torch.Tensor:
+def empty(spec: TensorSpec, device: torch.device) -> Tensor:
     """A contiguous, uninitialised tensor of this specification."""
     return torch.empty(spec.shape, dtype=dtype_named(spec.dtype), device=device)
 
 
-def laid_out(value: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+def laid_out(value: Tensor, spec: TensorSpec) -> Tensor:
     """`value`, packed or not, with the strides that the graph was traced for; a copy only if they
     differ."""
     if value.shape == spec.shape and (value.stride() == spec.stride or _same_strides(value, spec)):
@@ -265,7 +266,7 @@ def laid_out(value: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     return _copied(value, once, spec.stride).expand(spec.shape)
 
 
-def as_contiguous(tensor: torch.Tensor) -> torch.Tensor:
+def as_contiguous(tensor: Tensor) -> Tensor:
     """A contiguous view of a dense tensor's memory, dimensions in order of strides: backends send
     nothing else."""
     if tensor.is_contiguous():
@@ -273,7 +274,7 @@ def as_contiguous(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.permute(memory_order(tensor))
 
 
-def memory_order(tensor: torch.Tensor) -> list[int]:
+def memory_order(tensor: Tensor) -> list[int]:
     """The dimensions of a dense tensor, those with the largest strides first."""
     if tensor.is_contiguous():
         return list(range(tensor.ndim))
@@ -282,7 +283,7 @@ def memory_order(tensor: torch.Tensor) -> list[int]:
     )
 
 
-def _copied(tensor: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
+def _copied(tensor: Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
     """A copy of the first elements of each dimension."""
     first = tensor[tuple(slice(size) for size in shape)]
     return torch.empty_strided(shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(
@@ -290,7 +291,7 @@ def _copied(tensor: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ..
     )
 
 
-def _same_strides(value: torch.Tensor, spec: TensorSpec) -> bool:
+def _same_strides(value: Tensor, spec: TensorSpec) -> bool:
     """Returns whether strides agree. Those of dimensions of size 1 mean nothing and are ignored."""
     return all(
         a == b or size == 1

@@ -7,6 +7,7 @@ from functools import cached_property, partial, reduce
 from typing import Any, Final
 
 import torch
+from torch import Tensor
 
 from zbcompile.engine.gradients import Gradients
 from zbcompile.engine.optimizer_parameters import OptimizerParameters
@@ -25,7 +26,7 @@ from zbcompile.schedules import Schedule
 from zbcompile.torch_private import READ_SCALAR, pytree, wrapper_like
 
 # The leaves of the model's output by their index, then by microbatch.
-Outputs = dict[str, dict[int, torch.Tensor]]
+Outputs = dict[str, dict[int, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class StepInput:
         outputs: Which ranks get the model's outputs: "all", "last" (that of the last stage) or "".
     """
 
-    microbatches: list[dict[str, torch.Tensor]]
+    microbatches: list[dict[str, Tensor]]
     index: int
     seed: int
     reduction: str
@@ -245,7 +246,7 @@ def joined_outputs(
     )
 
 
-def _joined(parts: list[torch.Tensor], rows: int | None, reduction: str) -> Any:
+def _joined(parts: list[Tensor], rows: int | None, reduction: str) -> Any:
     if rows is not None and all(part.shape[:1] == (rows,) for part in parts):
         return torch.cat(parts)
     if all(part.ndim == 0 and part.is_floating_point() for part in parts):
@@ -270,11 +271,11 @@ class Losses:
     one batch; on a device it blocks until the step ends.
     """
 
-    values: Sequence[torch.Tensor]
+    values: Sequence[Tensor]
     wait: Callable[[], None] | None = None
     require: Callable[[], None] | None = None
 
-    def read(self, as_numbers: bool = False) -> list[torch.Tensor]:
+    def read(self, as_numbers: bool = False) -> list[Tensor]:
         """Returns every loss. With `as_numbers` the caller synchronizes with the device, so
         `require` may block too."""
         if self.wait is not None:
@@ -285,7 +286,7 @@ class Losses:
             self.require = None
         return list(self.values)
 
-    def total(self, reduction: str) -> torch.Tensor:
+    def total(self, reduction: str) -> Tensor:
         """Returns the loss of the step without blocking. If the losses are still in flight or not
         checked yet, the first use of the result waits and checks."""
         if self.wait is None and self.require is None:
@@ -293,7 +294,7 @@ class Losses:
         return PendingLoss(self, reduction)
 
 
-def total_loss(losses: Sequence[torch.Tensor], reduction: str) -> torch.Tensor:
+def total_loss(losses: Sequence[Tensor], reduction: str) -> Tensor:
     """The step's loss: the sum over microbatches, in their order, of loss_i / m (`mean`) or of
     loss_i (`sum`)."""
     return reduce(
@@ -301,13 +302,13 @@ def total_loss(losses: Sequence[torch.Tensor], reduction: str) -> torch.Tensor:
     )
 
 
-class PendingLoss(torch.Tensor):
+class PendingLoss(Tensor):
     """A tensor that blocks on its value when an operation reads it; only `detach` does not
     block."""
 
     _losses: Losses
     _reduction: str
-    _value: torch.Tensor | None
+    _value: Tensor | None
 
     @staticmethod
     def __new__(cls, losses: Losses, reduction: str) -> "PendingLoss":
@@ -320,7 +321,7 @@ class PendingLoss(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.Tensor.detach:
+        if func is Tensor.detach:
             return args[0]  # it has no graph
         return cls.__torch_dispatch__(func, types, args, kwargs)
 
@@ -333,7 +334,7 @@ class PendingLoss(torch.Tensor):
         return func(*args, **kwargs)
 
 
-def _value_of(as_numbers: bool, loss: PendingLoss) -> torch.Tensor:
+def _value_of(as_numbers: bool, loss: PendingLoss) -> Tensor:
     fields = loss.__dict__
     values = fields["_losses"].read(as_numbers)
     if fields["_value"] is None:

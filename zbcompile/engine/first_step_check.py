@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from zbcompile.distributed.agreement import unlike
 from zbcompile.distributed.equal_tensors import if_meant, places_apart
@@ -44,13 +44,13 @@ class FirstStepCheck:
         self.names = (executable.program.trained | written) - self.compared
         self.parts.clear()
 
-    def note(self, name: str, part: torch.Tensor) -> None:
+    def note(self, name: str, part: Tensor) -> None:
         """Records what this rank adds to the sum of a gradient."""
         if name in self.names:
             self.parts[name] = projections(part)
 
     def compare(
-        self, executable: Executable, parameters: Mapping[str, nn.Parameter], losses: torch.Tensor
+        self, executable: Executable, parameters: Mapping[str, nn.Parameter], losses: Tensor
     ) -> None:
         """Raises PipelineError on every rank if a gradient or a buffer of which all should have
         computed the whole differs by more than rounding, or if what ranks contribute to a sum is
@@ -94,7 +94,7 @@ class FirstStepCheck:
         self.names = frozenset()
 
 
-def written_buffers(executable: Executable) -> dict[str, torch.Tensor]:
+def written_buffers(executable: Executable) -> dict[str, Tensor]:
     """Returns the buffers that forwards write on this rank, by name."""
     buffers = {
         name: stage.resident[Slot(BUFFER, name)]
@@ -105,7 +105,7 @@ def written_buffers(executable: Executable) -> dict[str, torch.Tensor]:
     return dict(sorted(buffers.items()))
 
 
-def _require_equal_losses(ranks: Ranks, losses: torch.Tensor) -> None:
+def _require_equal_losses(ranks: Ranks, losses: Tensor) -> None:
     """Raise PipelineError on every rank unless the ranks along "tp", the columns, computed the same
     losses."""
     values = losses.double()
@@ -153,7 +153,7 @@ def _differs(ranks: Ranks, name: str, first: int, second: int, trained: bool) ->
     )
 
 
-def projections(tensor: torch.Tensor) -> list[float]:
+def projections(tensor: Tensor) -> list[float]:
     """Returns the tolerance for a tensor, its norm, and sums of its elements under fixed random
     signs. Two tensors whose distance is a fraction of their norm differ by about as much in one of
     these numbers."""

@@ -15,7 +15,7 @@ from functools import reduce
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.distributed.transport import laid_out
@@ -42,10 +42,10 @@ class GradientSum:
     dtype: torch.dtype
     exact: bool = False
     shared: bool = False
-    running: torch.Tensor | None = None
-    parts: dict[tuple[int, int | None], torch.Tensor] = field(default_factory=dict)
+    running: Tensor | None = None
+    parts: dict[tuple[int, int | None], Tensor] = field(default_factory=dict)
 
-    def buffer(self, stage: int) -> torch.Tensor:
+    def buffer(self, stage: int) -> Tensor:
         """Returns what the passes of a stage add into; zeros at first."""
         parameter, grad = self.parameter, self.parameter.grad
         if self.shared:
@@ -61,14 +61,14 @@ class GradientSum:
             grad = parameter.grad = self._zeros()
         return grad
 
-    def _zeros(self) -> torch.Tensor:
+    def _zeros(self) -> Tensor:
         return torch.zeros_like(self.parameter, dtype=self.dtype, requires_grad=False)
 
     @property
     def dtype_of_parts(self) -> torch.dtype:
         return grad_dtype(self.parameter) if self.exact else self.dtype
 
-    def add(self, stage: int, microbatch: int, gradient: torch.Tensor) -> None:
+    def add(self, stage: int, microbatch: int, gradient: Tensor) -> None:
         """Adds one microbatch's gradient as eager does, which casts it to the dtype of `.grad`."""
         gradient = gradient.to(grad_dtype(self.parameter))
         if self.shared:
@@ -76,7 +76,7 @@ class GradientSum:
         else:
             self.accumulate(gradient)
 
-    def take_part(self, stage: int, microbatch: int | None) -> torch.Tensor:
+    def take_part(self, stage: int, microbatch: int | None) -> Tensor:
         """Removes and returns a part; of a stage that did not train the parameter, -0.0, which
         changes no bit of what it is added to."""
         part = self.parts.pop((stage, microbatch), None)
@@ -85,7 +85,7 @@ class GradientSum:
             part = torch.full_like(self.parameter, -0.0, dtype=dtype, requires_grad=False)
         return part
 
-    def accumulate(self, gradient: torch.Tensor) -> None:
+    def accumulate(self, gradient: Tensor) -> None:
         """Adds a gradient that is complete, of one microbatch or of all."""
         dtype = grad_dtype(self.parameter)
         if torch.promote_types(self.dtype, dtype) == dtype:
@@ -95,7 +95,7 @@ class GradientSum:
         else:
             self.running.add_(gradient)
 
-    def _add_to_grad(self, gradient: torch.Tensor) -> None:
+    def _add_to_grad(self, gradient: Tensor) -> None:
         """Adds to `.grad` with the parameter's strides; the first gradient becomes `.grad`."""
         parameter, dtype = self.parameter, grad_dtype(self.parameter)
         with torch.no_grad():
@@ -107,7 +107,7 @@ class GradientSum:
                 parameter.grad = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
                 parameter.grad.copy_(gradient)
 
-    def total(self) -> torch.Tensor | None:
+    def total(self) -> Tensor | None:
         """Returns the sum so far in its dtype, with what `.grad` was before the step."""
         if self.running is None:
             return self.parameter.grad
@@ -145,8 +145,8 @@ class Gradients(dict[str, GradientSum]):
     ) -> None:
         super().__init__()
         self.parameters, self.shared, self.choices = parameters, shared, choices
-        self.parts: dict[str, dict[int, torch.Tensor]] = {}
-        self.observe: Callable[[str, torch.Tensor], None] | None = None
+        self.parts: dict[str, dict[int, Tensor]] = {}
+        self.observe: Callable[[str, Tensor], None] | None = None
 
     def __missing__(self, name: str) -> GradientSum:
         parameter, choices = self.parameters[name], self.choices
@@ -198,7 +198,7 @@ class _Reducer:
                 if source in self.gradients:
                     part = self.gradients[source].parts[name].pop(microbatch)
                 values.append(self._move(part, node.meta["val"], source, owner))
-            sums: Sequence[torch.Tensor | None] = [None] * len(graph.outputs)
+            sums: Sequence[Tensor | None] = [None] * len(graph.outputs)
             if owner in self.gradients:
                 sums = run(values)
             for (_, name), node, total in zip(graph.outputs, graph.results, sums, strict=True):
@@ -218,7 +218,7 @@ class _Reducer:
         for first in range(0, schedule.microbatches, per_copy):
             owner = program.rank_of(stages[-1], first)
             for microbatch in range(first, first + per_copy) if program.exact else [None]:
-                parts = list[torch.Tensor]()
+                parts = list[Tensor]()
                 for stage in stages:
                     source = program.rank_of(stage, first)
                     part = None
@@ -229,7 +229,7 @@ class _Reducer:
                 total = reduce(torch.add, parts) if parts else None
                 self._share(name, like, total, owner)
 
-    def _share(self, name: str, like: torch.Tensor, total: torch.Tensor | None, owner: int) -> None:
+    def _share(self, name: str, like: Tensor, total: Tensor | None, owner: int) -> None:
         """Accumulates a gradient in every process that holds its parameter."""
         holders = sorted(self.program.holders(name))
         copies = [self._move(total, like, owner, holder) for holder in holders]
@@ -239,8 +239,8 @@ class _Reducer:
                 return
 
     def _move(
-        self, value: torch.Tensor | None, like: torch.Tensor, source: int, destination: int
-    ) -> torch.Tensor | None:
+        self, value: Tensor | None, like: Tensor, source: int, destination: int
+    ) -> Tensor | None:
         """Returns the value on rank `destination`, None in other processes."""
         if destination in self.gradients:
             if source in self.gradients:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.engine.gradients import Gradients
@@ -34,7 +34,7 @@ class OptimizerTensor:
     name: str
     parameter: nn.Parameter
     user_parameter: nn.Parameter
-    source: torch.Tensor
+    source: Tensor
     stage: int
     counted: bool
     is_part: bool = False
@@ -48,7 +48,7 @@ class OptimizerTensor:
         return self.tensor.dtype != self.parameter.dtype
 
     @property
-    def gradient(self) -> torch.Tensor | None:
+    def gradient(self) -> Tensor | None:
         """The gradient that an update uses."""
         return (self.tensor if self.is_part else self.parameter).grad
 
@@ -163,24 +163,22 @@ class OptimizerParameters:
             if not entry.is_part:
                 entry.tensor.grad = entry.source.grad
 
-    def make_masters(
-        self, needs_master: Callable[[torch.Tensor], object]
-    ) -> dict[torch.Tensor, nn.Parameter]:
+    def make_masters(self, needs_master: Callable[[Tensor], object]) -> dict[Tensor, nn.Parameter]:
         """Makes float32 masters of the parameters in half precision that need one and have none.
         Returns them by the tensors that they replace."""
-        masters: dict[torch.Tensor, nn.Parameter] = {}
+        masters: dict[Tensor, nn.Parameter] = {}
         for entry in self.tensors:
             if entry.parameter.dtype in HALF and not entry.is_master and needs_master(entry.source):
                 replaced, entry.tensor = entry.tensor, nn.Parameter(entry.source.detach().float())
                 masters[replaced] = entry.tensor
         return masters
 
-    def counted_gradients(self, stage: int | None = None) -> Iterator[torch.Tensor]:
+    def counted_gradients(self, stage: int | None = None) -> Iterator[Tensor]:
         """Yields the gradients that this process counts in the norm of all."""
         gradients = (entry.gradient for entry in self.of_stage(stage) if entry.counted)
         return (gradient for gradient in gradients if gradient is not None)
 
-    def clip(self, limit: float, norm: torch.Tensor) -> None:
+    def clip(self, limit: float, norm: Tensor) -> None:
         """Scales all gradients, whose norm is `norm`, to the norm `limit` if theirs is larger."""
         clipped = [entry.tensor if entry.is_part else entry.parameter for entry in self.tensors]
         nn.utils.clip_grads_with_norm_(clipped, limit, norm)

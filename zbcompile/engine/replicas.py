@@ -13,6 +13,7 @@ from functools import cached_property
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from zbcompile.distributed.mesh import Mesh, Replicas
 from zbcompile.distributed.transport import as_contiguous
@@ -89,8 +90,8 @@ class Bucket:
     """Dense gradients of one dtype whose sum is under way as `flat`: the memory of a single one, or
     a copy of several, or in another dtype."""
 
-    gradients: Sequence[torch.Tensor]
-    flat: torch.Tensor
+    gradients: Sequence[Tensor]
+    flat: Tensor
     work: dist.Work
 
     def unpack(self) -> None:
@@ -103,11 +104,11 @@ class Bucket:
                 target.copy_(part.view(target.shape))
 
 
-def sum_up(gradients: Iterable[torch.Tensor], route: Route) -> Iterator[Bucket]:
+def sum_up(gradients: Iterable[Tensor], route: Route) -> Iterator[Bucket]:
     """Begins to sum gradients, which have equal sizes on all ranks of the group. Yields them in
     buckets."""
     group, dtype = route
-    buckets: dict[object, list[torch.Tensor]] = {}
+    buckets: dict[object, list[Tensor]] = {}
     for gradient in gradients:
         key = gradient.dtype if gradient.nbytes < ALONE_BYTES else id(gradient)
         buckets.setdefault(key, []).append(gradient)
@@ -164,8 +165,8 @@ class Reduction:
             gradients[name] = self.gradients[name].buffer(stage) if total is None else total
         self._send(stage, gradients)
 
-    def _send(self, stage: int, gradients: Mapping[str, torch.Tensor]) -> None:
-        by_route: dict[Route, list[torch.Tensor]] = {}  # in one order on all ranks
+    def _send(self, stage: int, gradients: Mapping[str, Tensor]) -> None:
+        by_route: dict[Route, list[Tensor]] = {}  # in one order on all ranks
         for name, gradient in gradients.items():
             if self.gradients.observe is not None:
                 self.gradients.observe(name, gradient)

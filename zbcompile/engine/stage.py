@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from weakref import WeakKeyDictionary
 
 import torch
+from torch import Tensor
 
 from zbcompile.backends.types import Run
 from zbcompile.distributed.transport import laid_out
@@ -40,8 +41,8 @@ from zbcompile.passes.graph.storage import storage_bytes
 from zbcompile.passes.stage.stage_program import StageProgram
 from zbcompile.passes.torch_private import boxed, storage_key
 
-Tensors = list[torch.Tensor]
-Registers = list[torch.Tensor | None]
+Tensors = list[Tensor]
+Registers = list[Tensor | None]
 
 SHARD, LOOKUPS = -1, -2  # in place of a stage: a rank's shard of the output layer, of the embedding
 LOSS_FACTOR = Slot(TANGENT, "loss")
@@ -106,8 +107,8 @@ class CompiledStage:
     program: StageProgram
     device: torch.device
     receives: Mapping[str, tuple[TensorSpec, ...]]
-    resident: Mapping[Slot, torch.Tensor]
-    template: tuple[torch.Tensor | None, ...]
+    resident: Mapping[Slot, Tensor]
+    template: tuple[Tensor | None, ...]
     calls: Mapping[str, Call]
     inputs: tuple[tuple[int, str], ...]
     loss_factor: int | None
@@ -130,7 +131,7 @@ class CompiledStage:
 
 def prepare_stage(
     program: StageProgram,
-    resident: Mapping[Slot, torch.Tensor],
+    resident: Mapping[Slot, Tensor],
     device: torch.device,
     random_until: int,
     runs: Mapping[str, Run] | None = None,
@@ -173,15 +174,15 @@ def received_specs(
     return {"F": forward, "B": tuple(program.gradients_in.values())}
 
 
-def rebind(stage: CompiledStage, resident: Mapping[Slot, torch.Tensor]) -> CompiledStage:
+def rebind(stage: CompiledStage, resident: Mapping[Slot, Tensor]) -> CompiledStage:
     """Returns the stage on other parameters, buffers and constants."""
     template = _template(_registers(stage.program), resident)
     return replace(stage, resident=resident, template=template)
 
 
 def _template(
-    registers: Mapping[Slot, int], resident: Mapping[Slot, torch.Tensor]
-) -> tuple[torch.Tensor | None, ...]:
+    registers: Mapping[Slot, int], resident: Mapping[Slot, Tensor]
+) -> tuple[Tensor | None, ...]:
     return tuple(resident[slot] if slot.role in RESIDENT else None for slot in registers)
 
 
@@ -243,15 +244,15 @@ class StageRun:
 
     stages: Sequence[CompiledStage]
     gradients: Gradients
-    inputs: list[dict[str, torch.Tensor]]
-    loss_factor: torch.Tensor
+    inputs: list[dict[str, Tensor]]
+    loss_factor: Tensor
     seeds: list[int]
     rows: slice | None = None
     frames: dict[int, Registers] = field(default_factory=dict)
-    losses: dict[int, torch.Tensor] = field(default_factory=dict)
-    outputs: dict[str, dict[int, torch.Tensor]] = field(default_factory=dict)
-    fits: list[torch.Tensor] = field(default_factory=list)
-    accumulators: dict[int, list[tuple[int, torch.Tensor]]] = field(default_factory=dict)
+    losses: dict[int, Tensor] = field(default_factory=dict)
+    outputs: dict[str, dict[int, Tensor]] = field(default_factory=dict)
+    fits: list[Tensor] = field(default_factory=list)
+    accumulators: dict[int, list[tuple[int, Tensor]]] = field(default_factory=dict)
 
     @property
     def index(self) -> int:
@@ -305,7 +306,7 @@ class StageRun:
         for place, buffer in self.accumulators[key]:
             frame[place] = buffer
 
-    def end(self, call: Call, microbatch: int, results: Sequence[torch.Tensor]) -> Tensors:
+    def end(self, call: Call, microbatch: int, results: Sequence[Tensor]) -> Tensors:
         """Stores the results of a pass, and returns the tensors to send."""
         if call.saves:
             frame = self.frames[microbatch]
@@ -318,7 +319,7 @@ class StageRun:
             sends.append(stage.relay.leave())
         return sends
 
-    def _store(self, role: str, name: str, microbatch: int, value: torch.Tensor) -> None:
+    def _store(self, role: str, name: str, microbatch: int, value: Tensor) -> None:
         if role == WEIGHT_GRADIENT:
             self.gradients[name].add(self.index, microbatch, value)
         elif role == PART:

@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from zbcompile.distributed.agreement import agree
 from zbcompile.distributed.equal_tensors import checksum
@@ -37,15 +37,13 @@ def require_same_batch(ranks: Ranks, inputs: Mapping[str, Any]) -> None:
 def _mark(leaves: Sequence[Any]) -> str:
     """Returns the number and the form of the parts of an input, with a checksum of those that are
     tensors with plain bytes."""
-    pairs = [(leaf, isinstance(leaf, torch.Tensor)) for leaf in leaves]
+    pairs = [(leaf, isinstance(leaf, Tensor)) for leaf in leaves]
     forms = dict.fromkeys(type_text(leaf) if tensor else repr(leaf) for leaf, tensor in pairs)
     sums = tuple(checksum(leaf) for leaf, tensor in pairs if tensor and _is_plain(leaf))
     return f"{len(leaves)} x {', '.join(forms)} of checksum {hash(sums) % 2**32:x}"
 
 
-def integer_marks(
-    microbatches: Sequence[Mapping[str, torch.Tensor]], mesh: Mesh, like: torch.Tensor
-) -> torch.Tensor:
+def integer_marks(microbatches: Sequence[Mapping[str, Tensor]], mesh: Mesh, like: Tensor) -> Tensor:
     """Returns a checksum of the integer inputs of a step at the index of this rank, among zeros.
 
     The sum over all ranks has those of all [place in the mesh, rank of the pipeline, piece]. Does
@@ -67,14 +65,14 @@ def integer_marks(
 
 
 @lru_cache(maxsize=4)
-def _weights(count: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def _weights(count: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Returns factors for `count` integers, and the bit positions of the pieces in their sum. These
     are its upper bits: the lower ones depend on the lower bits of each integer alone."""
     weights = torch.arange(1, count + 1, device=device) * _FACTOR
     return weights, 63 - BITS * torch.arange(1, PIECES + 1, device=device)
 
 
-def require_same_integers(ranks: Ranks, marks: torch.Tensor) -> None:
+def require_same_integers(ranks: Ranks, marks: Tensor) -> None:
     """Raises PipelineError if ranks of one pipeline have different checksums. Synchronizes with the
     device."""
     for _, rank in (marks != marks[:, :1]).any(-1).nonzero().tolist():
@@ -84,5 +82,5 @@ def require_same_integers(ranks: Ranks, marks: torch.Tensor) -> None:
         )
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
-    return type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
+def _is_plain(tensor: Tensor) -> bool:
+    return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from zbcompile.distributed.transport import Transport, empty
 from zbcompile.engine.stage import StageRun
@@ -56,9 +57,7 @@ class LocalCollectives:
     count: int
     posted: Counter[tuple[str, int]] = field(default_factory=Counter)
 
-    def start(
-        self, op: str, microbatch: int, job: Job, tensors: Callable[[], list[torch.Tensor]]
-    ) -> Job:
+    def start(self, op: str, microbatch: int, job: Job, tensors: Callable[[], list[Tensor]]) -> Job:
         """Runs the collective once all shards have posted it. Returns a function that does
         nothing."""
         self.posted[op, microbatch] += 1
@@ -66,16 +65,14 @@ class LocalCollectives:
             job()
         return lambda: None
 
-    def broadcast(
-        self, value: torch.Tensor | None, like: TensorSpec, root: int
-    ) -> dict[int, torch.Tensor]:
+    def broadcast(self, value: Tensor | None, like: TensorSpec, root: int) -> dict[int, Tensor]:
         assert value is not None
         return dict.fromkeys(range(self.count), value)
 
-    def gather(self, values: Mapping[int, torch.Tensor]) -> torch.Tensor:
+    def gather(self, values: Mapping[int, Tensor]) -> Tensor:
         return torch.stack([values[rank] for rank in sorted(values)])
 
-    def reduce_sum(self, values: Mapping[int, torch.Tensor], root: int) -> torch.Tensor | None:
+    def reduce_sum(self, values: Mapping[int, Tensor], root: int) -> Tensor | None:
         return reduce(torch.add, [values[rank] for rank in sorted(values)])
 
     def finish(self) -> None:
@@ -100,16 +97,14 @@ class GroupCollectives:
             ThreadPoolExecutor(1, "zbcompile-collectives") if self.stream is None else None
         )
 
-    def start(
-        self, op: str, microbatch: int, job: Job, tensors: Callable[[], list[torch.Tensor]]
-    ) -> Job:
+    def start(self, op: str, microbatch: int, job: Job, tensors: Callable[[], list[Tensor]]) -> Job:
         """Starts the collective, which uses `tensors`. Returns a function that completes it."""
         if self._thread is None:
             return self._on_stream(job, tensors)
         self.started.append(self._thread.submit(torch.no_grad()(job)))
         return self.started[-1].result
 
-    def _on_stream(self, job: Job, tensors: Callable[[], list[torch.Tensor]]) -> Job:
+    def _on_stream(self, job: Job, tensors: Callable[[], list[Tensor]]) -> Job:
         """Runs the job after the work that the compute stream has so far. A wait makes the compute
         stream wait. The allocator must know which tensors the other stream uses."""
         assert self.stream is not None
@@ -129,20 +124,18 @@ class GroupCollectives:
 
         return wait
 
-    def broadcast(
-        self, value: torch.Tensor | None, like: TensorSpec, root: int
-    ) -> dict[int, torch.Tensor]:
+    def broadcast(self, value: Tensor | None, like: TensorSpec, root: int) -> dict[int, Tensor]:
         value = empty(like, self.device) if value is None else value
         dist.broadcast(value, group=self.group, group_src=root)
         return {dist.get_rank(self.group): value}
 
-    def gather(self, values: Mapping[int, torch.Tensor]) -> torch.Tensor:
+    def gather(self, values: Mapping[int, Tensor]) -> Tensor:
         (value,) = values.values()
         gathered = value.new_empty(dist.get_world_size(self.group), *value.shape)
         dist.all_gather(list(gathered.unbind(0)), value, group=self.group)
         return gathered
 
-    def reduce_sum(self, values: Mapping[int, torch.Tensor], root: int) -> torch.Tensor | None:
+    def reduce_sum(self, values: Mapping[int, Tensor], root: int) -> Tensor | None:
         ((rank, part),) = values.items()
         part = part.contiguous()
         dist.reduce(part, group=self.group, group_dst=root)
@@ -174,7 +167,7 @@ class ShardStep:
     stage: int
     output: StageRun
     lookups: StageRun | None
-    spread: dict[int, torch.Tensor] = field(default_factory=dict)
+    spread: dict[int, Tensor] = field(default_factory=dict)
     posted: list[int] = field(default_factory=list)
     added: int = 0
 
@@ -185,7 +178,7 @@ class ShardStep:
             self.lookups.run(EMBED_GRAD, microbatch, [self.spread.pop(microbatch)])
         self.added = max(self.added, count)
 
-    def tensors(self, microbatch: int) -> Iterator[torch.Tensor]:
+    def tensors(self, microbatch: int) -> Iterator[Tensor]:
         """Yields the registers of a microbatch, and all gradients of rows."""
         frame = self.output.frames.get(microbatch, [])
         yield from (value for value in frame if value is not None)
@@ -241,7 +234,7 @@ class Collectives:
         if rank == self.ends.first and op == EMBED:
             yield Message(op, 0, microbatch)
 
-    def _tensors(self, shard: ShardStep, microbatch: int) -> list[torch.Tensor]:
+    def _tensors(self, shard: ShardStep, microbatch: int) -> list[Tensor]:
         boxes = self.transport.boxes.items()
         messages = [
             value
@@ -251,11 +244,11 @@ class Collectives:
         ]
         return [*shard.tensors(microbatch), *messages]
 
-    def _take(self, kind: str, stage: int, microbatch: int) -> torch.Tensor:
+    def _take(self, kind: str, stage: int, microbatch: int) -> Tensor:
         (value,) = self.transport.take(Message(kind, stage, microbatch))
         return value.contiguous()
 
-    def _deliver(self, kind: str, stage: int, microbatch: int, values: list[torch.Tensor]) -> None:
+    def _deliver(self, kind: str, stage: int, microbatch: int, values: list[Tensor]) -> None:
         self.transport.deliver(Message(kind, stage, microbatch), values)
 
     def _cast(self, microbatch: int) -> None:
@@ -283,7 +276,7 @@ class Collectives:
         }
         self._sum_up(microbatch, parts)
 
-    def _sum_up(self, microbatch: int, parts: Mapping[int, torch.Tensor]) -> None:
+    def _sum_up(self, microbatch: int, parts: Mapping[int, Tensor]) -> None:
         total = self.backend.reduce_sum(parts, self.ends.last)
         if total is not None:
             total = total.to(dtype_named(self.program.hidden.dtype))

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from zbcompile.backends.backend import Owner
 from zbcompile.backends.types import Run
@@ -50,14 +51,14 @@ class VocabularyShards:
                 for name, rows in memory.items()
             }
 
-    def _memory(self, rank: int, name: str) -> torch.Tensor:
+    def _memory(self, rank: int, name: str) -> Tensor:
         low, high = self.bounds[rank]
         rows = self.whole[name].detach()[low:high]
         if rows.is_meta:
             return torch.empty_like(rows, device=self.device)
         return rows.clone() if len(self.bounds) > 1 else rows
 
-    def rows(self, rank: int, name: str) -> torch.Tensor:
+    def rows(self, rank: int, name: str) -> Tensor:
         """Returns the rows of a rank; in one process a view of the whole parameter."""
         low, high = self.bounds[rank]
         return self.own[name] if rank == self.rank else self.whole[name].detach()[low:high]
@@ -80,7 +81,7 @@ class VocabularyShards:
         """Returns the rows of a rank in the sums of gradients; None if these have no other rows."""
         return slice(*self.bounds[rank]) if self.rank is None else None
 
-    def gathered(self, name: str, group: dist.ProcessGroup) -> torch.Tensor:
+    def gathered(self, name: str, group: ProcessGroup) -> Tensor:
         """Returns a whole parameter with the rows of all ranks."""
         tensor = torch.empty_like(self.whole[name].detach(), device=self.device)
         low, high = self.bounds[self.rank or 0]
@@ -91,7 +92,7 @@ class VocabularyShards:
         return tensor
 
     def sharded_state(
-        self, state: dict[str, Any], names: Mapping[str, str], group: dist.ProcessGroup
+        self, state: dict[str, Any], names: Mapping[str, str], group: ProcessGroup
     ) -> dict[str, Any]:
         """Returns `state` with this rank's rows as DTensors, as torch.distributed.checkpoint reads
         them. `names` are the first names of tied parameters."""
@@ -106,7 +107,7 @@ class VocabularyShards:
         shape = tuple(self.whole[name].shape)
         return shape, (self.bounds[self.rank or 0][0], *(0 for _ in shape[1:]))
 
-    def distributed(self, name: str, rows: torch.Tensor, group: dist.ProcessGroup) -> Any:
+    def distributed(self, name: str, rows: Tensor, group: ProcessGroup) -> Any:
         """Returns this rank's `rows` of a parameter, or of a tensor with its shape such as a
         moment of Adam, as a DTensor."""
         from torch.distributed.device_mesh import DeviceMesh
@@ -132,7 +133,7 @@ class VocabularyExecutable:
     program: VocabularyProgram
     shards: Mapping[int, Mapping[int, CompiledStage]]
     ends: EndRanks
-    group: dist.ProcessGroup | None
+    group: ProcessGroup | None
     rows: VocabularyShards
     stream: gpu.Stream | None
 
@@ -147,8 +148,8 @@ class VocabularyExecutable:
 def make_executable_shards(
     program: Program,
     shards: VocabularyShards,
-    resident: Mapping[Slot, torch.Tensor],
-    group: dist.ProcessGroup | None,
+    resident: Mapping[Slot, Tensor],
+    group: ProcessGroup | None,
     runs: Mapping[Owner, Mapping[str, Run]],
 ) -> VocabularyExecutable:
     """Binds the compiled graphs of this process's shards to their rows."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from zbcompile.distributed.in_flight import complete, keep_in_flight
 from zbcompile.engine.gradients import Gradients, grad_dtype
@@ -42,7 +42,7 @@ class ShardedBuffer:
     group: dist.ProcessGroup | None
     owners: Mapping[str, int] | None = None
     reduce_dtype: torch.dtype | None = None
-    gradients: torch.Tensor | None = field(default=None, init=False)
+    gradients: Tensor | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self.replicas = 1 if self.group is None else dist.get_world_size(self.group)
@@ -67,12 +67,12 @@ class ShardedBuffer:
         self._is_even = owners is None and not on_gloo
         self.values = torch.zeros(self.bounds[-1], dtype=like.dtype, device=like.device)
         self._gradient_dtype = grad_dtype(like)
-        self._reductions: list[tuple[torch.Tensor, list[dist.Work]]] = []
+        self._reductions: list[tuple[Tensor, list[dist.Work]]] = []
         self._gathers: list[dist.Work] = []
         self._writes: dict[str, int] = {}
         self.attach_parameters()
 
-    def _view(self, flat: torch.Tensor, name: str) -> torch.Tensor:
+    def _view(self, flat: Tensor, name: str) -> Tensor:
         parameter = self.parameters[name]
         start = flat.storage_offset() + self._offsets[name]
         return flat.as_strided(parameter.shape, parameter.stride(), start)
@@ -93,7 +93,7 @@ class ShardedBuffer:
         )
         return [(replica, begin, end) for replica, begin, end in ranges if begin < end]
 
-    def local_part(self, flat: torch.Tensor, name: str) -> torch.Tensor | None:
+    def local_part(self, flat: Tensor, name: str) -> Tensor | None:
         """Returns this replica's part of a parameter in its segment `flat`; None if it has none.
         Whole parameters have their own shape, others one dimension."""
         for replica, begin, end in self.parts(name):
@@ -166,7 +166,7 @@ class ShardedBuffer:
             work.is_completed() for _, works in self._reductions for work in works
         )
 
-    def finish_reduction(self) -> torch.Tensor | None:
+    def finish_reduction(self) -> Tensor | None:
         """Completes and returns the sum of this replica's segment, or None if none was started."""
         total = None
         while self._reductions:

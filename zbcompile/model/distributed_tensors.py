@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from zbcompile.errors import PipelineError
 from zbcompile.model.placements import REPLICATE, SHARD
@@ -24,7 +24,7 @@ class TensorPart:
     whole: Any
     dimensions: tuple[str | None, ...]
 
-    def wrap(self, local: torch.Tensor) -> Any:
+    def wrap(self, local: Tensor) -> Any:
         """Returns the DTensor that has `local` as this rank's part. It is differentiable."""
         from torch.distributed.tensor import DTensor
 
@@ -34,7 +34,7 @@ class TensorPart:
             local, full.device_mesh, full.placements, run_check=False, shape=shape, stride=stride
         )
 
-    def cut(self, name: str, value: torch.Tensor) -> torch.Tensor:
+    def cut(self, name: str, value: Tensor) -> Tensor:
         """This rank's part of a value for the tensor: a DTensor, or the whole."""
         from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -66,7 +66,7 @@ class Parts:
     replace them. Its state dicts show DTensors as before, and take them."""
 
     def __init__(self, model: nn.Module, labels: Mapping[str, str]) -> None:
-        local_tensors: dict[int, torch.Tensor] = {}
+        local_tensors: dict[int, Tensor] = {}
         modules = [
             module
             for module in model.modules()
@@ -138,7 +138,7 @@ class Parts:
             part = self.parts[name]
             part.whole.grad = None if local.grad is None else part.wrap(local.grad)
 
-    def _trained(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def _trained(self) -> Iterator[tuple[str, Tensor]]:
         return (
             (name, local) for name, local in self.locals.items() if isinstance(local, nn.Parameter)
         )
@@ -154,7 +154,7 @@ class Parts:
         return {key: v if (p := parts[key]) is None else p.cut(key, v) for key, v in state.items()}
 
 
-def _own(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def _own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_parameters(recurse=False, remove_duplicate=False)
     yield from module.named_buffers(recurse=False, remove_duplicate=False)
 
@@ -173,11 +173,11 @@ def _take_parts(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) 
             state[prefix + name] = getattr(tensor, PART).cut(prefix + name, state[prefix + name])
 
 
-def is_distributed(tensor: torch.Tensor) -> bool:
+def is_distributed(tensor: Tensor) -> bool:
     return hasattr(tensor, "device_mesh") and hasattr(tensor, "to_local")
 
 
-def _part(tensor: Any, dimensions: tuple[str | None, ...]) -> torch.Tensor:
+def _part(tensor: Any, dimensions: tuple[str | None, ...]) -> Tensor:
     local = tensor.to_local().detach()
     local_tensors = (
         nn.Parameter(local, requires_grad=tensor.requires_grad)
@@ -220,18 +220,18 @@ def _dimensions(labels: Mapping[str, str], name: str, tensor: Any) -> tuple[str 
 Chunk = tuple[tuple[int, ...], tuple[int, ...]]  # the shape of a whole tensor, the offset of a part
 
 
-class TensorShard(torch.Tensor):
+class TensorShard(Tensor):
     """A tensor that is sharded over processes: this one has the part `local` at `offset`.
 
     It has the shape of the full tensor and no memory except that of `local`. The methods with
     underscores are the protocol by which torch.distributed.checkpoint plans tensor subclasses.
     """
 
-    local: torch.Tensor
+    local: Tensor
     offset: tuple[int, ...]
 
     @classmethod
-    def of(cls, local: torch.Tensor, chunk: Chunk) -> "TensorShard":
+    def of(cls, local: Tensor, chunk: Chunk) -> "TensorShard":
         shape, offset = chunk
         shard = torch.empty((), dtype=local.dtype, device="cpu").expand(shape).as_subclass(cls)
         shard.local, shard.offset = local, offset
@@ -255,7 +255,7 @@ class TensorShard(torch.Tensor):
         index = MetadataIndex(fqn, chunk.offsets)
         return [WriteItem(index, WriteItemType.SHARD, tensor_data=data)]
 
-    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
+    def __get_tensor_shard__(self, index: Any) -> Tensor:
         return self.local
 
 

@@ -5,7 +5,7 @@ import hashlib
 from collections.abc import Callable, Iterable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from zbcompile.errors import PipelineError
 from zbcompile.model.distributed_tensors import PART
@@ -14,7 +14,7 @@ from zbcompile.passes import gpu
 from zbcompile.passes.meta_device import is_on_meta, on_device
 from zbcompile.passes.torch_private import tensor_tables
 
-Init = Callable[[str, torch.Tensor], None]
+Init = Callable[[str, Tensor], None]
 
 
 class Share:
@@ -36,7 +36,7 @@ class Share:
 
     def make_real(self, is_local: Callable[[str], bool]) -> None:
         """Gives local tensors memory on the device, and values if there is an `init`."""
-        real: dict[int, torch.Tensor] = {}
+        real: dict[int, Tensor] = {}
         for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
             if tensor.is_meta and is_local(name):
                 real[id(tensor)] = on_device(tensor, self.device)
@@ -45,7 +45,7 @@ class Share:
             if id(tensor) in real:
                 table[name] = real[id(tensor)]
 
-    def fill_rows(self, name: str, full: torch.Tensor, rows: torch.Tensor, low: int) -> None:
+    def fill_rows(self, name: str, full: Tensor, rows: Tensor, low: int) -> None:
         """Give `rows`, which are those of a parameter from number `low` on, the values that the
         `whole` would have."""
         values = torch.empty_like(full, device="meta" if self.init is None else self.device)
@@ -67,7 +67,7 @@ class Share:
                 " tensor) to pipeline."
             )
 
-    def _fill(self, name: str, tensor: torch.Tensor) -> None:
+    def _fill(self, name: str, tensor: Tensor) -> None:
         """Fill a tensor, or a part of a DTensor with what `init` gives for the whole, which is the
         same on any mesh."""
         part = getattr(tensor, PART, None)
@@ -87,7 +87,7 @@ class Share:
             f"{path}.{name}".lstrip(".")
             for path, module in self.model.named_modules()
             for name, value in vars(module).items()
-            if isinstance(value, torch.Tensor) and value.is_meta
+            if isinstance(value, Tensor) and value.is_meta
         ]
         if plain:
             raise PipelineError(
@@ -109,7 +109,7 @@ class Share:
             )
 
 
-def fill(init: Init, seed: int, name: str, tensor: torch.Tensor) -> None:
+def fill(init: Init, seed: int, name: str, tensor: Tensor) -> None:
     """Let `init` fill a tensor, with random numbers that depend on `seed` and its name alone."""
     with gpu.forked_generators(tensor.device), torch.no_grad():
         torch.manual_seed(int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:7]))

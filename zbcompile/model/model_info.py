@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from zbcompile.model.module_tensors import local_state_allowed
 from zbcompile.passes.torch_names import dtype_named
@@ -38,8 +38,8 @@ class ModelFacts:
 
     name: str
     members: tuple[Member, ...]
-    constants: Mapping[str, torch.Tensor] = field(repr=False)
-    unsaved: Mapping[str, torch.Tensor] = field(repr=False)
+    constants: Mapping[str, Tensor] = field(repr=False)
+    unsaved: Mapping[str, Tensor] = field(repr=False)
 
     @cached_property
     def names(self) -> dict[str, str]:
@@ -57,13 +57,13 @@ def first_names(model: nn.Module) -> dict[str, str]:
     return {name: first.setdefault(id(tensor), name) for name, tensor in named}
 
 
-def has_values(tensor: torch.Tensor) -> bool:
+def has_values(tensor: Tensor) -> bool:
     """Returns whether a tensor has memory. One of a model built on the meta device or under fake
     tensors has none."""
     return not (tensor.is_meta or isinstance(tensor, FakeTensor))
 
 
-def facts_of(model: nn.Module, constants: Mapping[str, torch.Tensor]) -> ModelFacts:
+def facts_of(model: nn.Module, constants: Mapping[str, Tensor]) -> ModelFacts:
     """Describe `model`; the tensors stay where they are."""
     with local_state_allowed():
         saved = set(model.state_dict(keep_vars=True))
@@ -84,9 +84,9 @@ def facts_of(model: nn.Module, constants: Mapping[str, torch.Tensor]) -> ModelFa
     return ModelFacts(type(model).__name__, tuple(members), dict(constants), unsaved)
 
 
-def _named_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+def _named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
     """Every name of every parameter and buffer, module by module, as in a state dict."""
-    tensors: list[tuple[str, torch.Tensor]] = []
+    tensors: list[tuple[str, Tensor]] = []
     for path, module in model.named_modules(remove_duplicate=False):
         local = [
             *module.named_parameters("", False, False),
@@ -115,7 +115,7 @@ def module_of(facts: ModelFacts) -> nn.Module:
 
 
 def module_with(
-    tensors: Mapping[str, torch.Tensor], title: str, unsaved: Collection[str] = ()
+    tensors: Mapping[str, Tensor], title: str, unsaved: Collection[str] = ()
 ) -> nn.Module:
     """An otherwise empty module that holds parameters and buffers under their own dotted names;
     those that are `unsaved` are buffers that no state dict holds."""
@@ -130,7 +130,7 @@ def module_with(
     return root
 
 
-def on_meta(member: Member) -> torch.Tensor:
+def on_meta(member: Member) -> Tensor:
     """A parameter or buffer without memory."""
     dtype = dtype_named(member.dtype)
     tensor = torch.empty_strided(member.shape, member.stride, dtype=dtype, device="meta")

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from zbcompile.errors import PipelineError
 from zbcompile.model.distributed_tensors import PART, TensorPart, is_distributed
@@ -22,11 +22,9 @@ from zbcompile.passes.torch_names import type_text
 from zbcompile.passes.torch_private import tensor_tables
 
 
-def resident_tensors(
-    model: nn.Module, constants: Mapping[str, torch.Tensor]
-) -> dict[Slot, torch.Tensor]:
+def resident_tensors(model: nn.Module, constants: Mapping[str, Tensor]) -> dict[Slot, Tensor]:
     """Parameters, buffers and a capture's constants by slot."""
-    tensors: dict[Slot, torch.Tensor] = {
+    tensors: dict[Slot, Tensor] = {
         Slot("constant", name): tensor for name, tensor in constants.items()
     }
     tensors.update({Slot("parameter", name): tensor for name, tensor in model.named_parameters()})
@@ -34,7 +32,7 @@ def resident_tensors(
     return tensors
 
 
-def require_same_tensors(model: nn.Module, bound: Mapping[Slot, tuple[torch.Tensor, str]]) -> None:
+def require_same_tensors(model: nn.Module, bound: Mapping[Slot, tuple[Tensor, str]]) -> None:
     """Raise unless the model still has the `bound` tensors: a replaced Parameter would silently
     stop training.
 
@@ -62,7 +60,7 @@ def require_same_tensors(model: nn.Module, bound: Mapping[Slot, tuple[torch.Tens
         )
 
 
-def kind_of(tensor: torch.Tensor) -> str:
+def kind_of(tensor: Tensor) -> str:
     """Data type, shape and device, for messages and comparison."""
     return f"{type_text(tensor)} on {tensor.device}"
 
@@ -74,7 +72,7 @@ _allowed: ContextVar[bool] = ContextVar("local state dicts", default=False)
 def move_to_meta(model: nn.Module, is_remote: Callable[[str], bool]) -> None:
     """Replaces the parameters and buffers whose first names are remote, in every module that has
     them."""
-    replaced: dict[int, torch.Tensor] = {}
+    replaced: dict[int, Tensor] = {}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_remote(name) and not tensor.is_meta:
             replaced[id(tensor)] = _on_meta(tensor)
@@ -83,7 +81,7 @@ def move_to_meta(model: nn.Module, is_remote: Callable[[str], bool]) -> None:
             table[name] = replaced[id(tensor)]
 
 
-def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
+def _on_meta(tensor: Tensor) -> Tensor:
     """Returns a tensor without memory that has the shape, the hooks and the attributes."""
     remote = on_device(tensor, _META)
     remote._backward_hooks = tensor._backward_hooks

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from zbcompile.distributed.ranks import Ranks
@@ -42,8 +43,8 @@ class NamedParameter:
 
     name: str
     group: int
-    tensor: torch.Tensor
-    local: torch.Tensor
+    tensor: Tensor
+    local: Tensor
     chunk: Chunk | None = None
 
 
@@ -59,7 +60,7 @@ def state_entries(member: NamedParameter, state: Mapping[Any, Any]) -> Values:
             )
         if is_distributed(value):
             value = shard_of(value)
-        elif member.chunk is not None and isinstance(value, torch.Tensor) and value.dim():
+        elif member.chunk is not None and isinstance(value, Tensor) and value.dim():
             if value.shape != member.local.shape:
                 raise PipelineError(
                     f"the optimizer keeps {key} of shape {list(value.shape)} for {member.name}, "
@@ -95,7 +96,7 @@ def by_name(entries: Mapping[str, Any], section: str, names: Collection[str]) ->
 
 def empty_entry(
     member: NamedParameter, key: str, shape: Sequence[int], dtype: torch.dtype, device: Any = None
-) -> torch.Tensor:
+) -> Tensor:
     """Returns memory for an entry to be read into: as large as this process's part of the parameter
     if the entry has the parameter's shape."""
     full_shape = tuple(member.local.shape) if member.chunk is None else member.chunk[0]
@@ -167,7 +168,7 @@ class OptimizerState:
     ) -> None:
         self.ranks, self.trained = ranks, trained
         self.parameters, self.numbers = parameters, numbers
-        self.stepped: set[torch.Tensor] = set()
+        self.stepped: set[Tensor] = set()
 
     def entries(self, inner: Optimizer, is_checkpoint: bool) -> Values:
         """Returns the entries of the state dict; of a checkpoint only what this process writes."""
@@ -247,7 +248,7 @@ class OptimizerState:
     def _local_names(self) -> list[str]:
         return [name for name in self.numbers if name in self.trained.local]
 
-    def _member(self, name: str, tensor: torch.Tensor | None = None) -> NamedParameter:
+    def _member(self, name: str, tensor: Tensor | None = None) -> NamedParameter:
         local = self.trained.local[name]
         return NamedParameter(
             name,

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from zbcompile.distributed.agreement import agree, together
@@ -50,7 +51,7 @@ class PipelineOptimizer(Optimizer):
         self.config, self._ranks, self._siblings = config, ranks, siblings
         self.numbers: dict[str, int] = {}
         self._parameters: OptimizerParameters | None = None
-        self._norm: torch.Tensor | None = None
+        self._norm: Tensor | None = None
         self._closed = False
         self.forget_updates()
         config.require_replicas(ranks.mesh)
@@ -96,7 +97,7 @@ class PipelineOptimizer(Optimizer):
         return self._parameters
 
     @property
-    def norm(self) -> torch.Tensor | None:
+    def norm(self) -> Tensor | None:
         """The norm by which the last update clipped."""
         self.settle()
         return self._norm
@@ -251,7 +252,7 @@ class PipelineOptimizer(Optimizer):
             self._make_masters(lambda parameter: parameter.grad is not None)
             self._parameters.set_master_gradients()
 
-    def _make_masters(self, needs_master: Callable[[torch.Tensor], object]) -> None:
+    def _make_masters(self, needs_master: Callable[[Tensor], object]) -> None:
         """Makes masters of parameters that were frozen at first, and updates them from now on."""
         masters = self.parameters.make_masters(needs_master)
         for group in self.param_groups if masters else ():
@@ -273,7 +274,7 @@ class PipelineOptimizer(Optimizer):
                 self._update_all()
         return loss
 
-    def _update_all(self, norm: torch.Tensor | None = None) -> None:
+    def _update_all(self, norm: Tensor | None = None) -> None:
         """Updates everything; the norm of all gradients may be known already."""
         parameters = self.parameters
         parameters.begin_update()
@@ -285,7 +286,7 @@ class PipelineOptimizer(Optimizer):
         self._step_inner([entry.tensor for entry in parameters.tensors])
         parameters.end_update()
 
-    def _step_inner(self, tensors: Collection[torch.Tensor]) -> None:
+    def _step_inner(self, tensors: Collection[Tensor]) -> None:
         """Updates these of its tensors."""
         members, updated = [group["params"] for group in self.param_groups], set(tensors)
         self._state_dict.stepped.update(tensor for tensor in tensors if tensor.grad is not None)

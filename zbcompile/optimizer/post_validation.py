@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from zbcompile.distributed.in_flight import complete, keep_in_flight
 from zbcompile.distributed.ranks import Ranks
@@ -24,14 +25,14 @@ from zbcompile.errors import PipelineError
 from zbcompile.passes.torch_private import version_of
 
 TAG = 1 << 30  # above those of the pipeline's messages
-State = dict[torch.Tensor, dict[str, Any]]
+State = dict[Tensor, dict[str, Any]]
 Group = dict[str, Any]
 # a tensor of the optimizer, its values and its state before an update
-Snapshot = tuple[torch.Tensor, torch.Tensor, dict[str, Any] | None]
+Snapshot = tuple[Tensor, Tensor, dict[str, Any] | None]
 
 
 def _copied(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+    return value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
 
 
 @dataclass
@@ -56,9 +57,9 @@ class PostValidation:
     late: bool
     options: list[Group]
     held: bool = False
-    squares: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)
+    squares: dict[Tensor, Tensor] = field(default_factory=dict)
     snapshots: list[Snapshot] = field(default_factory=list)
-    gradients: Sequence[tuple[torch.Tensor, torch.Tensor | None]] = ()
+    gradients: Sequence[tuple[Tensor, Tensor | None]] = ()
     writes: Mapping[OptimizerTensor, int] = field(default_factory=dict)
     sending: dist.Work | None = None
     works: list[dist.Work] = field(default_factory=list)
@@ -67,7 +68,7 @@ class PostValidation:
     def __post_init__(self) -> None:
         self.before = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
 
-    def may_update(self, counted: Iterable[torch.Tensor]) -> bool:
+    def may_update(self, counted: Iterable[Tensor]) -> bool:
         """Returns whether the stage whose gradients `counted` this process counts updates now."""
         self.squares |= {gradient: squares_of(gradient) for gradient in counted}
         self.stages_done += 1
@@ -92,7 +93,7 @@ class PostValidation:
             copied = None if state is None else {key: _copied(v) for key, v in state.items()}
             self.snapshots.append((entry.tensor, _copied(entry.tensor), copied))
 
-    def _clips(self, norm: torch.Tensor) -> bool:
+    def _clips(self, norm: Tensor) -> bool:
         """Returns whether gradients of this norm are clipped. Those that are not finite are."""
         return self.clip is not None and not self.clip / (norm + 1e-6) >= 1.0
 
@@ -101,7 +102,7 @@ class PostValidation:
         same rule."""
         return stage == LATE if self.late else self.stages_done == self.stages
 
-    def begin_total(self, counted: Iterable[torch.Tensor]) -> None:
+    def begin_total(self, counted: Iterable[Tensor]) -> None:
         """Starts to add up the squares of all processes, in the order of `counted`, and how many
         processes have an update that waits."""
         squares = [self.squares[gradient] for gradient in counted]
@@ -163,7 +164,7 @@ class PostValidation:
 def _assign(
     groups: Sequence[Group],
     options: Sequence[Group],
-    gradients: Iterable[tuple[torch.Tensor, torch.Tensor | None]],
+    gradients: Iterable[tuple[Tensor, Tensor | None]],
 ) -> None:
     for group, values in zip(groups, options, strict=True):
         group.update(values)
@@ -174,7 +175,7 @@ def _assign(
 CHUNK = 1 << 20  # elements that are squared at once
 
 
-def squares_of(gradient: torch.Tensor) -> torch.Tensor:
+def squares_of(gradient: Tensor) -> Tensor:
     """The sum of the squares of a gradient, as float64."""
     total = torch.zeros((), dtype=torch.float64, device=gradient.device)
     for part in gradient.detach().reshape(-1).split(CHUNK):
@@ -184,8 +185,8 @@ def squares_of(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def begin_sum(
-    squares: Iterable[torch.Tensor], ranks: Ranks, more: float = 0.0
-) -> tuple[torch.Tensor, dist.Work | None]:
+    squares: Iterable[Tensor], ranks: Ranks, more: float = 0.0
+) -> tuple[Tensor, dist.Work | None]:
     """Begins to add up the squares of all processes, and `more` behind them. A process passes the
     squares of the gradients that it counts."""
     total = torch.tensor([0.0, more], dtype=torch.float64, device=ranks.device)
@@ -196,7 +197,7 @@ def begin_sum(
     return total, dist.all_reduce(total, group=ranks.everyone, async_op=True)
 
 
-def norm_of_all(gradients: Iterable[torch.Tensor], ranks: Ranks) -> torch.Tensor:
+def norm_of_all(gradients: Iterable[Tensor], ranks: Ranks) -> Tensor:
     """The norm of the gradients of all processes, as float32."""
     total, work = begin_sum(map(squares_of, gradients), ranks)
     if work is not None:

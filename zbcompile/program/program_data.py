@@ -9,6 +9,7 @@ from dataclasses import fields, replace
 from typing import Any, get_type_hints
 
 import torch
+from torch import Tensor
 
 from zbcompile.json_text import Converters, from_plain, to_plain
 from zbcompile.model.model_info import has_values, on_meta
@@ -65,7 +66,7 @@ def program_from_data(
     return replace(program, vocabulary=replace(program.vocabulary, pieces=shards))
 
 
-def rank_to_data(program: Program, rank: int) -> tuple[Data, dict[str, torch.Tensor]]:
+def rank_to_data(program: Program, rank: int) -> tuple[Data, dict[str, Tensor]]:
     """Returns the graphs of a rank as JSON values, and its tensors that no state dict holds.
 
     Raises CompileError for an operation or argument that data cannot describe.
@@ -92,7 +93,7 @@ def rank_to_data(program: Program, rank: int) -> tuple[Data, dict[str, torch.Ten
 def with_rank(
     program: Program,
     data: Data,
-    tensors: Mapping[str, torch.Tensor],
+    tensors: Mapping[str, Tensor],
     device: torch.device,
     operators: Collection[str],
 ) -> Program:
@@ -165,7 +166,7 @@ def _readers(device: torch.device, operators: Collection[str]) -> Converters:
     }
 
 
-def _restride(tensor: torch.Tensor, stride: list[int]) -> torch.Tensor:
+def _restride(tensor: Tensor, stride: list[int]) -> Tensor:
     """Returns `tensor` with other strides. Along a stride of 0 one entry is stored for all."""
     if list(tensor.stride()) == stride:
         return tensor

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 from zbcompile.batches.batch import whole_batch
@@ -27,7 +27,7 @@ from zbcompile.passes.torch_names import dtype_named
 from zbcompile.program.program import Program
 from zbcompile.torch_private import group_between
 
-Tensors = list[torch.Tensor]
+Tensors = list[Tensor]
 
 
 def generated_stages(
@@ -131,7 +131,7 @@ class CompiledPipelineStage(PipelineStage):
         save_forward_output: bool = True,
         *more: Any,
         **options: Any,
-    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    ) -> Tensor | tuple[Tensor, ...]:
         """Runs F of one microbatch. The last stage needs its target: there F runs inside `loss`."""
         self._run = self._run or self._begin()
         self._accept(self._run, fwd_chunk_id, args if self.is_first else (), kwargs or {}, None)
@@ -142,7 +142,7 @@ class CompiledPipelineStage(PipelineStage):
         self._forward(fwd_chunk_id)
         return tuple(self._made["F", fwd_chunk_id])
 
-    def loss(self, output: Any, target: Any) -> torch.Tensor:
+    def loss(self, output: Any, target: Any) -> Tensor:
         """Runs the last stage's F for the microbatch of the placeholder `output`. Returns the loss.
         This is the `loss_fn` for torch's schedules."""
         if self._run is None:
@@ -271,9 +271,7 @@ class CompiledPipelineStage(PipelineStage):
             self._operation(dist.isend, value, to) for value in self._made.pop((op, microbatch))
         ]
 
-    def _operation(
-        self, operation: Callable[..., Any], tensor: torch.Tensor, stage: int
-    ) -> dist.P2POp:
+    def _operation(self, operation: Callable[..., Any], tensor: Tensor, stage: int) -> dist.P2POp:
         way = (self.stage_index, stage) if operation is dist.isend else (stage, self.stage_index)
         assert self.group is not None, "generated_stages refuses a pipeline without a process group"
         peer = dist.get_global_rank(self.group, self.stage_index_to_group_rank[stage])
@@ -298,7 +296,7 @@ class CompiledPipelineStage(PipelineStage):
         self._arrived["F", mb_index] = list(prev_stage_outputs)
 
 
-class OutputToCome(torch.Tensor):
+class OutputToCome(Tensor):
     """A placeholder for the output of the last stage before the target of its microbatch is known.
     Only `loss` can read it."""
 
