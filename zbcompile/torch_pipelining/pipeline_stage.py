@@ -55,12 +55,11 @@ def generated_stages(
             f'the mesh has several ranks along "{dimensions[0]}", and torch\'s schedules do not sum'
             " gradients over them. Use pipe.step."
         )
-    early = [stage for stage, _ in program.output.made.values()] if program.output else []
-    if any(stage < program.schedule.stages - 1 for stage in early):
+    if program.output is not None:
         raise PipelineError(
-            f"return_outputs=True, but stage {min(early)} makes a part of the output, and torch's"
-            " schedules return what the last stage makes. Return that part from the last layers,"
-            " or use pipe.step."
+            "the step was compiled to return more than its loss, and torch's schedules return"
+            " losses alone. Compile it without return_outputs= and return_metrics=; pipe.eval gives"
+            " outputs."
         )
     return [
         CompiledPipelineStage(stage, program, ranks.group, parameters) for stage in stages.values()
@@ -94,7 +93,6 @@ class CompiledPipelineStage(PipelineStage):
         self.stage_index_to_group_rank = {i: program.rank_of(i) for i in range(count)}
         self._compiled, self._program, self._parameters = stage, program, parameters
         self._steps = 0
-        self._keeps = True  # whether torch asked for the output of the present microbatch
         # whether the present run has a backward: an evaluation counts as no step
         self._trains = False
         self._run: StageRun | None = None
@@ -128,7 +126,6 @@ class CompiledPipelineStage(PipelineStage):
         fwd_chunk_id: int,
         args: tuple[Any, ...],
         kwargs: dict[str, Any] | None = None,
-        save_forward_output: bool = True,
         *more: Any,
         **options: Any,
     ) -> Tensor | tuple[Tensor, ...]:
@@ -136,7 +133,6 @@ class CompiledPipelineStage(PipelineStage):
         self._run = self._run or self._begin()
         self._accept(self._run, fwd_chunk_id, args if self.is_first else (), kwargs or {}, None)
         if self.is_last:
-            self._keeps = save_forward_output
             self.output_chunks.append(())  # torch merges these into the output of the whole batch
             return OutputToCome.of(fwd_chunk_id)
         self._forward(fwd_chunk_id)
@@ -154,16 +150,7 @@ class CompiledPipelineStage(PipelineStage):
         if needs_target:
             self._accept(self._run, microbatch, (), {}, target)
         self._forward(microbatch)
-        self._keep_output(self._run, microbatch)
         return self._run.losses[microbatch]
-
-    def _keep_output(self, run: StageRun, microbatch: int) -> None:
-        """Put the outputs into the place that this microbatch's forward has just made: torch asks
-        for the loss next."""
-        outputs = {name: parts.pop(microbatch) for name, parts in run.outputs.items()}
-        output = self._program.output
-        if output is not None and self._keeps:
-            self.output_chunks[-1] = output.rebuild(outputs)
 
     def _accept(
         self, run: StageRun, microbatch: int, args: tuple[Any, ...], kwargs: Any, target: Any
