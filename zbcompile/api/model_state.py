@@ -223,8 +223,13 @@ class ModelState:
                     tensor = value
                 elif shards is not None and group is not None and name in shards.own:
                     tensor = shards.gathered(name, group).clone()
+                elif not isinstance(value, Tensor):
+                    tensor = ranks.gather_here(value)[self.program.holders(name)[0]]
                 else:
-                    tensor = _broadcast(value, self.program.holders(name)[0], ranks)
+                    tensor = torch.empty(value.shape, dtype=value.dtype, device=ranks.device)
+                    if not value.is_meta:
+                        tensor.copy_(value.detach())
+                    ranks.broadcast(tensor, self.program.holders(name)[0])
             yield key, tensor
 
     def _complete_updates(self) -> None:
@@ -258,13 +263,3 @@ def _check_keys(target: Mapping[str, Any], state: Mapping[str, Any]) -> None:
                 f"{key} has shape {list(state[key].shape)} in the state dict and"
                 f" {list(value.shape)} in the model."
             )
-
-
-def _broadcast(value: Any, owner: int, ranks: Ranks) -> Any:
-    if not isinstance(value, Tensor):
-        return ranks.gather_here(value)[owner]
-    buffer = torch.empty(value.shape, dtype=value.dtype, device=ranks.device)
-    if not value.is_meta:
-        buffer.copy_(value.detach())
-    ranks.broadcast(buffer, owner)
-    return buffer

@@ -112,7 +112,9 @@ class OrderedLinks:
             arguments = place, end, patience(backend, timeout)
             is_nccl = backend == gpu.BACKEND
             ends[peer] = nccl_link(*arguments, pair) if is_nccl else gloo_link(*arguments)
-            _greet(ends[peer], end, device)
+            move = ends[peer].send if rank == source else ends[peer].recv
+            # the first message makes the connection
+            move([torch.zeros(1, device=device)], 1 - end, 0).wait()
             links.append(ends[peer])
         return links
 
@@ -125,13 +127,6 @@ class OrderedLinks:
 
 
 Channels = TaggedLinks | OrderedLinks
-
-
-def _greet(link: Any, end: int, device: torch.device) -> None:
-    """The first message, which makes the connection."""
-    token = torch.zeros(1, device=device)
-    work = link.send([token], DESTINATION, 0) if end == SOURCE else link.recv([token], SOURCE, 0)
-    work.wait()
 
 
 Tensors = list[Tensor]
@@ -260,7 +255,14 @@ def empty(spec: TensorSpec, device: torch.device) -> Tensor:
 def laid_out(value: Tensor, spec: TensorSpec) -> Tensor:
     """`value`, packed or not, with the strides that the graph was traced for; a copy only if they
     differ."""
-    if value.shape == spec.shape and (value.stride() == spec.stride or _same_strides(value, spec)):
+    if value.shape == spec.shape and (
+        value.stride() == spec.stride
+        # those of dimensions of size 1 mean nothing
+        or all(
+            a == b or size == 1
+            for a, b, size in zip(value.stride(), spec.stride, value.shape, strict=True)
+        )
+    ):
         return value
     once, _ = packed_layout(spec.shape, spec.stride)
     return _copied(value, once, spec.stride).expand(spec.shape)
@@ -271,16 +273,8 @@ def as_contiguous(tensor: Tensor) -> Tensor:
     nothing else."""
     if tensor.is_contiguous():
         return tensor
-    return tensor.permute(memory_order(tensor))
-
-
-def memory_order(tensor: Tensor) -> list[int]:
-    """The dimensions of a dense tensor, those with the largest strides first."""
-    if tensor.is_contiguous():
-        return list(range(tensor.ndim))
-    return sorted(
-        range(tensor.ndim), key=lambda i: (tensor.stride(i), tensor.shape[i]), reverse=True
-    )
+    strides = [(tensor.stride(i), tensor.shape[i], i) for i in range(tensor.ndim)]
+    return tensor.permute([i for *_, i in sorted(strides, key=lambda s: s[:2], reverse=True)])
 
 
 def _copied(tensor: Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
@@ -288,12 +282,4 @@ def _copied(tensor: Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) ->
     first = tensor[tuple(slice(size) for size in shape)]
     return torch.empty_strided(shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(
         first
-    )
-
-
-def _same_strides(value: Tensor, spec: TensorSpec) -> bool:
-    """Returns whether strides agree. Those of dimensions of size 1 mean nothing and are ignored."""
-    return all(
-        a == b or size == 1
-        for a, b, size in zip(value.stride(), spec.stride, value.shape, strict=True)
     )

@@ -16,7 +16,6 @@ from zbcompile.engine.replicas import Sum, SumPlan, plan_sums
 from zbcompile.engine.stage import CompiledStage
 from zbcompile.engine.vocabulary_parameters import VocabularyExecutable
 from zbcompile.errors import PipelineError
-from zbcompile.passes.stage.stage_program import StageProgram
 from zbcompile.passes.torch_names import dtype_named
 from zbcompile.profiling.observation import Observation
 from zbcompile.program.output import Output
@@ -163,7 +162,13 @@ def plan_step(graphs: Sequence[BoundGraphs], lowered: Schedule, ranks: Sequence[
                 f"the microbatches of this step differ in their shapes, and {problem}, so they"
                 " cannot share a step. Put samples that are alike in that into one batch."
             )
-        program = replace(program, stages=_trained_by_any(program, programs))
+        trained = [  # by any of the programs, of each stage
+            tuple(dict.fromkeys(name for one in stages for name in one.trained))
+            for stages in zip(*(program.stages for program in programs), strict=True)
+        ]
+        pairs = zip(program.stages, trained, strict=True)
+        stages = tuple(replace(stage, trained=names) for stage, names in pairs)
+        program = replace(program, stages=stages)
     if program.lowered is not lowered:
         program = replace(program, lowered=lowered)
     sums = {rank: plan_sums(program, rank, graphs[0].sums) for rank in ranks}
@@ -184,17 +189,6 @@ def _problem(programs: Sequence[Program]) -> str:
         if program.manifest["vocabulary"] != first.manifest["vocabulary"]:
             return "compute the sharded output layer in different ways"
     return ""
-
-
-def _trained_by_any(first: Program, programs: Sequence[Program]) -> tuple[StageProgram, ...]:
-    """Returns the stages of `first`, with the parameters that any of `programs` trains on them."""
-    stages = zip(*(program.stages for program in programs), strict=True)
-    trained = [
-        tuple(dict.fromkeys(name for one in stage for name in one.trained)) for stage in stages
-    ]
-    return tuple(
-        replace(stage, trained=names) for stage, names in zip(first.stages, trained, strict=True)
-    )
 
 
 WHERE = (False, True, "last")

@@ -145,8 +145,6 @@ class OptimizerParameters:
     def wait(self) -> None:
         """Receives the parameters that other replicas have updated. Raises PipelineError if the
         user has written into one, which would be lost."""
-        for buffer in self.buffers:
-            buffer.require_unwritten()
         if self.buffers:
             with (
                 self.ranks.watch.outside_calls(what := "the updated parameters"),
@@ -156,12 +154,6 @@ class OptimizerParameters:
                     buffer.wait()
 
     # Around an update
-
-    def set_master_gradients(self) -> None:
-        """Gives the masters of whole parameters the gradients of these, in the same memory."""
-        for entry in self.tensors:
-            if not entry.is_part:
-                entry.tensor.grad = entry.source.grad
 
     def make_masters(self, needs_master: Callable[[Tensor], object]) -> dict[Tensor, nn.Parameter]:
         """Makes float32 masters of the parameters in half precision that need one and have none.

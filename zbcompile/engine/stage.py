@@ -269,42 +269,37 @@ class StageRun:
     def begin(self, call: Call, microbatch: int, received: Tensors) -> Tensors:
         """Returns the inputs of a pass, in the order of its graph."""
         if call.opens:
-            self._open(microbatch, received)
+            stage = self.stages[microbatch]
+            inputs = self.inputs[microbatch]
+            frame = self.frames[microbatch] = list(stage.template)
+            if stage.loss_factor is not None:
+                frame[stage.loss_factor] = self.loss_factor
+            for place, path in stage.inputs:
+                frame[place] = inputs[path]
+            if stage.generator_arrives:
+                stage.relay.continue_from(received.pop(), self.seeds[microbatch])
+            elif stage.program.random or stage.generator_leaves:
+                seed_generators(self.seeds[microbatch], stage.device)
         frame = self.frames.pop(microbatch) if call.closes else self.frames[microbatch]
         if received or call.receives:
             for (place, spec), value in zip(call.receives, received, strict=True):
                 frame[place] = laid_out(value, spec)
             received.clear()
         if call.accumulators:
-            self._set_accumulators(call, frame)
+            key = id(call.accumulators)  # hashing all names takes longer than a small pass
+            if key not in self.accumulators:  # the first pass of the step creates the buffers
+                buffers = [
+                    (at, self.gradients[n].buffer(self.index)) for at, n in call.accumulators
+                ]
+                if self.rows is not None:
+                    buffers = [(at, buffer[self.rows]) for at, buffer in buffers]
+                self.accumulators[key] = buffers
+            for place, buffer in self.accumulators[key]:
+                frame[place] = buffer
         values = [frame[place] for place in call.takes]
         for place in call.frees:
             frame[place] = None
         return values  # type: ignore[return-value]
-
-    def _open(self, microbatch: int, received: Tensors) -> None:
-        stage = self.stages[microbatch]
-        frame = self.frames[microbatch] = list(stage.template)
-        if stage.loss_factor is not None:
-            frame[stage.loss_factor] = self.loss_factor
-        inputs = self.inputs[microbatch]
-        for place, path in stage.inputs:
-            frame[place] = inputs[path]
-        if stage.generator_arrives:
-            stage.relay.continue_from(received.pop(), self.seeds[microbatch])
-        elif stage.program.random or stage.generator_leaves:
-            seed_generators(self.seeds[microbatch], stage.device)
-
-    def _set_accumulators(self, call: Call, frame: Registers) -> None:
-        """Sets the gradient buffers, which the first pass of the step creates."""
-        key = id(call.accumulators)  # hashing all names takes longer than a small pass
-        if key not in self.accumulators:
-            buffers = [(at, self.gradients[n].buffer(self.index)) for at, n in call.accumulators]
-            if self.rows is not None:
-                buffers = [(at, buffer[self.rows]) for at, buffer in buffers]
-            self.accumulators[key] = buffers
-        for place, buffer in self.accumulators[key]:
-            frame[place] = buffer
 
     def end(self, call: Call, microbatch: int, results: Sequence[Tensor]) -> Tensors:
         """Stores the results of a pass, and returns the tensors to send."""

@@ -201,8 +201,9 @@ class ShardedBuffer:
         self._gathers += map(keep_in_flight, works)
         self._writes = {name: version_of(parameter) for name, parameter in self.parameters.items()}
 
-    def require_unwritten(self) -> None:
-        """Raises PipelineError if the user has written into a parameter since `gather`."""
+    def wait(self) -> None:
+        """Blocks until the other replicas' segments of the parameters have arrived. Raises
+        PipelineError if the user has written into a parameter since `gather`."""
         for name, writes in self._writes.items() if self._gathers else ():
             if version_of(self.parameters[name]) != writes:
                 raise PipelineError(
@@ -211,7 +212,5 @@ class ShardedBuffer:
                     " pipe.parameters() or pipe.state_dict() first, which waits for them."
                 )
 
-    def wait(self) -> None:
-        """Blocks until the other replicas' segments of the parameters have arrived."""
         while self._gathers:
             complete(self._gathers.pop(0))

@@ -66,9 +66,6 @@ class FaultStore:
         """Records that the pipeline has ended."""
         self._store.set("ended", json.dumps(asdict(fault)))
 
-    def acknowledge(self, region: int) -> None:
-        """Records that this rank knows the fault of a call."""
-        self._store.add(f"known/{region}", 1)
-
-    def all_acknowledged(self, region: int) -> bool:
-        return self._store.add(f"known/{region}", 0) >= len(self.members)
+    def acknowledge(self, region: int, ranks: int = 1) -> bool:
+        """Records that this rank (0: none) knows the fault of a call. Returns whether all do."""
+        return self._store.add(f"known/{region}", ranks) >= len(self.members)

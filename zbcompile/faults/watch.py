@@ -192,7 +192,7 @@ class Watch:
         """Waits until all ranks know of a fault, for at most `LEAVING` seconds."""
         self.store.acknowledge(region)
         end = time.monotonic() + LEAVING
-        while time.monotonic() < end and not self.store.all_acknowledged(region):
+        while time.monotonic() < end and not self.store.acknowledge(region, 0):
             time.sleep(INTERVAL / 10)
 
     def _store_fault(self) -> Fault:

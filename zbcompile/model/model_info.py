@@ -69,31 +69,18 @@ def facts_of(model: nn.Module, constants: Mapping[str, Tensor]) -> ModelFacts:
         saved = set(model.state_dict(keep_vars=True))
     first = first_names(model)
     members, unsaved = [], {}
-    for name, tensor in _named_tensors(model):
-        kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
-        layout = (
-            tuple(tensor.shape),
-            tuple(tensor.stride()),
-            str(tensor.dtype).removeprefix("torch."),
-        )
-        members.append(
-            Member(name, kind, *layout, tensor.requires_grad, name in saved, first[name])
-        )
-        if name not in saved:
-            unsaved[name] = tensor
-    return ModelFacts(type(model).__name__, tuple(members), dict(constants), unsaved)
-
-
-def _named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Every name of every parameter and buffer, module by module, as in a state dict."""
-    tensors: list[tuple[str, Tensor]] = []
-    for path, module in model.named_modules(remove_duplicate=False):
-        local = [
+    for path, module in model.named_modules(remove_duplicate=False):  # as in a state dict
+        for leaf, tensor in (
             *module.named_parameters("", False, False),
             *module.named_buffers("", False, False),
-        ]
-        tensors += [(f"{path}.{name}".lstrip("."), tensor) for name, tensor in local]
-    return tensors
+        ):
+            name, dtype = f"{path}.{leaf}".lstrip("."), str(tensor.dtype).removeprefix("torch.")
+            kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
+            layout = tuple(tensor.shape), tuple(tensor.stride()), dtype, tensor.requires_grad
+            members.append(Member(name, kind, *layout, name in saved, first[name]))
+            if name not in saved:
+                unsaved[name] = tensor
+    return ModelFacts(type(model).__name__, tuple(members), dict(constants), unsaved)
 
 
 def module_of(facts: ModelFacts) -> nn.Module:
@@ -122,7 +109,11 @@ def module_with(
     root: nn.Module = type(title, (nn.Module,), {})()
     for name, tensor in tensors.items():
         path, _, leaf = name.rpartition(".")
-        module = _submodule(root, path)
+        module = root
+        for name_of_child in filter(None, path.split(".")):
+            if name_of_child not in dict(module.named_children()):
+                module.add_module(name_of_child, nn.Module())
+            module = module.get_submodule(name_of_child)
         if isinstance(tensor, nn.Parameter):
             module.register_parameter(leaf, tensor)
         else:
@@ -139,13 +130,3 @@ def on_meta(member: Member) -> Tensor:
         if member.kind == "parameter"
         else tensor
     )
-
-
-def _submodule(root: nn.Module, path: str) -> nn.Module:
-    """The module at `path`, created if it does not exist yet."""
-    module = root
-    for name in filter(None, path.split(".")):
-        if name not in dict(module.named_children()):
-            module.add_module(name, nn.Module())
-        module = module.get_submodule(name)
-    return module

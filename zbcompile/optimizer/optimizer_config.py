@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from zbcompile.distributed.mesh import Mesh
 from zbcompile.errors import PipelineError
 from zbcompile.options import refuse_removed
 from zbcompile.passes.compile_options import is_real
@@ -90,14 +89,6 @@ class OptimizerConfig:
         """Returns whether the optimizer is known to update element by element. Others need whole
         parameters."""
         return any(getattr(torch.optim, name) is self.kind for name in ELEMENTWISE)
-
-    def require_replicas(self, mesh: Mesh) -> None:
-        """Raises PipelineError if there are no replicas among which to divide the optimizer."""
-        if self.zero and "dp" not in mesh.names:
-            raise PipelineError(
-                f"zero={self.zero} divides the optimizer among replicas, but the mesh has no"
-                ' dimension "dp". Pass mesh= with one, or zero=0.'
-            )
 
     def make(self, groups: Sequence[Mapping[str, Any]]) -> Optimizer:
         """Returns the torch optimizer over these groups."""

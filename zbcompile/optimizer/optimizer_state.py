@@ -173,7 +173,11 @@ class OptimizerState:
     def entries(self, inner: Optimizer, is_checkpoint: bool) -> Values:
         """Returns the entries of the state dict; of a checkpoint only what this process writes."""
         tensors, entries = self.parameters.tensors, Values()
-        states = self._states(inner)
+        states = {}
+        for entry in tensors:
+            states[entry] = state = dict(inner.state.get(entry.tensor, {}))
+            if entry.is_master and (state or entry.tensor in self.stepped):
+                state[MASTER] = entry.tensor.detach()
         for name in self._local_names():
             if not is_checkpoint or self.trained.is_counted(name):
                 entries |= option_entries(name, inner.param_groups[self.numbers[name]])
@@ -234,16 +238,6 @@ class OptimizerState:
         for entry, master in masters.items():
             entry.tensor.detach().copy_(master)
         self.stepped = {entry.tensor for entry in masters}
-
-    def _states(self, inner: Optimizer) -> dict[OptimizerTensor, Values]:
-        """Returns the state of this process's tensors, with the masters."""
-        states = {}
-        for entry in self.parameters.tensors:
-            state = dict(inner.state.get(entry.tensor, {}))
-            if entry.is_master and (state or entry.tensor in self.stepped):
-                state[MASTER] = entry.tensor.detach()
-            states[entry] = state
-        return states
 
     def _local_names(self) -> list[str]:
         return [name for name in self.numbers if name in self.trained.local]

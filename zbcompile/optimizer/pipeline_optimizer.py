@@ -54,7 +54,11 @@ class PipelineOptimizer(Optimizer):
         self._norm: Tensor | None = None
         self._closed = False
         self.forget_updates()
-        config.require_replicas(ranks.mesh)
+        if config.zero and "dp" not in ranks.mesh.names:
+            raise PipelineError(
+                f"zero={config.zero} divides the optimizer among replicas, but the mesh has no"
+                ' dimension "dp". Pass mesh= with one, or zero=0.'
+            )
         options = [{**group, "params": []} for group in config.groups or ()]
         inner = config.make([*options, {"params": []}])
         super().__init__(inner.param_groups, inner.defaults)
@@ -190,7 +194,15 @@ class PipelineOptimizer(Optimizer):
         """Updates, inside of a step, what is complete with the last W of `stage`."""
         parameters = self.parameters
         if self.config.post_validates and not self._updating:
-            self._pending_validation = self._begin_validation()
+            program, rank = self.trained.program, self._ranks.rank
+            stages = () if rank is None or program.copies > 1 else program.stages_of(rank)
+            options = [
+                {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
+                for group in self.param_groups
+            ]
+            self._pending_validation = PostValidation(
+                self._ranks, self.config.clip, len(stages), options
+            )
         self._updating, validation = True, self._pending_validation
         with torch.no_grad():
             self._take_gradients()
@@ -200,7 +212,7 @@ class PipelineOptimizer(Optimizer):
             may_update = True
             if validation is not None:
                 may_update = validation.may_update(parameters.counted_gradients(stage))
-                if validation.is_last(stage):
+                if stage == LATE:  # the last call of a step
                     validation.begin_total(parameters.counted_gradients())
                 if may_update:
                     validation.keep(tensors, self.state)
@@ -215,19 +227,6 @@ class PipelineOptimizer(Optimizer):
                         " state of each parameter, or leave overlap= and validate= out."
                     )
             parameters.end_update(stage)
-
-    def _begin_validation(self) -> PostValidation:
-        program, ranks = self.trained.program, self._ranks
-        has_stages = ranks.rank is not None and program.copies == 1
-        stages = len(program.stages_of(ranks.rank or 0)) if has_stages else 0
-        late = any(
-            self.trained.stage_of(name) == LATE for name in self.numbers.keys() & program.trained
-        )
-        options = [
-            {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
-            for group in self.param_groups
-        ]
-        return PostValidation(ranks, self.config.clip, stages, late or not stages, options)
 
     def end_step(self) -> None:
         """Takes the gradients of a step of the pipeline. If the step has updated, they become
@@ -250,7 +249,9 @@ class PipelineOptimizer(Optimizer):
     def _take_gradients(self) -> None:
         if self._parameters is not None:
             self._make_masters(lambda parameter: parameter.grad is not None)
-            self._parameters.set_master_gradients()
+            for entry in self._parameters.tensors:
+                if not entry.is_part:  # the master of a whole parameter has its gradient
+                    entry.tensor.grad = entry.source.grad
 
     def _make_masters(self, needs_master: Callable[[Tensor], object]) -> None:
         """Makes masters of parameters that were frozen at first, and updates them from now on."""

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from zbcompile.distributed.in_flight import complete, keep_in_flight
 from zbcompile.distributed.ranks import Ranks
-from zbcompile.engine.optimizer_parameters import LATE, OptimizerTensor
+from zbcompile.engine.optimizer_parameters import OptimizerTensor
 from zbcompile.errors import PipelineError
 from zbcompile.passes.torch_private import version_of
 
@@ -42,7 +42,6 @@ class PostValidation:
 
     Attributes:
         stages: How many stages update before the end of the step.
-        late: Whether some rank updates more at its end.
         options: The options of every group that the update uses.
         held: Whether an update of this rank waits for all gradients.
         squares: Those of the gradients that this process counts.
@@ -54,7 +53,6 @@ class PostValidation:
     ranks: Ranks
     clip: float | None
     stages: int
-    late: bool
     options: list[Group]
     held: bool = False
     squares: dict[Tensor, Tensor] = field(default_factory=dict)
@@ -96,11 +94,6 @@ class PostValidation:
     def _clips(self, norm: Tensor) -> bool:
         """Returns whether gradients of this norm are clipped. Those that are not finite are."""
         return self.clip is not None and not self.clip / (norm + 1e-6) >= 1.0
-
-    def is_last(self, stage: int) -> bool:
-        """Returns whether this stage completes the gradients of this rank. All ranks decide by the
-        same rule."""
-        return stage == LATE if self.late else self.stages_done == self.stages
 
     def begin_total(self, counted: Iterable[Tensor]) -> None:
         """Starts to add up the squares of all processes, in the order of `counted`, and how many

@@ -130,7 +130,12 @@ def sharded_parameters(
     costs_of: dict[tuple[str, ...], list[int]] = {}  # costs of each replica's update so far
     for name in sorted(every & trained.local.keys()):
         parameter, stage = trained.local[name], trained.stage_of(name)
-        _require_dense(name, parameter)
+        if not is_dense(parameter):
+            raise PipelineError(
+                f"the memory of {name} has gaps (shape {list(parameter.shape)}, strides"
+                f" {list(parameter.stride())}), so that replicas cannot divide it. Make it"
+                " contiguous, or pass zero=0 to pipe.optimizer."
+            )
         accumulate_in_float32(parameter, trained.user_parameter(name))
         partial = along(trained.program.placement(name), PARTIAL)
         replicas = tuple(dim for dim in mesh.beside("pp") if dim in partial)
@@ -184,15 +189,6 @@ def assign_owners(shapes: Mapping[str, Sequence[int]], costs: list[int]) -> dict
         owners[name] = costs.index(min(costs))
         costs[owners[name]] += update_costs[name]
     return owners
-
-
-def _require_dense(name: str, parameter: nn.Parameter) -> None:
-    if not is_dense(parameter):
-        raise PipelineError(
-            f"the memory of {name} has gaps (shape {list(parameter.shape)}, strides"
-            f" {list(parameter.stride())}), so that replicas cannot divide it. Make it contiguous,"
-            " or pass zero=0 to pipe.optimizer."
-        )
 
 
 def accumulate_in_float32(*parameters: torch.Tensor) -> None:

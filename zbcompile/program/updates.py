@@ -6,7 +6,7 @@ long.
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import replace
 
 from zbcompile.schedules.ir.actions import COMMUNICATION, OPT, REDUCE, Action, Step, W, flatten
@@ -29,26 +29,24 @@ def with_updates(schedule: Schedule, kinds: Collection[str]) -> Schedule:
     """
     if not kinds or schedule.placement.copies > 1:
         return schedule
-    return replace(schedule, orders=tuple(_with_updates(order, kinds) for order in schedule.orders))
-
-
-def _with_updates(order: Sequence[Step], kinds: Collection[str]) -> tuple[Step, ...]:
-    compute = [step for step in order if step[0] not in COMMUNICATION]
-    actions = [(index, action) for index, step in enumerate(compute) for action in flatten((step,))]
-    last = {action.stage: index for index, action in actions if W in work_of(action.op)}
-    awaited = max((index for index, action in actions if action.op != W), default=0)
-    behind_last = sorted(last.items(), key=lambda item: item[1])
-    # by the number of the compute step that follows
-    updates: dict[int, list[Action]] = defaultdict(list)
-    for stage, index in behind_last:
-        updates[index + 1] += [Action(REDUCE, stage, 0)] * (REDUCE in kinds)
-    for stage, index in behind_last:
-        update = min(max(awaited, index + (REDUCE in kinds)), len(compute) - 1)
-        updates[update + 1] += [Action(OPT, stage, 0)] * (OPT in kinds)
-    steps, count = list[Step](), 0
-    for step in order:
-        if step[0] not in COMMUNICATION:
-            steps += updates[count]
-            count += 1
-        steps.append(step)
-    return (*steps, *updates[count])
+    orders = []
+    for order in schedule.orders:
+        compute = [step for step in order if step[0] not in COMMUNICATION]
+        actions = [(i, action) for i, step in enumerate(compute) for action in flatten((step,))]
+        last = {action.stage: index for index, action in actions if W in work_of(action.op)}
+        awaited = max((index for index, action in actions if action.op != W), default=0)
+        # by the number of the compute step that follows
+        updates: dict[int, list[Action]] = defaultdict(list)
+        for stage, index in last.items() if REDUCE in kinds else ():
+            updates[index + 1].append(Action(REDUCE, stage, 0))
+        for stage, index in sorted(last.items(), key=lambda item: item[1]) if OPT in kinds else ():
+            update = min(max(awaited, index + (REDUCE in kinds)), len(compute) - 1)
+            updates[update + 1].append(Action(OPT, stage, 0))
+        steps, count = list[Step](), 0
+        for step in order:
+            if step[0] not in COMMUNICATION:
+                steps += updates[count]
+                count += 1
+            steps.append(step)
+        orders.append((*steps, *updates[count]))
+    return replace(schedule, orders=tuple(orders))
