@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from zbcompile.batches.batch import whole_batch
 from zbcompile.compiler.compile_example import recorded_warnings
@@ -180,12 +181,15 @@ def _inputs(args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Itera
 
 
 def _parameters(model: nn.Module) -> Iterator[str]:
-    named = dict(model.named_parameters())
+    every = dict(model.named_parameters())
+    named = {name: p for name, p in every.items() if not is_lazy(p)}
     yield f"{sum(p.numel() for p in named.values()):,} in {counted(tuple(named), 'tensor')}"
     frozen = [name for name, p in named.items() if not p.requires_grad]
     if frozen:
         yield f"{len(frozen)} frozen"
-    tied = len(list(model.named_parameters(remove_duplicate=False))) - len(named)
+    if len(named) < len(every):
+        yield f"{len(every) - len(named)} lazy ones without a shape (call the model once first)"
+    tied = len(list(model.named_parameters(remove_duplicate=False))) - len(every)
     if tied:
         yield f"{tied} tied to another"
     if any(p.is_meta for p in named.values()):
@@ -208,7 +212,8 @@ def _unchanged(model: nn.Module, loss: Any) -> Iterator[None]:
     A forward counts calls, fills lists and installs hooks (transformers does when it first runs).
     """
     snapshot = StateSnapshot(model, loss)
-    trains = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    every = (parameter for parameter in model.parameters() if not is_lazy(parameter))
+    trains = [(parameter, parameter.requires_grad) for parameter in every]
     try:
         with torch.random.fork_rng(devices=()):
             yield
