@@ -165,10 +165,13 @@ class ModelState:
         on this rank is accepted too.
         """
         binding, share = self._binding, self._share()
-        if _is_share(state, share):
-            for key, value in share.items():
-                if isinstance(value, Tensor):
-                    local_of(value).detach().copy_(local_of(state[key]).detach())
+        tensors = {key: value for key, value in share.items() if isinstance(value, Tensor)}
+        if state.keys() == share.keys() and all(
+            value.shape == state[key].shape and chunk_of(value) == chunk_of(state[key])
+            for key, value in tensors.items()
+        ):  # as torch.distributed.checkpoint has read it
+            for key, value in tensors.items():
+                local_of(value).detach().copy_(local_of(state[key]).detach())
         else:
             state = binding.parts.cut(state, self.program.model.names)
             _check_keys(local_state_dict(binding.model), state)
@@ -236,17 +239,6 @@ class ModelState:
         """Blocks until the last update is complete. Raises PipelineError before compiling."""
         self.program  # noqa: B018
         self._optimizers.wait()
-
-
-def _is_share(state: Mapping[str, Any], share: Mapping[str, Any]) -> bool:
-    """Returns True for this process's part, as torch.distributed.checkpoint has read it."""
-    if state.keys() != share.keys():
-        return False
-    tensors = {key: value for key, value in share.items() if isinstance(value, Tensor)}
-    return all(
-        value.shape == state[key].shape and chunk_of(value) == chunk_of(state[key])
-        for key, value in tensors.items()
-    )
 
 
 def _check_keys(target: Mapping[str, Any], state: Mapping[str, Any]) -> None:

@@ -20,7 +20,6 @@ from zbcompile.batches.batch import (
     split_batches,
 )
 from zbcompile.distributed.agreement import agree
-from zbcompile.distributed.ranks import Ranks
 from zbcompile.engine.executable import (
     BoundGraphs,
     Executable,
@@ -224,7 +223,19 @@ class StepRunner:
                     )
                 count = checked("microbatches", microbatches)
                 batches = [flatten_batch(args, kwargs, labels, self.options.split, True, static)]
-            _require_same_calls(ranks, computes, outputs, count, recorder is not None, batches)
+            call = {
+                "the call": computes,
+                "outputs": outputs,
+                "microbatches": count,
+                "recording": recorder is not None,
+                "the inputs": [
+                    [f"{path} {type_text(t)}" for path, t in batch.whole.tensors.items()]
+                    for batch in batches
+                ],
+            }
+            # ranks that call different methods would wait for each other
+            remedy = "Every rank must make the same calls."
+            agree(ranks, call, "evaluate different things", remedy, of_a_place=["the inputs"])
             self.optimizers.wait()
             graphs, inputs, groups = list[BoundGraphs](), list[dict[str, torch.Tensor]](), []
             for batch in batches:
@@ -250,27 +261,3 @@ class StepRunner:
             if computes != "eval":  # log-probabilities, and the number of words
                 results = [result[0] for result in results]
         return results if isinstance(microbatches, Sequence) else results[0]
-
-
-def _require_same_calls(
-    ranks: Ranks,
-    computes: str,
-    outputs: str,
-    count: int | None,
-    recorded: bool,
-    batches: Sequence[Batch],
-) -> None:
-    """Raises PipelineError, on every rank, if ranks call different methods: they would wait for
-    each other."""
-    tensors = [batch.whole.tensors.items() for batch in batches]
-    values = {
-        "the call": computes,
-        "outputs": outputs,
-        "microbatches": count,
-        "recording": recorded,
-        "the inputs": [
-            ", ".join(f"{path} {type_text(t)}" for path, t in group) for group in tensors
-        ],
-    }
-    remedy = "Every rank must make the same calls."
-    agree(ranks, values, "evaluate different things", remedy, of_a_place=("the inputs",))

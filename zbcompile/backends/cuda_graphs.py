@@ -7,7 +7,7 @@ pass is recorded again.
 """
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,33 +64,35 @@ class RecordedPass:
     recordings: dict[tuple[int, ...], Recording] = field(default_factory=dict)
 
     def __call__(self, values: list[Tensor]) -> Sequence[Tensor]:
-        with gpu.as_current(values[0].device):  # whose streams are recorded
-            return self._replayed(values)
-
-    def _replayed(self, values: list[Tensor]) -> Sequence[Tensor]:
         addresses = tuple(values[place].data_ptr() for place in self.staying)
-        recording = self.recordings.get(addresses)
-        if recording is not None:
-            recording.fill(values)
-        elif len(self.recordings) == PLACES:
-            warnings.warn(
-                f"cuda_graphs: {self.title} was recorded for {PLACES} places of its gradients and"
-                " now runs without a graph if they are elsewhere. Keep gradients in place:"
-                " optimizer.zero_grad(set_to_none=False).",
-                stacklevel=2,
-            )
-            return self.run(values)
-        else:
-            recording = self.recordings[addresses] = self._record(values)
-        values.clear()
-        return recording.replay()
+        with gpu.as_current(values[0].device):  # whose streams are recorded
+            recording = self.recordings.get(addresses)
+            if recording is not None:
+                recording.fill(values)
+            elif len(self.recordings) == PLACES:
+                warnings.warn(
+                    f"cuda_graphs: {self.title} was recorded for {PLACES} places of its gradients"
+                    " and now runs without a graph if they are elsewhere. Keep gradients in place:"
+                    " optimizer.zero_grad(set_to_none=False).",
+                    stacklevel=2,
+                )
+                return self.run(values)
+            else:
+                recording = self.recordings[addresses] = self._record(values)
+            values.clear()
+            return recording.replay()
 
     def _record(self, values: list[Tensor]) -> Recording:
         """Returns a recording with `values` in its buffers."""
-        self._require_on_gpu(value for i, value in enumerate(values) if i not in self.staying)
-        buffers = {
-            i: copy_with_strides(value) for i, value in enumerate(values) if i not in self.staying
-        }
+        moving = {i: value for i, value in enumerate(values) if i not in self.staying}
+        for value in moving.values():  # a replay would not read a tensor of the host again
+            if not gpu.is_gpu(value.device):
+                raise PipelineError(
+                    f"cuda_graphs: {self.title} reads a tensor of shape {list(value.shape)} on"
+                    f" {value.device}, which a recording would not read again. Move it to the GPU,"
+                    " or use cuda_graphs=False."
+                )
+        buffers = {i: copy_with_strides(value) for i, value in moving.items()}
         inputs = [buffers.get(i, value) for i, value in enumerate(values)]
         device = inputs[0].device
         before = gpu.generator_state(device)
@@ -105,16 +107,6 @@ class RecordedPass:
                 f"cuda_graphs: {self.title} cannot be recorded ({error}). Use cuda_graphs=False."
             ) from error
         return Recording(graph, buffers, results)
-
-    def _require_on_gpu(self, values: Iterable[Tensor]) -> None:
-        """Raises PipelineError for tensors of the host: replays would not read them again."""
-        for value in values:
-            if not gpu.is_gpu(value.device):
-                raise PipelineError(
-                    f"cuda_graphs: {self.title} reads a tensor of shape {list(value.shape)} on"
-                    f" {value.device}, which a recording would not read again. Move it to the GPU,"
-                    " or use cuda_graphs=False."
-                )
 
     def _warm_up(self, inputs: list[Tensor]) -> None:
         """Runs the pass on a separate stream; sums are added into copies."""

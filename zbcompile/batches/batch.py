@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -16,27 +16,17 @@ Split = Mapping[str, bool | int]  # the user's choice by path, as in `zbcompile.
 
 @dataclass(frozen=True)
 class Batch:
-    """The flattened inputs of one step, of `size` samples. `paths[i]` names `leaves[i]`, `cuts[i]`
-    is the dimension to cut it along (None: every microbatch takes it whole), `static` are paths of
-    inputs whose values are in the key.
-    """
+    """The inputs of one step, of `size` samples: the batch `whole`, as one microbatch, and the
+    dimension along which each of its leaves is cut (None: every microbatch takes it whole)."""
 
-    leaves: tuple[Any, ...]
-    paths: tuple[str, ...]
+    whole: "Microbatch"
     cuts: tuple[Cut, ...]
-    structure: Any
     size: int
-    static: tuple[str, ...] = ()
-
-    @property
-    def whole(self) -> "Microbatch":
-        """The batch as one microbatch."""
-        return Microbatch(self.leaves, self.paths, self.structure, self.static)
 
     @property
     def lengths(self) -> dict[str, int]:
         """The length of each leaf that is cut, by its path."""
-        cut = zip(self.paths, self.leaves, self.cuts, strict=True)
+        cut = zip(self.whole.paths, self.whole.leaves, self.cuts, strict=True)
         return {path: leaf.shape[dim] for path, leaf, dim in cut if dim is not None}
 
     def divides_into(self, count: int) -> bool:
@@ -67,17 +57,19 @@ class Batch:
     def microbatch(self, index: int, count: int) -> "Microbatch":
         """Microbatch `index` of `count` equal ones; the last one is smaller if the batch does not
         divide."""
-        pairs = zip(self.leaves, self.cuts, strict=True)
+        pairs = zip(self.whole.leaves, self.cuts, strict=True)
         leaves = tuple(
             leaf if dim is None else _part(leaf, dim, index, count) for leaf, dim in pairs
         )
-        return Microbatch(leaves, self.paths, self.structure, self.static)
+        return replace(self.whole, leaves=leaves)
 
     def into(self, count: int) -> "Microbatches":
         """The microbatches, `count` equal ones."""
         rows = self.size // count
         entry = tuple(self.microbatch(i, count) for i in range(count))
-        is_uniform = not self.static or len({microbatch.signature for microbatch in entry}) == 1
+        is_uniform = (
+            not self.whole.static or len({microbatch.signature for microbatch in entry}) == 1
+        )
         return Microbatches(entry, alike=is_uniform, rows=rows)
 
 
@@ -206,7 +198,8 @@ def flatten_batch(
     """
     paths, leaves, structure = flatten_inputs((args, kwargs, target))
     cuts, size = choose_cuts(paths, leaves, split or {}, partial)
-    return Batch(leaves, paths, cuts, structure, size, static_paths(static_inputs, paths, partial))
+    static = static_paths(static_inputs, paths, partial)
+    return Batch(Microbatch(leaves, paths, structure, static), cuts, size)
 
 
 def choose_cuts(
@@ -326,9 +319,8 @@ def whole_batch(
 ) -> Batch:
     """A batch that is one microbatch, whatever its shapes."""
     paths, leaves, structure = flatten_inputs((args, kwargs, target))
-    return Batch(
-        leaves, paths, (None,) * len(leaves), structure, 0, static_paths(static_inputs, paths)
-    )
+    whole = Microbatch(leaves, paths, structure, static_paths(static_inputs, paths))
+    return Batch(whole, (None,) * len(leaves), 0)
 
 
 def static_paths(
@@ -354,7 +346,7 @@ def static_paths(
 def refuse_input_gradients(batch: Batch) -> None:
     """Raise PipelineError for an input that requires a gradient: a step gives gradients to
     parameters only."""
-    for path, leaf in zip(batch.paths, batch.leaves, strict=True):
+    for path, leaf in zip(batch.whole.paths, batch.whole.leaves, strict=True):
         if isinstance(leaf, Tensor) and leaf.requires_grad:
             raise PipelineError(
                 f"{path} requires a gradient; a step gives gradients to the model's parameters"

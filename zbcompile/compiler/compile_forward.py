@@ -144,7 +144,7 @@ def compile_forwards(
     """
     full = compile_forward(model, batch.whole, computes, options)
     changes = any(stage.changed for stage in full.stages)
-    count = 1 if batch.static else batch.most_parts(count, even=full.vocabulary is not None)
+    count = 1 if batch.whole.static else batch.most_parts(count, even=full.vocabulary is not None)
     if count == 1 or not full.returns.has_rows(batch.size) or changes:
         return (full,)
     options = replace(options, like=options.like or full)

@@ -53,8 +53,14 @@ def agree(
     place along `dimensions` of the mesh. They are gathered only if their digests differ."""
     local, mesh = {**ranks.terms, **values}, ranks.mesh
     shared = {key: value for key, value in local.items() if key not in of_a_place}
-    placed = [local.get(key) for key in of_a_place]
-    if not _differ(ranks, (shared, ()), (placed, dimensions)):
+    placed, marks = [local.get(key) for key in of_a_place], []
+    for value, axes in (shared, ()), (placed, dimensions):
+        digest = int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:7], "big")
+        pairs = torch.full((mesh.size(*axes), 2), -(1 << 62), device="cpu")
+        pairs[mesh.index(*axes)] = torch.tensor([digest, -digest], device="cpu")
+        marks.append(pairs)
+    largest = ranks.largest(torch.cat(marks))
+    if bool((largest[:, 0] == -largest[:, 1]).all()):
         return
     every = ranks.gather(local)
     places = [mesh.index_of(mesh.place_of(rank), dimensions) for rank in ranks.members]
@@ -69,19 +75,6 @@ def agree(
             f"the ranks {what}: {where} is {reference} on rank {first} and {actual} on rank {rank}."
             f" {remedy}"
         )
-
-
-def _differ(ranks: Ranks, *values: tuple[object, Sequence[str]]) -> bool:
-    """Returns on every rank whether one of the values, each with dimensions of the mesh, differs
-    between ranks at the same place along these. One reduction of digests."""
-    marks = []
-    for value, dimensions in values:
-        mark = int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:7], "big")
-        pairs = torch.full((ranks.mesh.size(*dimensions), 2), -(1 << 62), device="cpu")
-        pairs[ranks.mesh.index(*dimensions)] = torch.tensor([mark, -mark], device="cpu")
-        marks.append(pairs)
-    largest = ranks.largest(torch.cat(marks))
-    return bool((largest[:, 0] != -largest[:, 1]).any())
 
 
 def unlike(

@@ -74,9 +74,12 @@ class Engine:
                 slices.begin(program)
         if self.check is not None and program.trains:
             self.check.begin(executable)
-        reductions = {
-            rank: self._reduction(rank, executable, step, parameters) for rank in ranks.local
-        }
+        sums, reductions = executable.gradients, dict[int, Reduction]()
+        for rank, plan in executable.sums.items():
+            if rank not in sums:
+                sums[rank] = Gradients(parameters, program.shared, program.choices)
+                sums[rank].observe = self.check.note if self.check else None
+            reductions[rank] = Reduction(ranks.replicas, plan, sums[rank], step.slices)
         schedule, number = channels or program.schedule, executable.first.number
         transport = ranks.transport(schedule, program.schedule.microbatches, number)
         runs, times = self._rank_runs(executable, step, reductions, transport)
@@ -102,19 +105,6 @@ class Engine:
                 step.recorder.end(times)
         return losses, outputs
 
-    def _reduction(
-        self,
-        rank: int,
-        executable: Executable,
-        step: StepInput,
-        parameters: Mapping[str, nn.Parameter],
-    ) -> Reduction:
-        program, sums = executable.program, executable.gradients
-        if rank not in sums:
-            sums[rank] = Gradients(parameters, program.shared, program.choices)
-            sums[rank].observe = self.check.note if self.check else None
-        return Reduction(self.ranks.replicas, executable.sums[rank], sums[rank], step.slices)
-
     def _rank_runs(
         self,
         executable: Executable,
@@ -122,40 +112,16 @@ class Engine:
         reductions: Mapping[int, Reduction],
         transport: Transport,
     ) -> tuple[list[RankRun], ActionTimes | None]:
-        """Returns the ranks of this process, ready to run, and what records their times."""
+        """Returns the ranks of this process with their stages and their shards of an output layer,
+        ready to run, and what records their times."""
+        program, ranks, count = executable.program, self.ranks, len(executable.graphs)
         ops = {"OPT"} if step.updates else set[str]()
         if any(reduction.reduces for reduction in reductions.values()):
             ops.add("REDUCE")
         order, programs = executable.ordered(frozenset(ops))
-        times = step.recorder.begin(executable.program, order) if step.recorder else None
+        times = step.recorder.begin(program, order) if step.recorder else None
         vocabulary = executable.first.vocabulary
         collectives = None if vocabulary is None else vocabulary.collectives(transport)
-        stages = self._stage_runs(executable, step, reductions)
-        if collectives is not None:
-            for rank, shards in stages.items():
-                first = min(executable.sums[rank].complete)
-                collectives.shards[rank] = ShardStep(first, shards[SHARD], shards.get(LOOKUPS))
-        runs = [
-            RankRun(
-                program,
-                stages[program.rank],
-                transport,
-                self.ranks.watch.position,
-                times,
-                _hooks(step, reductions[program.rank], stages[program.rank]),
-                collectives,
-                profiler_is_on(),
-            )
-            for program in programs
-        ]
-        return runs, times
-
-    def _stage_runs(
-        self, executable: Executable, step: StepInput, reductions: Mapping[int, Reduction]
-    ) -> dict[int, dict[int, StageRun]]:
-        """Returns the stages and the shards of an output layer of each rank, ready to run."""
-        program, ranks, first = executable.program, self.ranks, executable.first
-        count = program.schedule.microbatches
         # 1/m enters the backward as the gradient of the loss, as in eager's (loss / m).
         loss_factor = torch.ones((), dtype=executable.loss_dtype, device=ranks.device)
         if step.reduction == "mean":
@@ -164,23 +130,26 @@ class Engine:
         number, seeds = self.replica * count, [0] * count
         if executable.draws:
             seeds = [microbatch_seed(step.index, number + i, step.seed) for i in range(count)]
-        runs: dict[int, dict[int, StageRun]] = {}
-        for rank, reduction in reductions.items():
-            stages = {
-                stage: [graphs.stages[stage] for graphs in executable.graphs]
-                for stage in executable.sums[rank].complete
-            }
-            rows = None
-            if first.vocabulary is not None:
-                shards = first.vocabulary.shards[rank].items()
-                stages |= {number: [shard] * count for number, shard in shards}
-                rows = first.vocabulary.rows.within_sums(rank)
+        runs = list[RankRun]()
+        for rank_program in programs:
+            rank, rows = rank_program.rank, None
+            reduction, numbers = reductions[rank], executable.sums[rank].complete
+            stages = {i: [graphs.stages[i] for graphs in executable.graphs] for i in numbers}
+            if vocabulary is not None:
+                stages |= {i: [shard] * count for i, shard in vocabulary.shards[rank].items()}
+                rows = vocabulary.rows.within_sums(rank)
             values = reduction.gradients, step.microbatches, loss_factor, seeds
-            runs[rank] = {
-                stage: StageRun(microbatches, *values, rows if stage < 0 else None)
-                for stage, microbatches in stages.items()
+            stage_runs = {
+                i: StageRun(microbatches, *values, rows if i < 0 else None)
+                for i, microbatches in stages.items()
             }
-        return runs
+            if collectives is not None:
+                shard = ShardStep(min(numbers), stage_runs[SHARD], stage_runs.get(LOOKUPS))
+                collectives.shards[rank] = shard
+            position, hooks = ranks.watch.position, _hooks(step, reduction, stage_runs)
+            more = times, hooks, collectives, profiler_is_on()
+            runs.append(RankRun(rank_program, stage_runs, transport, position, *more))
+        return runs, times
 
     def _complete_gradients(
         self, executable: Executable, step: StepInput, reductions: Mapping[int, Reduction]

@@ -76,10 +76,17 @@ class Parts:
             id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())
         }
         for table, name, tensor in tensor_tables(model):
-            if is_distributed(tensor):
+            if not is_distributed(tensor):
+                continue
+            if id(tensor) not in local_tensors:
+                local = local_of(tensor).detach()
+                if isinstance(tensor, nn.Parameter):
+                    local = nn.Parameter(local, tensor.requires_grad)
+                vars(local).update(vars(tensor))  # attributes that a user has set
                 dimensions = _dimensions(labels, full[id(tensor)], tensor)
-                local_tensors.setdefault(id(tensor), _part(tensor, dimensions))
-                table[name] = local_tensors[id(tensor)]
+                setattr(local, PART, TensorPart(tensor, dimensions))
+                local_tensors[id(tensor)] = local
+            table[name] = local_tensors[id(tensor)]
         for module in modules:
             module.register_state_dict_post_hook(_show_wholes)
             module.register_load_state_dict_pre_hook(_take_parts)
@@ -175,18 +182,6 @@ def _take_parts(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) 
 
 def is_distributed(tensor: Tensor) -> bool:
     return hasattr(tensor, "device_mesh") and hasattr(tensor, "to_local")
-
-
-def _part(tensor: Any, dimensions: tuple[str | None, ...]) -> Tensor:
-    local = tensor.to_local().detach()
-    local_tensors = (
-        nn.Parameter(local, requires_grad=tensor.requires_grad)
-        if isinstance(tensor, nn.Parameter)
-        else local
-    )
-    vars(local_tensors).update(vars(tensor))  # attributes that a user has set
-    setattr(local_tensors, PART, TensorPart(tensor, dimensions))
-    return local_tensors
 
 
 def _dimensions(labels: Mapping[str, str], name: str, tensor: Any) -> tuple[str | None, ...]:

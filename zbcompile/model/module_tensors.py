@@ -75,23 +75,17 @@ def move_to_meta(model: nn.Module, is_remote: Callable[[str], bool]) -> None:
     replaced: dict[int, Tensor] = {}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_remote(name) and not tensor.is_meta:
-            replaced[id(tensor)] = _on_meta(tensor)
+            remote = replaced[id(tensor)] = on_device(tensor, _META)
+            remote._backward_hooks = tensor._backward_hooks
+            part = getattr(tensor, PART, None)
+            if part is not None:
+                full_tensor = part.wrap(remote.detach())
+                if isinstance(tensor, nn.Parameter):
+                    full_tensor = nn.Parameter(full_tensor, tensor.requires_grad)
+                setattr(remote, PART, TensorPart(full_tensor, part.dimensions))
     for table, name, tensor in list(tensor_tables(model)):
         if id(tensor) in replaced:
             table[name] = replaced[id(tensor)]
-
-
-def _on_meta(tensor: Tensor) -> Tensor:
-    """Returns a tensor without memory that has the shape, the hooks and the attributes."""
-    remote = on_device(tensor, _META)
-    remote._backward_hooks = tensor._backward_hooks
-    part = getattr(tensor, PART, None)
-    if part is not None:
-        full_tensor = part.wrap(remote.detach())
-        if isinstance(tensor, nn.Parameter):
-            full_tensor = nn.Parameter(full_tensor, tensor.requires_grad)
-        setattr(remote, PART, TensorPart(full_tensor, part.dimensions))
-    return remote
 
 
 def local_state_dict(model: nn.Module) -> dict[str, Any]:

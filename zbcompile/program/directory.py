@@ -76,8 +76,20 @@ def save_program(program: Program, directory: Path, ranks: Ranks) -> None:
                 )
         if ranks.is_first:
             hashes |= _write(directory, SCHEDULE, to_json(program.lowered).encode())
-            sizes = {label: ranks.mesh.size(label) for label in program.groups}
-            _write(directory, MANIFEST, to_text(_manifest(program, hashes, sizes), 2).encode())
+            compared = {key: v for key, v in program.manifest.items() if key != "threads"}
+            data = {
+                "format": FORMAT,
+                "version": VERSION,
+                "torch": _torch_release(),
+                "ranks": program.schedule.ranks,
+                "device": program.device_type,
+                "dimensions": {label: ranks.mesh.size(label) for label in program.groups},
+                "compared": compared,
+                "program": program_to_data(program),
+                "files": dict(sorted(hashes.items())),
+            }
+            text = to_text({**data, "digest": digest_of(data)}, 2)
+            _write(directory, MANIFEST, text.encode())
 
     what = f"saving {directory}"
     together(ranks, what, prepare)
@@ -167,23 +179,6 @@ def read_program(
             tensors = load(_read(folder, f"rank-{rank:04d}.safetensors", fields))
             program = with_rank(program, data, tensors, device, operators)
     return replace(program, groups=groups, saved=fields)
-
-
-def _manifest(program: Program, hashes: Hashes, sizes: Mapping[str, int]) -> dict[str, Any]:
-    """Returns the fields of the manifest; `sizes` are the ranks along each dimension of groups."""
-    compared = {name: value for name, value in program.manifest.items() if name != "threads"}
-    data = {
-        "format": FORMAT,
-        "version": VERSION,
-        "torch": _torch_release(),
-        "ranks": program.schedule.ranks,
-        "device": program.device_type,
-        "dimensions": dict(sizes),
-        "compared": compared,
-        "program": program_to_data(program),
-        "files": dict(sorted(hashes.items())),
-    }
-    return {**data, "digest": digest_of(data)}
 
 
 def digest_of(fields: Mapping[str, Any]) -> str:

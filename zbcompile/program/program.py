@@ -193,6 +193,9 @@ class Program:
         `OF_A_PLACE` must be equal only along the pipeline and among replicas."""
         if self.saved:
             return {**self.saved["compared"], "threads": torch.get_num_threads()}
+        # The backward graph of each stage also has what the forward keeps.
+        pieces = [stage.pieces for stage in self.stages]
+        modules = [(group.get("BW") or group["F"]).module for group in pieces]
         return {
             "zbcompile": __version__,
             "torch": torch.__version__,
@@ -216,15 +219,9 @@ class Program:
                 ]
                 for stage in self.stages
             ],
-            "graphs": [_digest(module.code) for module in self._modules],
-            "types": [_digest(_types(module)) for module in self._modules],
+            "graphs": [_digest(module.code) for module in modules],
+            "types": [_digest(_types(module)) for module in modules],
         }
-
-    @property
-    def _modules(self) -> list[torch.fx.GraphModule]:
-        """The backward graph of each stage, which also has what the forward keeps; its forward
-        graph if there is no backward."""
-        return [(stage.pieces.get("BW") or stage.pieces["F"]).module for stage in self.stages]
 
     @property
     def _sharding(self) -> list[Any]:
