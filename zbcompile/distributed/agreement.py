@@ -48,12 +48,14 @@ def agree(
     of_a_place: Collection[str] = (),
     dimensions: Sequence[str] = PLACE,
 ) -> None:
-    """Raise on every rank if `values`, or the terms of the ranks, differ, naming what differs and
-    where: the ranks did `what`. The entries `of_a_place` must be equal only among ranks at the same
-    place along `dimensions` of the mesh. They are gathered only if their digests differ."""
-    local, mesh = {**ranks.terms, **values}, ranks.mesh
-    shared = {key: value for key, value in local.items() if key not in of_a_place}
-    placed, marks = [local.get(key) for key in of_a_place], []
+    """Raise on every rank if `values` differ, naming what differs and where: the ranks did `what`.
+
+    The entries `of_a_place` must be equal only among ranks at the same place along `dimensions` of
+    the mesh. Values are gathered only if their digests differ.
+    """
+    mesh, marks = ranks.mesh, []
+    shared = {key: value for key, value in values.items() if key not in of_a_place}
+    placed = [values.get(key) for key in of_a_place]
     for value, axes in (shared, ()), (placed, dimensions):
         digest = int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:7], "big")
         pairs = torch.full((mesh.size(*axes), 2), -(1 << 62), device="cpu")
@@ -62,7 +64,7 @@ def agree(
     largest = ranks.largest(torch.cat(marks))
     if bool((largest[:, 0] == -largest[:, 1]).all()):
         return
-    every = ranks.gather(local)
+    every = ranks.gather(values)
     places = [mesh.index_of(mesh.place_of(rank), dimensions) for rank in ranks.members]
     keys = dict.fromkeys(key for report in every for key in report)
     reports = [

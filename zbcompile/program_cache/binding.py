@@ -190,12 +190,18 @@ class ModelBinding:
     def agree_on(self, program: Program, requested: Mapping[str, object] | None = None) -> None:
         """Raises PipelineError, on every rank, unless all have compiled the same program for the
         same request."""
-        terms = {**(requested or {}), "debug_nan": self.debug_nan, **program.manifest}
+        terms = {
+            **self.ranks.terms,
+            **(requested or {}),
+            "debug_nan": self.debug_nan,
+            **program.manifest,
+        }
         remedy = (
             "Every rank must build the same model, use the same versions and switches, and pass the"
             " same batch shapes and options."
         )
-        agree(self.ranks, terms, "compiled different programs", remedy, of_a_place=OF_A_PLACE)
+        what = "compiled different programs"
+        agree(self.ranks, terms | program.manifest, what, remedy, of_a_place=OF_A_PLACE)
 
     def is_local(self, name: str) -> bool:
         """Returns True for a parameter or buffer of this process."""
