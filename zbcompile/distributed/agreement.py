@@ -58,7 +58,7 @@ def agree(
     placed = [values.get(key) for key in of_a_place]
     for value, axes in (shared, ()), (placed, dimensions):
         digest = int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:7], "big")
-        pairs = torch.full((mesh.size(*axes), 2), -(1 << 62), device="cpu")
+        pairs = torch.full((len(ranks.members), 2), -(1 << 62), device="cpu")
         pairs[mesh.index(*axes)] = torch.tensor([digest, -digest], device="cpu")
         marks.append(pairs)
     largest = ranks.largest(torch.cat(marks))

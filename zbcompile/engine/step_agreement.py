@@ -4,6 +4,7 @@ a wrong gradient in silence."""
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -35,12 +36,11 @@ def require_same_batch(ranks: Ranks, inputs: Mapping[str, Any]) -> None:
 
 
 def _mark(leaves: Sequence[Any]) -> str:
-    """Returns the number and the form of the parts of an input, with a checksum of those that are
-    tensors with plain bytes."""
-    pairs = [(leaf, isinstance(leaf, Tensor)) for leaf in leaves]
-    forms = dict.fromkeys(type_text(leaf) if tensor else repr(leaf) for leaf, tensor in pairs)
-    sums = tuple(checksum(leaf) for leaf, tensor in pairs if tensor and _is_plain(leaf))
-    return f"{len(leaves)} x {', '.join(forms)} of checksum {hash(sums) % 2**32:x}"
+    """Returns the number and the forms of the parts of an input, with a checksum of all of them."""
+    forms = [type_text(leaf) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves]
+    sums = [checksum(leaf) for leaf in leaves if isinstance(leaf, Tensor) and _is_plain(leaf)]
+    mark = crc32(repr((forms, sums)).encode())
+    return f"{len(leaves)} x {', '.join(dict.fromkeys(forms))} of checksum {mark:x}"
 
 
 def integer_marks(microbatches: Sequence[Mapping[str, Tensor]], mesh: Mesh, like: Tensor) -> Tensor:

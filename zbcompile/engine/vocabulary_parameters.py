@@ -45,18 +45,15 @@ class VocabularyShards:
 
     def __post_init__(self) -> None:
         if self.rank is not None:
-            memory = {name: self._memory(self.rank, name) for name in self.whole}
-            self.own = {
-                name: nn.Parameter(rows, self.whole[name].requires_grad)
-                for name, rows in memory.items()
-            }
+            self.own = {name: self._own(self.rank, name) for name in self.whole}
 
-    def _memory(self, rank: int, name: str) -> Tensor:
-        low, high = self.bounds[rank]
-        rows = self.whole[name].detach()[low:high]
-        if rows.is_meta:
-            return torch.empty_like(rows, device=self.device)
-        return rows.clone() if len(self.bounds) > 1 else rows
+    def _own(self, rank: int, name: str) -> nn.Parameter:
+        whole, (low, high) = self.whole[name], self.bounds[rank]
+        if len(self.bounds) == 1 and not whole.is_meta:
+            return whole  # ZeRO-1 moves parameters, which the model has to see
+        rows = whole.detach()[low:high]
+        memory = torch.empty_like(rows, device=self.device) if rows.is_meta else rows.clone()
+        return nn.Parameter(memory, whole.requires_grad)
 
     def rows(self, rank: int, name: str) -> Tensor:
         """Returns the rows of a rank; in one process a view of the whole parameter."""

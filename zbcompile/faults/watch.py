@@ -56,6 +56,7 @@ class Watch:
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="zbcompile-watch", daemon=True)
         self._thread.start()
+        threading.Thread(target=self._guard, name="zbcompile-guard", daemon=True).start()
 
     @contextlib.contextmanager
     def region(self, doing: str) -> Iterator[None]:
@@ -204,7 +205,18 @@ class Watch:
             return Fault(None, self.position.where, f"the launcher {lost}")
         return Fault(self.store.members[0], self.position.doing, f"its process {lost}")
 
-    # On the watching thread
+    # On the watching threads
+
+    def _guard(self) -> None:
+        """Ends the wait of this rank if the store has not answered for `timeout` seconds: its host
+        is frozen, and calls of the store wait without a limit."""
+        silent, beat = 0.0, self._beat
+        while silent <= self.timeout:
+            if self._stopped.wait(INTERVAL):
+                return
+            silent, beat = silent + INTERVAL if beat == self._beat else 0.0, self._beat
+        self._abort(self.fault or self._store_fault())
+
     def _watch(self) -> None:
         world = dist.group.WORLD
         try:
@@ -265,7 +277,7 @@ def abort_group(group: Any, backend: str) -> None:
     2.11 to 2.13). But a gloo receive that times out closes all connections of the group if the one
     that it uses is still open, so this tries a receive from each peer.
     """
-    if backend != "gloo":
+    if "gloo" not in (backend, group.name()):
         group.abort()
         return
     for peer in set(range(group.size())) - {group.rank()}:

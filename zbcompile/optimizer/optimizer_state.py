@@ -25,8 +25,10 @@ from zbcompile.model.distributed_tensors import (
     local_of,
     shard_of,
 )
+from zbcompile.optimizer.optimizer_config import OptimizerConfig
 from zbcompile.optimizer.sharded_state import gather_states, names_with_whole_state, scatter_states
 from zbcompile.optimizer.trained_parameters import TrainedParameters
+from zbcompile.torch_private import step_without_hooks
 
 Values = dict[str, Any]
 MASTER = "master"
@@ -161,23 +163,36 @@ class OptimizerState:
 
     def __init__(
         self,
+        config: OptimizerConfig,
         ranks: Ranks,
         trained: TrainedParameters,
         parameters: OptimizerParameters,
         numbers: Mapping[str, int],
     ) -> None:
-        self.ranks, self.trained = ranks, trained
+        self.config, self.ranks, self.trained = config, ranks, trained
         self.parameters, self.numbers = parameters, numbers
         self.stepped: set[Tensor] = set()
 
     def entries(self, inner: Optimizer, is_checkpoint: bool) -> Values:
-        """Returns the entries of the state dict; of a checkpoint only what this process writes."""
+        """Returns the entries of the state dict; of a checkpoint only what this process writes. The
+        state before the first update is that of an update with gradients of zero, but a checkpoint
+        has none."""
         tensors, entries = self.parameters.tensors, Values()
-        states = {}
+        states, elementwise = {}, self.config.is_elementwise
         for entry in tensors:
             states[entry] = state = dict(inner.state.get(entry.tensor, {}))
             if entry.is_master and (state or entry.tensor in self.stepped):
                 state[MASTER] = entry.tensor.detach()
+            for key, value in state.items() if self.parameters.zero and elementwise else ():
+                shape = list(value.shape) if isinstance(value, Tensor) else []
+                if shape and shape != list(entry.tensor.shape):
+                    raise PipelineError(
+                        f"the optimizer keeps {key} of shape {shape} for a part of {entry.name}"
+                        f" with shape {list(entry.tensor.shape)}, and a checkpoint cannot put such"
+                        " parts together. Pass zero=0."
+                    )
+        if not is_checkpoint and not any(states.values()):
+            states = self._initial_states(inner)
         for name in self._local_names():
             if not is_checkpoint or self.trained.is_counted(name):
                 entries |= option_entries(name, inner.param_groups[self.numbers[name]])
@@ -238,6 +253,25 @@ class OptimizerState:
         for entry, master in masters.items():
             entry.tensor.detach().copy_(master)
         self.stepped = {entry.tensor for entry in masters}
+
+    def _initial_states(self, inner: Optimizer) -> dict[OptimizerTensor, Values]:
+        """Returns the state that an update with gradients of zero makes."""
+        groups = [{**group, "params": list[Tensor]()} for group in inner.param_groups]
+        twins = dict[OptimizerTensor, Tensor]()
+        for entry in self.parameters.tensors:
+            if entry.tensor.requires_grad:
+                twin = twins[entry] = torch.zeros_like(entry.tensor).detach().requires_grad_()
+                twin.grad = torch.zeros_like(twin).detach()
+                groups[self.numbers[entry.name]]["params"].append(twin)
+        optimizer, states = self.config.make(groups), dict[OptimizerTensor, Values]()
+        step_without_hooks(optimizer)
+        for entry, twin in twins.items():
+            states[entry] = state = dict(optimizer.state.get(twin, {}))
+            if "step" in state:
+                state["step"] = state["step"] * 0
+            if entry.is_master:
+                state[MASTER] = entry.tensor.detach()
+        return states
 
     def _local_names(self) -> list[str]:
         return [name for name in self.numbers if name in self.trained.local]

@@ -2,7 +2,6 @@
 parameters, or parts of them, that are known afterwards."""
 
 import copy
-import warnings
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -148,7 +147,7 @@ class PipelineOptimizer(Optimizer):
             groups[self.numbers[entry.name]]["params"].append(entry.tensor)
         self._adopt(config.make(groups))
         self._parameters, self.trained = parameters, trained
-        self._state_dict = OptimizerState(self._ranks, trained, parameters, self.numbers)
+        self._state_dict = OptimizerState(config, self._ranks, trained, parameters, self.numbers)
 
     def _require_exclusive(self, trained: TrainedParameters) -> None:
         """Raises PipelineError for parameters of two optimizers if one of these must have them
@@ -348,20 +347,13 @@ class PipelineOptimizer(Optimizer):
 
         Every rank calls it. Of a parameter that replicas divide one replica has the whole state, on
         the CPU; parts of sharded parameters are tensors that only torch.distributed.checkpoint
-        reads. Before the first update there is no state, and it warns that
-        `torch.distributed.checkpoint.load` would fill none. The float32 master of a parameter in
-        half precision is the `master` of its state.
+        reads. Before the first update the state is that of an update with gradients of zero, so
+        that `torch.distributed.checkpoint.load` has tensors to fill. The float32 master of a
+        parameter in half precision is the `master` of its state.
         """
         if not self.bound:
             return {}
         self.settle()
-        if not (self._state_dict.stepped or self.state):
-            warnings.warn(
-                "the optimizer has made no update, so its state dict has options alone, and"
-                " torch.distributed.checkpoint.load fills no state. Update once before, or use"
-                " zbcompile.load_checkpoint.",
-                stacklevel=2,
-            )
         return self._state_dict.entries(self._inner, is_checkpoint=False)
 
     def checkpoint_state(self) -> State:

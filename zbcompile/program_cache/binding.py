@@ -201,7 +201,7 @@ class ModelBinding:
             " same batch shapes and options."
         )
         what = "compiled different programs"
-        agree(self.ranks, terms | program.manifest, what, remedy, of_a_place=OF_A_PLACE)
+        agree(self.ranks, terms, what, remedy, of_a_place=OF_A_PLACE)
 
     def is_local(self, name: str) -> bool:
         """Returns True for a parameter or buffer of this process."""
