@@ -165,6 +165,11 @@ def version_of(tensor: Tensor) -> int:
     return tensor._version
 
 
+def gradient_dtype(parameter: Tensor) -> torch.dtype:
+    """Returns the dtype of `.grad`: `grad_dtype`, if it is set."""
+    return parameter.grad_dtype or parameter.dtype
+
+
 def without_torch_function() -> contextlib.AbstractContextManager[None]:
     """Returns a context in which tensor subclasses do not intercept functions of torch."""
     return torch._C.DisableTorchFunctionSubclass()

@@ -42,6 +42,7 @@ from zbcompile.passes.graph.source_location import LINE
 from zbcompile.passes.torch_names import tensor_types, type_text
 from zbcompile.passes.torch_private import (
     compiling,
+    gradient_dtype,
     reparametrize_module,
     replaced,
     replaced_tolist,
@@ -327,11 +328,6 @@ def _leaf(parameter: Tensor, dtype: torch.dtype) -> Tensor:
     leaf = parameter.detach().requires_grad_()
     leaf.grad_dtype = dtype
     return leaf
-
-
-def gradient_dtype(parameter: Tensor) -> torch.dtype:
-    """Returns the dtype of `.grad`: `grad_dtype`, if it is set."""
-    return parameter.grad_dtype or parameter.dtype
 
 
 def public_name(name: str) -> str:

@@ -105,7 +105,8 @@ class Microbatch:
         """The form for which graphs are specialised: the structure, then every input with its path
         and the values of static ones."""
         inputs = zip(self.paths, self.leaves, strict=True)
-        values = (f"{path} = {tensor.tolist()}" for path, tensor in self.static_tensors.items())
+        tensors = self.tensors.items()
+        values = (f"{path} = {t.tolist()}" for path, t in tensors if path in self.static)
         return (
             str(self.structure),
             *(f"{path}: {_described(leaf)}" for path, leaf in inputs),
@@ -116,11 +117,6 @@ class Microbatch:
     def key(self) -> tuple[Any, ...]:
         """The form, with the devices of the inputs."""
         return self.signature, *(tensor.device for tensor in self.tensors.values())
-
-    @property
-    def static_tensors(self) -> dict[str, Tensor]:
-        """The static inputs by path."""
-        return {path: tensor for path, tensor in self.tensors.items() if path in self.static}
 
     def summary(self) -> str:
         """The tensor shapes, for messages."""
@@ -162,16 +158,6 @@ class Microbatches:
     def shapes(self) -> tuple[str, ...]:
         """Their shapes, for messages."""
         return tuple(entry.summary() for entry in self.distinct)
-
-
-def amount(inputs: Any) -> tuple[int, str]:
-    """The size of inputs without target: in tokens if integer inputs have a length dimension, else
-    in samples."""
-    tensors = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
-    tokens = next((t for t in tensors if not t.is_floating_point() and t.dim() > 1), None)
-    if tokens is not None:
-        return tokens.numel(), "tokens"
-    return next((t.shape[0] for t in tensors if t.dim()), 0), "samples"
 
 
 def flatten_inputs(example: Any) -> tuple[tuple[str, ...], tuple[Any, ...], Any]:

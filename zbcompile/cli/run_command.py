@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from zbcompile.api.pipeline import Pipeline
-from zbcompile.batches.batch import amount
 from zbcompile.cli.parsers import flag_of
 from zbcompile.cli.target import load_object
 from zbcompile.distributed.agreement import together
@@ -146,7 +145,7 @@ def _train(options: argparse.Namespace, pipe: Pipeline, source: Any) -> None:
         loss = pipe.step(*args, **kwargs)
         optimizer.step()
         optimizer.zero_grad()
-        count, unit = amount((args, {**kwargs, "target": None}))
+        count, unit = _amount((args, {**kwargs, "target": None}))
         rows += count
         if step % LOG_EVERY == 0 or step == options.steps:
             rate = rows / (time.perf_counter() - began)
@@ -202,3 +201,13 @@ def _on_device(batch: Any, device: torch.device) -> Any:
 def _print(pipe: Pipeline, text: str) -> None:
     if pipe.is_first:
         print(text, flush=True)
+
+
+def _amount(inputs: Any) -> tuple[int, str]:
+    """The size of inputs without target: in tokens if integer inputs have a length dimension, else
+    in samples."""
+    tensors = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
+    tokens = next((t for t in tensors if not t.is_floating_point() and t.dim() > 1), None)
+    if tokens is not None:
+        return tokens.numel(), "tokens"
+    return next((t.shape[0] for t in tensors if t.dim()), 0), "samples"

@@ -22,7 +22,7 @@ from zbcompile.distributed.transport import laid_out
 from zbcompile.passes.compile_options import CompileOptions
 from zbcompile.passes.stage.pass_graph import PassGraph
 from zbcompile.passes.stage.stage_program import tensor_spec
-from zbcompile.passes.torch_private import boxed
+from zbcompile.passes.torch_private import boxed, gradient_dtype
 from zbcompile.program.program import Program
 
 
@@ -53,7 +53,7 @@ class GradientSum:
                 self.parts[stage, None] = self._zeros()
             return self.parts[stage, None]
         strided = grad is not None and grad.stride() != parameter.stride()
-        if strided or self.dtype != grad_dtype(parameter):
+        if strided or self.dtype != gradient_dtype(parameter):
             if self.running is None:
                 self.running = self._zeros()
             return self.running
@@ -66,11 +66,11 @@ class GradientSum:
 
     @property
     def dtype_of_parts(self) -> torch.dtype:
-        return grad_dtype(self.parameter) if self.exact else self.dtype
+        return gradient_dtype(self.parameter) if self.exact else self.dtype
 
     def add(self, stage: int, microbatch: int, gradient: Tensor) -> None:
         """Adds one microbatch's gradient as eager does, which casts it to the dtype of `.grad`."""
-        gradient = gradient.to(grad_dtype(self.parameter))
+        gradient = gradient.to(gradient_dtype(self.parameter))
         if self.shared:
             self.parts[stage, microbatch] = gradient
         else:
@@ -87,7 +87,7 @@ class GradientSum:
 
     def accumulate(self, gradient: Tensor) -> None:
         """Adds a gradient that is complete, of one microbatch or of all."""
-        dtype = grad_dtype(self.parameter)
+        dtype = gradient_dtype(self.parameter)
         if torch.promote_types(self.dtype, dtype) == dtype:
             self._add_to_grad(gradient)
         elif self.running is None:
@@ -97,7 +97,7 @@ class GradientSum:
 
     def _add_to_grad(self, gradient: Tensor) -> None:
         """Adds to `.grad` with the parameter's strides; the first gradient becomes `.grad`."""
-        parameter, dtype = self.parameter, grad_dtype(self.parameter)
+        parameter, dtype = self.parameter, gradient_dtype(self.parameter)
         with torch.no_grad():
             if parameter.grad is not None:
                 parameter.grad.add_(gradient)
@@ -151,7 +151,7 @@ class Gradients(dict[str, GradientSum]):
     def __missing__(self, name: str) -> GradientSum:
         parameter, choices = self.parameters[name], self.choices
         # With exact=True that of `.grad`, in which eager adds, also if it is narrower.
-        like = grad_dtype(parameter) if choices.exact else parameter.dtype
+        like = gradient_dtype(parameter) if choices.exact else parameter.dtype
         dtype = choices.dtype_of_sum(like)
         self[name] = GradientSum(parameter, dtype, choices.exact, name in self.shared)
         return self[name]
@@ -161,11 +161,6 @@ class Gradients(dict[str, GradientSum]):
         for name in list(self) if names is None else names:
             if name in self:
                 self[name].flush()
-
-
-def grad_dtype(parameter: nn.Parameter) -> torch.dtype:
-    """Returns the dtype of `.grad`: the parameter's unless `grad_dtype` (torch 2.10) is set."""
-    return getattr(parameter, "grad_dtype", None) or parameter.dtype
 
 
 LocalGradients = Mapping[int, Gradients]  # of the ranks of this process

@@ -138,7 +138,8 @@ class Engine:
             stages = {i: [graphs.stages[i] for graphs in executable.graphs] for i in numbers}
             if vocabulary is not None:
                 stages |= {i: [shard] * count for i, shard in vocabulary.shards[rank].items()}
-                rows = vocabulary.rows.within_sums(rank)
+                shards = vocabulary.rows  # in one process rows of whole sums
+                rows = slice(*shards.bounds[rank]) if shards.rank is None else None
             values = reduction.gradients, step.microbatches, loss_factor, seeds
             stage_runs = {
                 i: StageRun(microbatches, *values, rows if i < 0 else None)

@@ -74,10 +74,6 @@ class VocabularyShards:
         for name, parameter in self.own.items():
             parameter.detach().copy_(state[name][low:high])
 
-    def within_sums(self, rank: int) -> slice | None:
-        """Returns the rows of a rank in the sums of gradients; None if these have no other rows."""
-        return slice(*self.bounds[rank]) if self.rank is None else None
-
     def gathered(self, name: str, group: ProcessGroup) -> Tensor:
         """Returns a whole parameter with the rows of all ranks."""
         tensor = torch.empty_like(self.whole[name].detach(), device=self.device)

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zbcompile.distributed.in_flight import complete, keep_in_flight
-from zbcompile.engine.gradients import Gradients, grad_dtype
+from zbcompile.engine.gradients import Gradients
 from zbcompile.errors import PipelineError
-from zbcompile.passes.torch_private import version_of
+from zbcompile.passes.torch_private import gradient_dtype, version_of
 
 Range = tuple[int, int]
 # The names that torch 2.13 has deprecated are the only ones of torch 2.11.
@@ -66,7 +66,7 @@ class ShardedBuffer:
         on_gloo = self.group is not None and "gloo" in dist.get_backend_config(self.group)
         self._is_even = owners is None and not on_gloo
         self.values = torch.zeros(self.bounds[-1], dtype=like.dtype, device=like.device)
-        self._gradient_dtype = grad_dtype(like)
+        self._gradient_dtype = gradient_dtype(like)
         self._reductions: list[tuple[Tensor, list[dist.Work]]] = []
         self._gathers: list[dist.Work] = []
         self._writes: dict[str, int] = {}

@@ -96,19 +96,6 @@ def by_name(entries: Mapping[str, Any], section: str, names: Collection[str]) ->
     return values
 
 
-def empty_entry(
-    member: NamedParameter, key: str, shape: Sequence[int], dtype: torch.dtype, device: Any = None
-) -> Tensor:
-    """Returns memory for an entry to be read into: as large as this process's part of the parameter
-    if the entry has the parameter's shape."""
-    full_shape = tuple(member.local.shape) if member.chunk is None else member.chunk[0]
-    if tuple(shape) != full_shape or key == "step":  # a parameter may have the shape of a step: ()
-        return torch.empty(shape, dtype=dtype, device="cpu")
-    device = device or member.local.device
-    local = torch.empty_like(member.local, dtype=dtype, device=device, requires_grad=False)
-    return local if member.chunk is None else TensorShard.of(local, member.chunk)
-
-
 def torch_state_dict(
     members: Sequence[NamedParameter],
     states: Iterable[Mapping[str, Any]],

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from zbcompile.distributed.ranks import Ranks
-from zbcompile.engine.gradients import grad_dtype
 from zbcompile.engine.optimizer_parameters import LATE, OptimizerParameters, OptimizerTensor
 from zbcompile.engine.vocabulary_parameters import VocabularyShards
 from zbcompile.engine.zero1 import ShardedBuffer
@@ -20,6 +19,7 @@ from zbcompile.model.distributed_tensors import Chunk, Parts, chunk_of, is_distr
 from zbcompile.model.placements import PARTIAL, SHARD, along
 from zbcompile.passes.compile_options import HALF
 from zbcompile.passes.graph.strides import is_dense
+from zbcompile.passes.torch_private import gradient_dtype
 from zbcompile.program.program import Program
 
 # stage, name of a late parameter, dimensions of the replicas, dtypes, whether it is counted
@@ -141,7 +141,7 @@ def sharded_parameters(
         replicas = tuple(dim for dim in mesh.beside("pp") if dim in partial)
         # Other ranks hold a late parameter too: all of them divide it alike.
         alone = name if stage == LATE else ""
-        dtypes = str(parameter.dtype), str(grad_dtype(parameter))
+        dtypes = str(parameter.dtype), str(gradient_dtype(parameter))
         counted = trained.is_counted(name, *replicas)
         buckets.setdefault((stage, alone, replicas, dtypes, counted), []).append(name)
     tensors, buffers = [], []

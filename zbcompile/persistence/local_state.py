@@ -14,14 +14,13 @@ from torch.optim import Optimizer
 from zbcompile.api.pipeline import Pipeline
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
-from zbcompile.model.distributed_tensors import chunk_of, is_distributed, local_of
+from zbcompile.model.distributed_tensors import TensorShard, chunk_of, is_distributed, local_of
 from zbcompile.model.model_info import ModelFacts, facts_of
 from zbcompile.model.placements import SHARD, along
 from zbcompile.optimizer.optimizer_state import (
     NamedParameter,
     Values,
     by_name,
-    empty_entry,
     option_entries,
     state_entries,
     torch_state_dict,
@@ -183,7 +182,7 @@ def load_optimizer(
                 if section == "param_groups":
                     entries[entry] = torch.empty(size, dtype=dtype, device="cpu")
                 elif title in by_member:
-                    entries[entry] = empty_entry(by_member[title], key, size, dtype, device)
+                    entries[entry] = _empty_entry(by_member[title], key, size, dtype, device)
     read({f"optimizer.{key}": v for key, v in entries.items() if isinstance(v, torch.Tensor)})
     entries = _renamed(entries, by_title)
     if not isinstance(optimizer, PipelineOptimizer):
@@ -222,3 +221,16 @@ def _renamed(entries: Values, names: Mapping[str, str]) -> Values:
         for name, state in by_name(entries, section, names).items()
         for key, value in state.items()
     }
+
+
+def _empty_entry(
+    member: NamedParameter, key: str, shape: Sequence[int], dtype: torch.dtype, device: Any = None
+) -> torch.Tensor:
+    """Returns memory for an entry to be read into: as large as this process's part of the parameter
+    if the entry has the parameter's shape."""
+    full_shape = tuple(member.local.shape) if member.chunk is None else member.chunk[0]
+    if tuple(shape) != full_shape or key == "step":  # a parameter may have the shape of a step: ()
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    device = device or member.local.device
+    local = torch.empty_like(member.local, dtype=dtype, device=device, requires_grad=False)
+    return local if member.chunk is None else TensorShard.of(local, member.chunk)

@@ -13,9 +13,8 @@ from torch import nn
 
 from zbcompile.batches.batch import Microbatch
 from zbcompile.engine.executable import BoundGraphs, Executable, plan_step
-from zbcompile.engine.gradients import grad_dtype
 from zbcompile.passes.module_state import ModuleState
-from zbcompile.passes.torch_private import attention_priority
+from zbcompile.passes.torch_private import attention_priority, gradient_dtype
 from zbcompile.passes.torch_private_hooks import hooks_of
 from zbcompile.program.program import Program
 from zbcompile.schedules import Schedule
@@ -73,7 +72,7 @@ def key_details(model: nn.Module, key: GraphKey) -> KeyDetails:
         path = f"model.{name}".rstrip(".")
         details |= {f"{path}.training": module.training, f"hooks of {path}": hooks_of(module)}
     for name, parameter in model.named_parameters():
-        dtype = grad_dtype(parameter) if parameter.requires_grad else None
+        dtype = gradient_dtype(parameter) if parameter.requires_grad else None
         details[f"gradients of model.{name}"] = dtype
     return details | {name.replace("_", " "): value for name, value in key.modes._asdict().items()}
 
