@@ -234,8 +234,13 @@ class StepRunner:
                 ],
             }
             # ranks that call different methods would wait for each other
-            remedy = "Every rank must make the same calls."
-            agree(ranks, call, "evaluate different things", remedy, of_a_place=["the inputs"])
+            agree(
+                ranks,
+                call,
+                "evaluate different things",
+                "Every rank must make the same calls.",
+                of_a_place=["the inputs"],
+            )
             self.optimizers.wait()
             graphs, inputs, groups = list[BoundGraphs](), list[dict[str, torch.Tensor]](), []
             for batch in batches:

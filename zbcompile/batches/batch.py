@@ -65,12 +65,9 @@ class Batch:
 
     def into(self, count: int) -> "Microbatches":
         """The microbatches, `count` equal ones."""
-        rows = self.size // count
-        entry = tuple(self.microbatch(i, count) for i in range(count))
-        is_uniform = (
-            not self.whole.static or len({microbatch.signature for microbatch in entry}) == 1
-        )
-        return Microbatches(entry, alike=is_uniform, rows=rows)
+        each = tuple(self.microbatch(i, count) for i in range(count))
+        is_uniform = not self.whole.static or len({entry.signature for entry in each}) == 1
+        return Microbatches(each, alike=is_uniform, rows=self.size // count)
 
 
 def _part(leaf: Tensor, dim: int, index: int, count: int) -> Tensor:

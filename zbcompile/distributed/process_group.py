@@ -100,10 +100,8 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
     """The backend by which a group moves the tensors of a device: "gloo" for the CPU, "nccl" for
     CUDA. Raises PipelineError if it has another one, or none."""
     backends = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
-    expected, actual = (
-        {"cpu": "gloo", gpu.KIND: gpu.BACKEND}.get(device.type, "none"),
-        backends.get(device.type, "none"),
-    )
+    expected = {"cpu": "gloo", gpu.KIND: gpu.BACKEND}.get(device.type, "none")
+    actual = backends.get(device.type, "none")
     if actual != expected or expected == "none":
         raise PipelineError(
             f"the model is on {device}, for which the process group has the backend {actual};"

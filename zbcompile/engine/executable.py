@@ -115,8 +115,10 @@ class Executable:
 
     @cached_property
     def draws(self) -> bool:
-        """True if a stage draws random numbers."""
-        return any(bound.program.random_until >= 0 for bound in self.distinct)
+        """True if a stage draws random numbers, or may: those of an evaluation are not counted."""
+        return not self.program.trains or any(
+            bound.program.random_until >= 0 for bound in self.distinct
+        )
 
     @cached_property
     def loss_dtype(self) -> torch.dtype:

@@ -130,7 +130,7 @@ def _require_parts(
             entries.setdefault(key, []).append((value, theirs))
     for (name, dimension, _), pairs in entries.items():
         (value, _), batches = pairs[0], {theirs for _, theirs in pairs}
-        is_equal = value[NORM] and all(part == value for part, _ in pairs)
+        is_equal = 0 < value[NORM] < torch.inf and all(part == value for part, _ in pairs)
         if is_equal and (dimension == "tp" or len(batches) > 1):
             raise ranks.refusal(
                 f'the gradient of {name} is equal on all {len(pairs)} ranks along "{dimension}",'
@@ -167,5 +167,6 @@ def projections(tensor: Tensor) -> list[float]:
 def _near(values: list[float], expected: list[float]) -> bool:
     tolerance, norm, *_ = expected
     return all(
-        abs(a - b) <= tolerance * norm or a != a for a, b in zip(values, expected, strict=True)
+        a == b or abs(a - b) <= tolerance * norm or a != a
+        for a, b in zip(values, expected, strict=True)
     )

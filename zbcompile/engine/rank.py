@@ -193,10 +193,8 @@ class RankRun:
     def _pair(self, first: Instruction, second: Instruction, *sends: Instruction) -> None:
         """Runs both halves as one graph. In its middle the results of the first are sent, and the
         inputs of the second received."""
-        (op, stage, microbatch), (second_op, second_stage, second_microbatch) = (
-            first.action,
-            second.action,
-        )
+        op, stage, microbatch = first.action
+        second_op, second_stage, second_microbatch = second.action
         run, second_run = self.runs[stage], self.runs[second_stage]
         call, second_call = run.call(op, microbatch), second_run.call(second_op, second_microbatch)
 

@@ -24,9 +24,8 @@ from zbcompile.model.placements import PARTIAL, along
 from zbcompile.program.program import Program
 
 Route = tuple[dist.ProcessGroup, torch.dtype | None]  # the group, and the dtype of the messages
-ALONE_BYTES = (
-    1 << 20
-)  # what is as large is sent from its memory; smaller gradients are copied together
+# What is as large is sent from its memory; smaller gradients are copied together.
+ALONE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)

@@ -123,11 +123,6 @@ class CompiledStage:
     def index(self) -> int:
         return self.program.stage
 
-    @property
-    def generator_arrives(self) -> bool:
-        """True if generator state arrives with F."""
-        return len(self.receives["F"]) > len(self.program.receives)
-
 
 def prepare_stage(
     program: StageProgram,
@@ -276,7 +271,7 @@ class StageRun:
                 frame[stage.loss_factor] = self.loss_factor
             for place, path in stage.inputs:
                 frame[place] = inputs[path]
-            if stage.generator_arrives:
+            if len(stage.receives["F"]) > len(stage.program.receives):  # generator state arrives
                 stage.relay.continue_from(received.pop(), self.seeds[microbatch])
             elif stage.program.random or stage.generator_leaves:
                 seed_generators(self.seeds[microbatch], stage.device)

@@ -85,8 +85,7 @@ class Engine:
         runs, times = self._rank_runs(executable, step, reductions, transport)
         losses, outputs = Losses(()), Outputs()
         waiting = ranks.waiting
-        draws = executable.draws or not program.trains  # those of an evaluation are not counted
-        generators = gpu.forked_generators(ranks.device) if draws else nullcontext()
+        generators = gpu.forked_generators(ranks.device) if executable.draws else nullcontext()
         with generators, torch.no_grad():
             interleave(runs)
             with waiting("the last sends"):

@@ -31,8 +31,14 @@ def require_same_batch(ranks: Ranks, inputs: Mapping[str, Any]) -> None:
     """
     if ranks.group is not None:
         marks = {name: _mark(pytree.tree_leaves(value)) for name, value in inputs.items()}
-        what, remedy = "of a pipeline got different batches", f"All need the same. {SEED}"
-        agree(ranks, marks, what, remedy, marks, ranks.mesh.beside("pp"))
+        agree(
+            ranks,
+            marks,
+            "of a pipeline got different batches",
+            f"All need the same. {SEED}",
+            marks,
+            ranks.mesh.beside("pp"),
+        )
 
 
 def _mark(leaves: Sequence[Any]) -> str:

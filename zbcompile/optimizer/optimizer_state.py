@@ -170,7 +170,7 @@ class OptimizerState:
             states[entry] = state = dict(inner.state.get(entry.tensor, {}))
             if entry.is_master and (state or entry.tensor in self.stepped):
                 state[MASTER] = entry.tensor.detach()
-            for key, value in state.items() if self.parameters.zero and elementwise else ():
+            for key, value in state.items() if entry.is_part and elementwise else ():
                 shape = list(value.shape) if isinstance(value, Tensor) else []
                 if shape and shape != list(entry.tensor.shape):
                     raise PipelineError(

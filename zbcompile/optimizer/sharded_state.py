@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from zbcompile.distributed.transport import as_contiguous
 from zbcompile.engine.optimizer_parameters import OptimizerTensor
@@ -25,7 +26,7 @@ def gather_states(
     `states` are those of this process. All replicas call it.
     """
     local = {
-        tensor.name: {k: v.cpu() if isinstance(v, torch.Tensor) else v for k, v in state.items()}
+        tensor.name: {k: v.cpu() if isinstance(v, Tensor) else v for k, v in state.items()}
         for tensor, state in states.items()
     }
     full_states: dict[str, Values] = {}
@@ -46,7 +47,7 @@ def _joined(buffer: ShardedBuffer, name: str, parts: Sequence[Values]) -> Values
         return dict(*parts)
     parameter, state = buffer.parameters[name], dict(parts[0])
     for key, value in state.items():
-        if isinstance(value, torch.Tensor) and value.dim():
+        if isinstance(value, Tensor) and value.dim():
             flat = torch.cat([part[key] for part in parts])
             state[key] = flat.as_strided(parameter.shape, parameter.stride())
     return state
@@ -80,7 +81,7 @@ def _divided(buffer: ShardedBuffer, name: str, state: Values) -> list[Values]:
     for key, value in state.items():
         flat = None
         # a parameter may have the shape of a step: ()
-        if isinstance(value, torch.Tensor) and value.shape == parameter.shape and key != "step":
+        if isinstance(value, Tensor) and value.shape == parameter.shape and key != "step":
             like = torch.empty_like(parameter, dtype=value.dtype, device=value.device)
             flat = as_contiguous(like.copy_(value)).view(-1)
         for replica, begin, end in buffer.parts(name):

@@ -187,10 +187,8 @@ class StepRecord:
 
     def __str__(self) -> str:
         """The time and the idle time of every rank, by cause."""
-        timeline, suffix = (
-            self.as_ranks(),
-            ", as if each rank had a process of its own" * self.in_process,
-        )
+        timeline = self.as_ranks()
+        suffix = ", as if each rank had a process of its own" * self.in_process
         rows = rank_table(timeline).rows
         table_rows = [
             [
