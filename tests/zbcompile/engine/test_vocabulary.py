@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import zbcompile
 from gpt import GPT, next_byte_loss
+from tests.support.meshes import mesh_of
 from tests.support.pool import Pool
 from tests.support.training import interpreted
 from tests.support.vocabulary_training import (
@@ -76,6 +77,28 @@ def test_in_processes(case: VocabularyCase, pool: Pool) -> None:
     shares, expected = pool.run(sharded, case, ranks=case.ranks * case.replicas), eager(case)
     for first in range(0, len(shares), case.ranks):
         assert_equal_within(join(shares[first : first + case.ranks]), expected, 1e-12)
+
+
+def updated() -> bool:
+    """Returns whether the model of a single pipeline rank has the values of a ZeRO-1 update."""
+    model = GPT(layers=1, width=16, heads=2, length=8)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    options: dict[str, Any] = {"schedule": "1f1b", "microbatches": 2, "vocab": 1}
+    pipe = zbcompile.pipeline(model, mesh=mesh_of(pp=1, dp=2), loss=next_byte_loss, **options)
+    optimizer = pipe.optimizer(torch.optim.SGD, lr=0.1, zero=1)
+    tokens = torch.arange(32).view(4, 8)
+    pipe.step(tokens, target=tokens)
+    optimizer.step()
+    state = pipe.state_dict(full=True)
+    return all(
+        torch.equal(p, state[name]) and not torch.equal(p, before[name])
+        for name, p in model.named_parameters()
+    )
+
+
+@pytest.mark.slow
+def test_zero1_moves_the_rows_of_a_single_rank_with_the_model(pool: Pool) -> None:
+    assert all(pool.run(updated, ranks=2))
 
 
 def test_what_cannot_be_is_refused() -> None:

@@ -99,10 +99,10 @@ class Attribute(SGD):
 
 def test_an_optimizer_that_counts_steps_for_all_parameters_is_refused() -> None:
     """Each stage's update would count. It is noticed in the first step."""
-    for kind, named in ((Counting, r"param_groups\[0\]\['list'\]"), (Attribute, "count")):
+    for kind in (Counting, Attribute):
         pipe, (batch, *_) = pipeline()
         pipe.optimizer(kind, lr=0.1, overlap=True)
-        says = rf"{kind.__name__}.step\(\) wrote its {named}, which belongs to all"
+        says = rf"{kind.__name__}.step\(\) wrote a value that belongs to all"
         with pytest.raises(zbcompile.PipelineError, match=says):
             pipe.step(*batch.args, target=batch.target)
 

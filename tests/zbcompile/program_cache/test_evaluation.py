@@ -323,8 +323,10 @@ class Random(Net):
 
 
 def test_random_numbers_in_eval_mode_are_said_to_differ() -> None:
+    pipe, state = made(Random().requires_grad_(False)), torch.get_rng_state()
     with pytest.warns(UserWarning, match="draws random numbers in eval mode"):
-        made(Random().requires_grad_(False)).eval(rows(8))
+        pipe.eval(rows(8))
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 @pytest.mark.slow
