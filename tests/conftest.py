@@ -104,7 +104,7 @@ def _group_for_workers(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What is imported by now stays to the end: a garbage collection need not walk through it again
+    """Freezes all objects that exist by now: a garbage collection need not walk through it again
     and again. torch writes graphs down for whoever listens to its trace, as pytest does with every
     logger that does not propagate.
     """

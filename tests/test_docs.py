@@ -116,7 +116,7 @@ FILES = [
 def test_examples_of_docstrings(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of tests/schedules are run there."""
+    """Doctests of schedules run in tests/schedules."""
     monkeypatch.chdir(tmp_path)
     parts = file.relative_to(ROOT).with_suffix("").parts
     module = ".".join(parts if parts[0] == "zbcompile" else ("zbcompile", *parts))

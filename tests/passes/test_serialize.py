@@ -35,7 +35,7 @@ twice.register_autograd(lambda ctx, gradient: twice(gradient))
 
 
 class Branching(nn.Module):
-    """A branch, which is a graph of its own, and an operator of another library."""
+    """A branch, which is another graph, and an operator of another library."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -59,7 +59,7 @@ def wrapped(*args: Any) -> Tensor:
 
 
 class Judge(nn.Module):
-    """A loss with numbers and a tensor of its own."""
+    """A loss with numbers and a tensor."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -101,7 +101,7 @@ def numbers_of(program: Path, name: str = "layers") -> str:
 
 
 def outcome_of(use: Callable[[], bool]) -> str:
-    """What came of using something damaged; `use` says whether its values are the right ones."""
+    """Returns what came of using something damaged; `use` says whether its values are the right ones."""
     try:
         return "without effect" if use() else "silent"
     except OURS as error:

@@ -68,7 +68,7 @@ class Operators(nn.Module):
         return len(self.tensors) - 1, None
 
     def results(self) -> list[Tensor]:
-        """What can carry a gradient of what the operators return, complex results as pairs."""
+        """Returns what can carry a gradient of what the operators return, complex results as pairs."""
         created: list[Tensor] = []
         for operator, tensors, structure in self.calls:
             values = [leaf if index is None else self.tensors[index] for index, leaf in tensors]
@@ -140,7 +140,7 @@ def _relative(a: Tensor | None, b: Tensor | None) -> float:
 
 
 def eagers_own(cases: Sequence[Case]) -> Outcome:
-    """Whether eager computes gradients of `cases`, twice the same."""
+    """Returns whether eager computes gradients of `cases`, twice the same."""
     try:
         model = Operators(cases)
         same = not differences(eager_gradients(model), eager_gradients(model))

@@ -1,4 +1,4 @@
-"""Ports of this machine that nobody uses."""
+"""Free ports of this machine."""
 
 import random
 import socket

@@ -13,7 +13,7 @@ Batch = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def drawn(generator: torch.Generator | None = None) -> Batch:
-    """A batch from torch's and Python's generators, or from one of its own."""
+    """A batch from torch's and Python's generators, or from one given."""
     tokens = torch.randint(0, 256, (SIZE, LENGTH + 1), generator=generator)
     tokens[0, 0] = 0 if generator else random.randrange(256)
     return (tokens[:, :-1].contiguous(),), {"target": tokens[:, 1:].contiguous()}

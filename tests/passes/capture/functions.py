@@ -224,7 +224,7 @@ WAYS: dict[str, Way] = {
 
 
 class Step(nn.Module):
-    """One way, with a layer of its own."""
+    """One way, with a layer."""
 
     def __init__(self, name: str) -> None:
         super().__init__()

@@ -255,7 +255,7 @@ def test_equals_eager(made: Callable[..., Any]) -> None:
 
 @pytest.mark.parametrize("traced", [True, False])
 def test_a_model_that_only_a_trace_can_follow_is_warned_of(traced: bool) -> None:
-    """It looks at activations otherwise. Its bits are those of the path for compilers."""
+    """Forward reads activations on the other path. Its bits are those of the path for compilers."""
 
     def looking(model: nn.Module, x: Tensor) -> Tensor:
         guarded = torch.jit.is_tracing() if traced else torch.compiler.is_compiling()

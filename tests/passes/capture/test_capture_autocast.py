@@ -50,7 +50,7 @@ def inside_and_outside(model: Loop, x: Tensor) -> Tensor:
 
 
 def casts_of_the_model(model: Loop, x: Tensor) -> Tensor:
-    """They are not merged."""
+    """Such casts are not merged."""
     with half():
         x = x @ model.layer.weight.to(torch.bfloat16) + x @ model.layer.weight.bfloat16()
         return model.last(model.first(x) + F.linear(x, model.layer.weight))

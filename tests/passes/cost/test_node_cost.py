@@ -47,7 +47,7 @@ def in_turn(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
 
 
 def layers(x: Tensor, weight: Tensor, kernel: Tensor) -> Tensor:
-    """What torch counts too: products, a convolution, and their backward."""
+    """Returns what torch counts too: products, a convolution, and their backward."""
     x, weight, kernel = (tensor.requires_grad_() for tensor in (x, weight, kernel))
     y = F.conv2d((x @ weight)[None], kernel, stride=2)
     y = y.sum() + torch.bmm(x, x.mT).sum()

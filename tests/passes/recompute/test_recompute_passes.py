@@ -1,4 +1,4 @@
-"""What the backward keeps and what it computes again: the cheapest choice within a budget."""
+"""Tests of what the backward keeps and what it computes again: the cheapest choice within a budget."""
 
 import itertools
 import random

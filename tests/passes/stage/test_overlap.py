@@ -73,7 +73,7 @@ def test_work_is_kept_for_the_waits_to_come(operation: OpOverload) -> None:
 
 
 def test_a_merged_graph_hands_over_in_its_middle() -> None:
-    """The forward's results leave before the backward's inputs are asked for."""
+    """The forward's results leave before the backward's inputs are received."""
     merged = merge(chain("F", 2), chain("BW", 3))
     x, y, seen = torch.rand(4), torch.rand(4), []
 

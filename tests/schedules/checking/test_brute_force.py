@@ -10,7 +10,7 @@ from zbcompile.schedules.ir.actions import BW, Action, B, F, W, flatten
 
 
 def needed(action: Action, stages: int) -> list[tuple[str, int, int]]:
-    """What an action waits for, by the definitions of F, B and W."""
+    """Returns what an action waits for, by the definitions of F, B and W."""
     op, stage, m = action
     if op == F:
         return [(F, stage - 1, m)] if stage else []
@@ -20,7 +20,7 @@ def needed(action: Action, stages: int) -> list[tuple[str, int, int]]:
 
 
 def run(schedule: Schedule) -> bool:
-    """Whether every rank runs its whole order, one step after the other."""
+    """Returns whether every rank runs its whole order, one step after the other."""
     done: set[tuple[str, int, int]] = set()
     position = [0] * schedule.ranks
     progress = True
@@ -41,7 +41,7 @@ def run(schedule: Schedule) -> bool:
 
 
 def is_right(schedule: Schedule) -> bool:
-    """Whether every pass is there once, on its rank, in an order of microbatches, and all finish."""
+    """Returns whether every pass is there once, on its rank, in an order of microbatches, and all finish."""
     for rank, order in enumerate(schedule.orders):
         actions = flatten(order)
         passes = [(op, *a[1:]) for a in actions for op in ((B, W) if a.op == BW else (a.op,))]

@@ -22,7 +22,7 @@ def pipeline(model: nn.Module, loss: Any = None, **options: Any) -> zbcompile.Pi
 
 
 def assert_same_gradients(ours: nn.Module, theirs: nn.Module, loss: Any, parts: Any) -> None:
-    """As eager's mean loss over the microbatches."""
+    """Eager's mean loss over the microbatches."""
     for args, _, target in parts:
         (loss(theirs(*args), target) / len(parts)).backward()
     gradients = {k.replace("_orig_mod.", ""): grad for k, grad in gradients_of(ours).items()}

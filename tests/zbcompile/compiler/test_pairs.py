@@ -68,7 +68,7 @@ F0, B0, W0, F1, B1, W1 = (Action(op, 0, m) for m in (0, 1) for op in "FBW")
 
 
 def test_a_pair_is_legal_where_its_parts_are() -> None:
-    """A backward beside its own products is fused."""
+    """A backward and its products are fused."""
     for schedule in (
         of_one_rank(F0, Pair(B0, W0), F1, B1, W1),
         of_one_rank(F0, B0, F1, Pair(B1, W0), W1),

@@ -1,4 +1,4 @@
-"""What torch logs and prints while a trace fails is hidden, and shown when asked for; its loggers
+"""Tests of what torch logs and prints while a trace fails is hidden, and shown when asked for; its loggers
 stay as they are."""
 
 import logging

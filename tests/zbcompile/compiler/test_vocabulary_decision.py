@@ -1,4 +1,4 @@
-"""What is decided for a sharded output layer: whether it is sharded at all, and whether its logits
+"""Tests of what is decided for a sharded output layer: whether it is sharded at all, and whether its logits
 wait."""
 
 import pytest

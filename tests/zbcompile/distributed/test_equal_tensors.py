@@ -46,7 +46,7 @@ def test_a_checksum_of_any_dtype() -> None:
 
 
 def untied(problem: str, schedule: str) -> list[str]:
-    """What is said of a step of a model that each rank seeds with its rank; before and after
+    """Returns what is said of a step of a model that each rank seeds with its rank; before and after
     loading the first rank's values everywhere."""
     torch.manual_seed(dist.get_rank())
     chosen = PROBLEMS[problem]

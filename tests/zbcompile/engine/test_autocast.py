@@ -62,7 +62,7 @@ def loss_of(output: Tensor, target: Tensor) -> Tensor:
 
 @pytest.mark.slow
 def test_autocast_is_that_of_each_step() -> None:
-    """A step inside autocast and one outside are compiled apart."""
+    """A step inside autocast and one outside are two programs."""
     torch.manual_seed(0)
     model = PartlyUncast(nn.Embedding(64, 4), nn.Linear(4, 4), nn.Linear(4, 64))
     eager, x = copy.deepcopy(model), torch.arange(8).view(4, 2)

@@ -61,7 +61,7 @@ class Hooked(MLP):
 
 
 class Penalised(MLP):
-    """Adds the square of its own gradient."""
+    """Adds the square of its gradient."""
 
     def forward(self, x: Tensor) -> Tensor:
         y, weight = super().forward(x), self.layers[0].weight

@@ -26,7 +26,7 @@ def explained(model: nn.Module, *args: Any, **options: Any) -> zbcompile.Explana
 
 @pytest.mark.slow
 def test_a_gpt(capsys: pytest.CaptureFixture[str]) -> None:
-    """What it prints is the explanation."""
+    """Its text is the explanation."""
     model = GPT(layers=3, width=32, heads=2, length=16, tied=True)
     outcome = explained(model, TOKENS, loss=next_byte_loss, target=TOKENS)
     assert capsys.readouterr().out == f"{outcome}\n"
@@ -60,7 +60,7 @@ class Changing(MLP):
 
 @pytest.mark.slow
 def test_an_explanation_changes_nothing() -> None:
-    """What a step leaves out is a note."""
+    """Parameters without a gradient are a note."""
     model = Changing()
     before = {name: repr(vars(module)) for name, module in model.named_modules()}
     generator, state = torch.get_rng_state(), {k: v.clone() for k, v in model.state_dict().items()}

@@ -1,4 +1,4 @@
-"""What PipelineTrainer refuses, in one line and when it is made."""
+"""Tests of what PipelineTrainer refuses, in one line and when it is made."""
 
 import sys
 from pathlib import Path

@@ -106,7 +106,7 @@ def test_a_process_that_dies_before_the_validation_resumes_from_its_checkpoint(
 
 
 def test_parameters_are_written_behind_the_validation() -> None:
-    """A correction would replace what was written. `pipe.parameters()` waits for it."""
+    """A correction would replace what was written. `pipe.parameters()` blocks until it is done."""
     pipe, (batch,) = pipe_of(), batches_of(1)
     optimizer = pipe.optimizer(AdamW, clip=1e-3, validate="after")
     saved = list(pipe.model.parameters())

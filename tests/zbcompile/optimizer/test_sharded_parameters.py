@@ -147,7 +147,7 @@ REFUSED: dict[str, Any] = {
 
 
 def refusing(folder: str) -> Any:
-    """What is said, and whether a checkpoint brings the state back."""
+    """Returns what is said, and whether a checkpoint brings the state back."""
     mesh, training, results = mesh_of_replicas(), Training("short-mlp"), []
     (batch,) = batches(training, 1, mesh)
     with compiled_once("short-mlp float32", exact=True):

@@ -215,7 +215,7 @@ def test_what_cannot_be_saved_or_loaded_is_refused(tmp_path: Path) -> None:
 
 
 def among_ranks(program: str, folder: Path, elsewhere: Path) -> dict[str, str]:
-    """What rank 0 and rank 1 are told about saves and loads in which they differ."""
+    """Returns what rank 0 and rank 1 are told about saves and loads in which they differ."""
     (pipe, optimizer), rank, told = begin(program), dist.get_rank(), {}
 
     def refused(name: str, act: Callable[[], object]) -> None:

@@ -331,7 +331,7 @@ def test_a_sharded_output_layer(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 def load_unlike_the_other(good: Path, other: Path, damaged: Path, nowhere: Path) -> list[str]:
-    """What each rank is told where the ranks, or what they load, differ."""
+    """Returns what each rank is told where the ranks, or what they load, differ."""
     rank, before = dist.get_rank(), torch.get_num_threads()
     told = []
     for place in (damaged, (good, other)[rank], (good, nowhere)[rank], good):

@@ -156,7 +156,7 @@ def test_further_steps_have_the_same_bits(
 
 
 def by_hand(folder: Path) -> list[State]:
-    """What was saved, what there was a step later, and what was loaded then."""
+    """Returns what was saved, what there was a step later, and what was loaded then."""
     mesh = mesh_of(pp=1, tp=2)
     model = TensorParallel(mesh, "plain")
     options = {"schedule": "zb-h1", "microbatches": 4, "placements": model.PLACEMENTS}

@@ -46,7 +46,7 @@ def test_bits_and_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
 
 @pytest.mark.slow
 def test_no_schedule_has_a_shorter_predicted_step() -> None:
-    """What is asked for is kept: cuts, chunks, a sharded output layer."""
+    """Options of the user are kept: cuts, chunks, a sharded output layer."""
     pipe, _ = pipeline(exact=False, vocab="off")
     best = simulate(pipe.program.schedule, predicted_costs(pipe.program)).makespan
     for name in ("1f1b", "zb-v"):
@@ -88,7 +88,7 @@ def within(memory: float | None, **options: Any) -> Any:
 
 @pytest.mark.slow
 def test_a_limit_of_memory_is_kept_by_recomputing() -> None:
-    """The recomputation that is asked for is kept."""
+    """The recomputation of the user is kept."""
     policies = ("hints", "selective", "full")
     peaks = [peak_bytes(within(None, recompute=policy)) for policy in policies]
     assert peaks[0] > peaks[1] > peaks[2]

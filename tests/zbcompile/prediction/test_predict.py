@@ -1,4 +1,4 @@
-"""What inspect predicts against what a step does."""
+"""Tests of what inspect predicts against what a step does."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""What ranks are predicted to hold, against an independent count of the storages that live in a
+"""Tests of what ranks are predicted to hold, against an independent count of the storages that live in a
 step."""
 
 import gc

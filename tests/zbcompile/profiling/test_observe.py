@@ -1,4 +1,4 @@
-"""What a user can see of a running pipeline: labels in the profiler, and the source of a NaN."""
+"""Tests of what a user can see of a running pipeline: labels in the profiler, and the source of a NaN."""
 
 import re
 from collections.abc import Callable

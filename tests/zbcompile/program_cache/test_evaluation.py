@@ -111,7 +111,7 @@ def eager_life() -> tuple[list[Tensor], dict[str, Tensor], list[Any]]:
 
 
 def calls_apart() -> list[str]:
-    """What two ranks say that make different calls; the pipeline stays whole."""
+    """Returns what two ranks say that make different calls; the pipeline stays whole."""
     pipe, x, rank = made(net().requires_grad_(False), ranks=None), rows(8), dist.get_rank()
     pipe.eval(x)
     labels, reasons = torch.zeros(8, dtype=torch.int64), []

@@ -141,7 +141,7 @@ def tied() -> None:
 
 
 def wrong_steps() -> list[tuple[str, str]]:
-    """What one rank says of a loss function of its own, of another shape, and of another dtype."""
+    """Returns what one rank says of a loss function of its own, of another shape, and of another dtype."""
     options: Any = {"schedule": "1f1b", "microbatches": 4, "mesh": mesh_of(dp=2, pp=1)}
     pipe = zbcompile.pipeline(PROBLEMS["mlp"].model(), loss=F.mse_loss, **options)
     x, y = PROBLEMS["mlp"].batches(1, 8)[0].args[0], torch.zeros(8, WIDTH)
