@@ -221,15 +221,11 @@ def refused_model(kind: str) -> None:
 def test_bad_input_is_one_error_on_every_rank(rare: bool, pool: Pool) -> None:
     shared = r'layers.0.norm.weight.*is shared by ranks 0 and 1 \(apart along "tp"\)'
     summed = r'the gradient of weights.\d is equal on all 2 ranks along "cp".*{"cp": "replicate"}'
-    sizes = r"has 1 ranks \(pp=1 x tp=1\), but there are 2 processes"
+    sizes = r"has 1 ranks along \('pp', 'tp'\), and there are 2 processes"
     cases: list[tuple[Any, tuple[Any, ...], str]] = [
         (bad_mesh, (("pp", "fsdp"), (1, 2)), 'has a dimension "fsdp" of size 2.*flatten several'),
         (bad_mesh, (("pp", "tp"), (1, 1)), sizes),
-        (
-            bad_mesh,
-            (("dp", "pp"), (2, 1), "pp"),
-            r"only the part \('pp',\) of a mesh that also has",
-        ),
+        (bad_mesh, (("dp", "pp"), (2, 1), "pp"), r"has 1 ranks along \('pp',\), and there are 2"),
         (different_weights, (), shared),
         (refused_model, ("part",), summed),
         (refused_model, ("plain",), "calls torch.distributed.all_reduce on an activation"),

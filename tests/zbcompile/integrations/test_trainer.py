@@ -158,6 +158,7 @@ def test_two_replicas(tmp_path: Path, pool: Pool) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.beyond_sample
 def test_adapters_in_two_processes(tmp_path: Path, pool: Pool) -> None:
     """PEFT: the losses of the plain Trainer; PEFT reads what was saved, which has no base model in
     it."""

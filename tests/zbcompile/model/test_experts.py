@@ -50,6 +50,12 @@ def test_a_layer_without_dropped_tokens() -> None:
 @pytest.mark.parametrize(("name", "schedule"), [("Qwen3Moe", "zb-h1"), ("DeepseekV3", "zb-v")])
 def test_grouped_products_of_transformers(name: str, schedule: str) -> None:
     """In float32, of which torch cannot infer the shape on a CPU."""
+    x = torch.randint(0, 96, (8, 12))
+    model = transformers_model(name)
+    AsEager(model, 4, None, schedule=schedule, ranks=2).step(input_ids=x, labels=x)
+
+
+def transformers_model(name: str) -> Any:
     transformers = pytest.importorskip("transformers")
     sizes: dict[str, Any] = {
         "Qwen3Moe": {"num_experts": 8, "head_dim": 8, "num_key_value_heads": 2},
@@ -64,5 +70,4 @@ def test_grouped_products_of_transformers(name: str, schedule: str) -> None:
     torch.manual_seed(0)
     model = getattr(transformers, f"{name}ForCausalLM")(config)
     model.set_experts_implementation("grouped_mm")
-    x = torch.randint(0, 96, (8, 12))
-    AsEager(model, 4, None, schedule=schedule, ranks=2).step(input_ids=x, labels=x)
+    return model

@@ -63,6 +63,7 @@ def check_folder(model: Any, ours: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.beyond_sample
 def test_ranks_hold_their_own(pool: Pool, tmp_path: Path) -> None:
     """Of two ranks each has memory for its own share, fills that, and writes it."""
     torch.manual_seed(3)
