@@ -133,6 +133,10 @@ def group_between(stage: Any, source: int, destination: int) -> dist.ProcessGrou
     return stage.group  # type: ignore[no-any-return]
 
 
+# Attributes that torch's own optimizers write in a step.
+SET_BY_STEP = {"_warned_capturable_if_run_uncaptured", "_need_device_dtype_check_for_fused"}
+
+
 def step_without_hooks(optimizer: torch.optim.Optimizer) -> None:
     """`optimizer.step()` without the hooks that torch runs around the step of every class (it marks
     the function in which it has wrapped the class's own)."""

@@ -8,18 +8,21 @@ from reprlib import repr as short
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zbcompile.errors import PipelineError
 from zbcompile.options import refuse_removed
 from zbcompile.passes.compile_options import is_real
+from zbcompile.passes.torch_private import version_of
+from zbcompile.torch_private import SET_BY_STEP, pytree
 
 # Classes of torch.optim that update element by element.
 ELEMENTWISE = ("AdamW", "Adam", "SGD", "RMSprop", "Adagrad")
 
 PLAIN = (bool, int, float, str, tuple, type(None))  # options that ranks compare
 
-Predicate = Callable[[str, torch.Tensor], bool]
+Predicate = Callable[[str, Tensor], bool]
 
 
 @dataclass(frozen=True)
@@ -97,7 +100,7 @@ class OptimizerConfig:
         except (TypeError, ValueError) as error:
             raise PipelineError(f"{self.kind.__name__} cannot be made: {error}") from error
 
-    def group_numbers(self, parameters: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    def group_numbers(self, parameters: Mapping[str, Tensor]) -> dict[str, int]:
         """Returns the group of each of the `parameters` that the optimizer trains: the first one
         whose predicate takes it, or one after the last. Raises PipelineError for a predicate that
         takes none of them."""
@@ -149,10 +152,19 @@ EXPECTED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
-def shared_values(optimizer: Optimizer) -> str:
-    """Returns the options, attributes and state of an optimizer that belong to all parameters, as
-    text. An update that changes it is wrong if stages update one after the other."""
+def shared_values(optimizer: Optimizer) -> list[Any]:
+    """Returns marks of the options, attributes and state of an optimizer that belong to all
+    parameters; a mark changes when its value does. An update that changes one is wrong if stages
+    update one after the other."""
     groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-    state = {k: v for k, v in dict[Any, Any](optimizer.state).items() if isinstance(k, str)}
-    names = sorted(vars(optimizer).keys() - {"state", "param_groups"})
-    return repr((groups, state, {n: getattr(optimizer, n) for n in names if n[0] != "_"}))
+    state = [v for k, v in dict[Any, Any](optimizer.state).items() if isinstance(k, str)]
+    attributes = [
+        v for k, v in vars(optimizer).items() if k not in {"state", "param_groups", *SET_BY_STEP}
+    ]
+    return [_mark(leaf) for leaf in pytree.tree_leaves((groups, state, attributes))]
+
+
+def _mark(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return None if isinstance(value, nn.Parameter) else (id(value), version_of(value))
+    return repr(value) if isinstance(value, PLAIN) else None

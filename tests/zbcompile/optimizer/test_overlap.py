@@ -97,9 +97,30 @@ class Attribute(SGD):
         super().step()
 
 
+class Decay(SGD):
+    """Its printed value stays 1.0000, and the attribute's name is private."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._factor = torch.ones(2)
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        self._factor.mul_(1 - 1e-6)
+        super().step()
+
+
+class Holding(SGD):
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, **options)
+        self.all = [parameter for group in self.param_groups for parameter in group["params"]]
+
+
 def test_an_optimizer_that_counts_steps_for_all_parameters_is_refused() -> None:
     """Each stage's update would count. It is noticed in the first step."""
-    for kind in (Counting, Attribute):
+    pipe, (batch, *_) = pipeline()
+    pipe.optimizer(Holding, lr=0.1, overlap=True)
+    pipe.step(*batch.args, target=batch.target)  # parameters belong to no other stage
+    for kind in (Counting, Attribute, Decay):
         pipe, (batch, *_) = pipeline()
         pipe.optimizer(kind, lr=0.1, overlap=True)
         says = rf"{kind.__name__}.step\(\) wrote a value that belongs to all"
