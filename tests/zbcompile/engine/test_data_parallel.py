@@ -1,5 +1,7 @@
 """Two replicas of a pipeline train as one process does on the concatenated batch."""
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -126,7 +128,8 @@ def differs_once(overlap: bool) -> None:
         step(pipe, 2) if replica else pipe.eval(torch.zeros(4, 2))
     assert all(map(torch.equal, before, pipe.parameters()))
     assert all(parameter.grad is None for parameter in pipe.parameters())
-    assert step(pipe, 2) < first
+    with mock.patch.object(type(pipe.ranks), "gather", None):  # equal steps compare digests alone
+        assert step(pipe, 2) < first
     dist.barrier()
 
 
