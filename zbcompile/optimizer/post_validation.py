@@ -182,7 +182,8 @@ def begin_sum(
 ) -> tuple[Tensor, dist.Work | None]:
     """Begins to add up the squares of all processes, and `more` behind them. A process passes the
     squares of the gradients that it counts."""
-    total = torch.tensor([0.0, more], dtype=torch.float64, device=ranks.device)
+    total = torch.zeros(2, dtype=torch.float64, device=ranks.device)
+    total[1].fill_(more)  # without a copy from the host, for which a GPU would wait
     for square in squares:
         total[0] += square
     if ranks.everyone is None:
