@@ -37,9 +37,7 @@ COMPOSITION = (f"{ENGINE}/test_cuda_composition.py",)
 @pytest.mark.slow
 @pytest.mark.timeout(1200)  # on a busy machine; the libraries may have to be built
 @pytest.mark.parametrize(
-    ("files", "least"),
-    [(FILES, 15), pytest.param(COMPOSITION, 5, marks=pytest.mark.beyond_sample)],
-    ids=["engine", "composition"],
+    ("files", "least"), [(FILES, 15), (COMPOSITION, 5)], ids=["engine", "composition"]
 )
 def test_gpu_tests_on_the_pretended_gpu(files: tuple[str, ...], least: int, tmp_path: Path) -> None:
     """Each without a fault against CUDA's order. `python -m tests.support.pretended_gpu.build
