@@ -71,8 +71,8 @@ class Optimizers:
     def all_overlap(self) -> bool:
         """True if all updates are within a step: a rank that ends it before another one would not
         update any more if that one fails."""
-        optimizers = self._optimizers
-        return bool(optimizers) and all(optimizer.config.overlaps_step for optimizer in optimizers)
+        overlap = [optimizer.config.overlaps_step for optimizer in self._optimizers]
+        return bool(overlap) and all(overlap)
 
     @contextmanager
     def step(self) -> Iterator[None]:

@@ -110,13 +110,12 @@ class StepRunner:
 
     def _fit(self, microbatches: Sequence[Microbatch]) -> Microbatches:
         """Returns microbatches that are already split."""
-        count = len(microbatches)
         if not self.cache.binding.trains:
-            self.cache.schedule = fit_to_count(self.unfitted, self.options, count)
+            self.cache.schedule = fit_to_count(self.unfitted, self.options, len(microbatches))
             if is_searched(self.options):
                 self._decide(microbatches[0])
-        alike = len({microbatch.signature for microbatch in microbatches}) == 1
-        return Microbatches(tuple(microbatches), alike)
+        signatures = {microbatch.signature for microbatch in microbatches}
+        return Microbatches(tuple(microbatches), len(signatures) == 1)
 
     def _decide(self, microbatch: Microbatch) -> None:
         """Chooses the schedule by the predicted step, for the first batch's microbatches."""

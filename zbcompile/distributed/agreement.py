@@ -18,11 +18,10 @@ Key = TypeVar("Key")
 def together(ranks: Ranks, what: str, make: Callable[[], Result]) -> Result:
     """Run `make` on every rank; if it fails on one, every rank raises: its own error, or one that
     names that rank."""
-    result, error = None, None
     try:
-        result = make()
+        result, error = make(), None
     except Exception as caught:
-        error = caught
+        result, error = None, caught
     report = None if error is None else f"{type(error).__name__}: {error}"
     reports = ranks.gather(report)
     if error is not None:
@@ -62,7 +61,7 @@ def agree(
         pairs[mesh.index(*axes)] = torch.tensor([digest, -digest], device="cpu")
         marks.append(pairs)
     largest = ranks.largest(torch.cat(marks))
-    largest = largest[largest[:, 0] >= 0]  # as many messages in all comparisons; places may be few
+    largest = largest[largest[:, 0] >= 0]  # all comparisons have one size: some rows stay unused
     if bool((largest[:, 0] == -largest[:, 1]).all()):
         return
     every = ranks.gather(values)

@@ -105,10 +105,10 @@ class Executable:
     @cached_property
     def may_overflow(self) -> bool:
         """True if an exchange between experts may have too little room for its tokens."""
-        stages = (stage for bound in self.distinct for stage in bound.program.stages)
         return any(
             slot.role == "fits"
-            for stage in stages
+            for bound in self.distinct
+            for stage in bound.program.stages
             for piece in stage.pieces.values()
             for slot in piece.outputs
         )
@@ -158,8 +158,7 @@ def plan_step(graphs: Sequence[BoundGraphs], lowered: Schedule, ranks: Sequence[
     program = graphs[0].program
     programs = list({bound.number: bound.program for bound in graphs}.values())
     if len(programs) > 1:
-        problem = _problem(programs)
-        if problem:
+        if problem := _problem(programs):
             raise PipelineError(
                 f"the microbatches of this step differ in their shapes, and {problem}, so they"
                 " cannot share a step. Put samples that are alike in that into one batch."
@@ -168,8 +167,10 @@ def plan_step(graphs: Sequence[BoundGraphs], lowered: Schedule, ranks: Sequence[
             tuple(dict.fromkeys(name for one in stages for name in one.trained))
             for stages in zip(*(program.stages for program in programs), strict=True)
         ]
-        pairs = zip(program.stages, trained, strict=True)
-        stages = tuple(replace(stage, trained=names) for stage, names in pairs)
+        stages = tuple(
+            replace(stage, trained=names)
+            for stage, names in zip(program.stages, trained, strict=True)
+        )
         program = replace(program, stages=stages)
     if program.lowered is not lowered:
         program = replace(program, lowered=lowered)
@@ -306,7 +307,6 @@ class PendingLoss(Tensor):
     _reduction: str
     _value: Tensor | None
 
-    @staticmethod
     def __new__(cls, losses: Losses, reduction: str) -> "PendingLoss":
         values = wrapper_like(cls, losses.values[0])
         values._losses, values._reduction, values._value = losses, reduction, None
@@ -331,8 +331,7 @@ class PendingLoss(Tensor):
 
 
 def _value_of(as_numbers: bool, loss: PendingLoss) -> Tensor:
-    fields = loss.__dict__
-    values = fields["_losses"].read(as_numbers)
-    if fields["_value"] is None:
-        fields["_value"] = total_loss(values, fields["_reduction"])
-    return fields["_value"]  # type: ignore[no-any-return]
+    values = loss._losses.read(as_numbers)
+    if loss._value is None:
+        loss._value = total_loss(values, loss._reduction)
+    return loss._value

@@ -82,7 +82,7 @@ class GradientSum:
         part = self.parts.pop((stage, microbatch), None)
         if part is None:
             dtype = self.dtype_of_parts
-            part = torch.full_like(self.parameter, -0.0, dtype=dtype, requires_grad=False)
+            return torch.full_like(self.parameter, -0.0, dtype=dtype, requires_grad=False)
         return part
 
     def accumulate(self, gradient: Tensor) -> None:

@@ -235,10 +235,9 @@ class Collectives:
             yield Message(op, 0, microbatch)
 
     def _tensors(self, shard: ShardStep, microbatch: int) -> list[Tensor]:
-        boxes = self.transport.boxes.items()
         messages = [
             value
-            for message, values in boxes
+            for message, values in self.transport.boxes.items()
             if message.kind not in (F, B) and message.microbatch == microbatch
             for value in values
         ]

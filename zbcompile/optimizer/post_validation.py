@@ -180,8 +180,8 @@ def squares_of(gradient: Tensor) -> Tensor:
 def begin_sum(
     squares: Iterable[Tensor], ranks: Ranks, more: float = 0.0
 ) -> tuple[Tensor, dist.Work | None]:
-    """Begins to add up the squares of all processes, and `more` behind them. A process passes the
-    squares of the gradients that it counts."""
+    """Returns two sums over all processes, of `squares` and of `more`, and the reduction in flight.
+    A process passes the squares of the gradients that it counts."""
     total = torch.zeros(2, dtype=torch.float64, device=ranks.device)
     total[1].fill_(more)  # without a copy from the host, for which a GPU would wait
     for square in squares:

@@ -22,7 +22,6 @@ from zbcompile.errors import PipelineError
 from zbcompile.model.model_info import module_with
 from zbcompile.model.seeds import microbatch_seed
 from zbcompile.passes import gpu
-from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.torch_names import dtype_named
 from zbcompile.program.program import Program
 from zbcompile.torch_private import group_between
@@ -92,12 +91,10 @@ class CompiledPipelineStage(PipelineStage):
         )
         self.stage_index_to_group_rank = {i: program.rank_of(i) for i in range(count)}
         self._compiled, self._program, self._parameters = stage, program, parameters
-        self._steps = 0
+        self._steps = self._finished = 0
         # whether the present run has a backward: an evaluation counts as no step
         self._trains = False
         self._run: StageRun | None = None
-        self._finished = 0
-        self._receives_of = stage.receives
         self._arrived: dict[tuple[str, int], Tensors] = {}
         self._made: dict[tuple[str, int], Tensors] = {}
 
@@ -114,11 +111,12 @@ class CompiledPipelineStage(PipelineStage):
         self._trains = self.has_backward
         program, count = self._program, int(self.chunks or self._program.schedule.microbatches)
         one = torch.ones((), dtype=dtype_named(program.loss_dtype), device=self.device)
-        factor = one / count if program.step.loss_reduction == "mean" else one
-        seeds = [microbatch_seed(self._steps, i, program.step.seed) for i in range(count)]
-        gradients = Gradients(self._parameters, frozenset(), program.choices)
         return StageRun(
-            [self._compiled] * count, gradients, [{} for _ in range(count)], factor, seeds
+            [self._compiled] * count,
+            Gradients(self._parameters, frozenset(), program.choices),
+            [{} for _ in range(count)],
+            one / count if program.step.loss_reduction == "mean" else one,
+            [microbatch_seed(self._steps, i, program.step.seed) for i in range(count)],
         )
 
     def forward_one_chunk(
@@ -144,10 +142,7 @@ class CompiledPipelineStage(PipelineStage):
         if self._run is None:
             raise PipelineError("loss was called outside a step of a torch schedule.")
         microbatch = output.microbatch
-        needs_target = any(
-            s.role == "batch" and s.name.startswith("target") for s in self._forward_inputs
-        )
-        if needs_target:
+        if any(path.startswith("target") for _, path in self._compiled.inputs):
             self._accept(self._run, microbatch, (), {}, target)
         self._forward(microbatch)
         return self._run.losses[microbatch]
@@ -169,18 +164,10 @@ class CompiledPipelineStage(PipelineStage):
                 )
         run.inputs[microbatch] |= tensors
 
-    @property
-    def _forward_inputs(self) -> tuple[Slot, ...]:
-        return self._compiled.program.pieces["F"].inputs
-
     def _forward(self, microbatch: int) -> None:
         run = self._run
         assert run is not None
-        missing = [
-            s.name
-            for s in self._forward_inputs
-            if s.role == "batch" and s.name not in run.inputs[microbatch]
-        ]
+        missing = [path for _, path in self._compiled.inputs if path not in run.inputs[microbatch]]
         if missing:
             raise PipelineError(
                 f"stage {self.stage_index} reads the input {missing[0]}, which did not reach it:"
@@ -241,7 +228,7 @@ class CompiledPipelineStage(PipelineStage):
         return self._receives("B", bwd_chunk_id, self.stage_index + 1) if self.has_backward else []
 
     def _receives(self, op: str, microbatch: int, source: int) -> list[dist.P2POp]:
-        buffers = [packed_buffer(spec, self.device) for spec in self._receives_of[op]]
+        buffers = [packed_buffer(spec, self.device) for spec in self._compiled.receives[op]]
         self._arrived[op, microbatch] = buffers
         return [self._operation(dist.irecv, buffer, source) for buffer in buffers]
 
