@@ -1,6 +1,6 @@
 """README, CONTRIBUTING and docs/: what they name exists, what they show runs, and the site builds.
 
-`python -m tests.support.page_runs` runs all of it, as users do.
+`python -m docs.page_runs` runs all of it, as users do.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 import zbcompile
-from tests.support import page_runs
+from docs import page_runs
 from tests.support.warm_torchrun import warm_torchrun
 from zbcompile import schedules
 

@@ -21,8 +21,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 import torch
 from tabulate import tabulate
 
-from tests.support.fresh_processes import MODELS, expected, run_alone
 from tests.support.training import worst_difference
+from tests.zbcompile.persistence.fresh_processes import MODELS, expected, run_alone
 
 BOUND = {"fx": 0.0, "inductor": 2e-6}
 # gradients below this share of the largest are zero but for rounding: ViT's key biases

@@ -38,13 +38,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import zbcompile
-from tests.support import disturbed_training
-from tests.support.disturbed_training import STEPS, assert_bitwise, disturbed
 from tests.support.optimizers import OPTIMIZERS
 from tests.support.oracle import PROBLEMS
 from tests.support.replicated import MICROBATCHES, ROWS
 from tests.support.sharded_optimizers import Result, Training, trained
 from tests.support.training import assert_same_tensors, compiled_once
+from tests.zbcompile.optimizer import disturbed_training
+from tests.zbcompile.optimizer.disturbed_training import STEPS, assert_bitwise, disturbed
 from zbcompile.model.distributed_tensors import is_distributed
 from zbcompile.optimizer.pipeline_optimizer import PipelineOptimizer
 

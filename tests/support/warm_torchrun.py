@@ -2,7 +2,7 @@
 imported.
 
 Importing torch and zbcompile takes a rank seconds. Ranks that torchrun starts by itself are those of
-`python -m tests.support.page_runs`.
+`python -m docs.page_runs`.
 """
 
 import os

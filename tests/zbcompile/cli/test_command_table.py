@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.damage import save_program
+from benchmarks.damage_sweep import save_program
 from zbcompile.cli import command_table
 from zbcompile.cli.command_table import COMMANDS
 from zbcompile.cli.parsers import FLAGS, FORWARDS, OPTION_FLAGS

@@ -16,7 +16,7 @@ from tests.support.training import assert_same_tensors
 from zbcompile.cli.command_line import FAILED
 from zbcompile.run import main
 
-DATA = "tests.support.run_data"
+DATA = "tests.zbcompile.cli.run_data"
 Program = Callable[[str, int], Path]
 
 

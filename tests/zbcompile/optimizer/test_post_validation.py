@@ -12,7 +12,10 @@ import torch
 from torch.optim import AdamW
 
 import zbcompile
-from tests.support.disturbed_training import (
+from tests.support.oracle import PROBLEMS, Batch
+from tests.support.pool import FORKS
+from tests.support.training import ROWS, Case, assert_same_tensors, compiled_once, pipeline_of
+from tests.zbcompile.optimizer.disturbed_training import (
     CLIPPED,
     MICROBATCHES,
     STEPS,
@@ -20,9 +23,6 @@ from tests.support.disturbed_training import (
     disturbed,
     trained,
 )
-from tests.support.oracle import PROBLEMS, Batch
-from tests.support.pool import FORKS
-from tests.support.training import ROWS, Case, assert_same_tensors, compiled_once, pipeline_of
 from zbcompile.optimizer.post_validation import PostValidation
 
 PROBLEM = PROBLEMS["short-mlp"]

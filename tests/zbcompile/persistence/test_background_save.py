@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import nn
 
 import zbcompile
+from benchmarks.damage_sweep import no_space
 from tests.support.checkpointing import PROBLEM, SIZE, begin
-from tests.support.damage import no_space
 from tests.support.pool import Pool
 from zbcompile.persistence.checkpoint_directory import checkpoints_in
 

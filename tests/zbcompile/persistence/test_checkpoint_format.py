@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import lr_scheduler as lr
 
 import zbcompile
-from tests.support.damage import Trap
+from benchmarks.damage_sweep import Trap
 from zbcompile.persistence.checkpoint_values import from_data, to_data
 
 Error = zbcompile.PipelineError

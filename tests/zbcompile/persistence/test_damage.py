@@ -1,10 +1,10 @@
-"""A sample of what the script `tests/support/damage.py` counts in full."""
+"""A sample of what the script `examples/benchmarks/damage_sweep.py` counts in full."""
 
 from pathlib import Path
 
 import pytest
 
-from tests.support.damage import (
+from benchmarks.damage_sweep import (
     edit_programs,
     fill_disks,
     flip_checkpoints,

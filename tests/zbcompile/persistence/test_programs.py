@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zbcompile
 import zbcompile.inspect
+from benchmarks.damage_sweep import killed
 from tests.support import training, vocabulary_training
-from tests.support.damage import killed
 from tests.support.pool import Pool
 from tests.support.training import Case, assert_bitwise, assert_same_tensors, gradients_of
 from tests.support.vocabulary_training import VocabularyCase

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.fresh_processes import MODELS, expected, run_alone
 from tests.support.training import assert_same_tensors
+from tests.zbcompile.persistence.fresh_processes import MODELS, expected, run_alone
 
 
 @pytest.mark.slow

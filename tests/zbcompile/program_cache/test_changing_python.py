@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 import zbcompile
-from tests.support import changing
-from tests.support.changing import STEPS, WIDTH, Net, scaled
 from tests.support.oracle import Batch, eager_step
 from tests.support.pool import Pool
 from tests.support.training import assert_same_tensors, gradients_of
+from tests.zbcompile.program_cache import changing
+from tests.zbcompile.program_cache.changing import STEPS, WIDTH, Net, scaled
 from zbcompile.passes.torch_private_hooks import forward_hook_tables
 
 

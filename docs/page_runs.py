@@ -1,11 +1,11 @@
-"""Runs every command and every snippet of README, CONTRIBUTING and docs/, each page in a fresh clone.
+"""Runs all commands and snippets of README, CONTRIBUTING and docs/, each page in a fresh clone.
 
-    python -m tests.support.page_runs [docs/faq.md ...]
+    python -m docs.page_runs [docs/faq.md ...]
 
 A command that takes more than five minutes is only begun: it may not fail in its first seconds.
 A Python block with the mark `{file=NAME}` is written into the folder; the other blocks of a page
-are one script, in one process (`{run}`, the front page), or with the names of
-`tests/support/page_names.py` given beforehand.
+are one script, in one process (`{run}`, the front page), or with the names of `docs/page_names.py`
+given beforehand.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from pathlib import Path
 
 from tests.support.ports import free_port
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 DOCS = (path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "docs").rglob("*.md")))
 PAGES = ("README.md", "CONTRIBUTING.md", *DOCS)
 FENCE = re.compile(r"^```(\w*)(?: \{(.*?)\})?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -47,7 +47,7 @@ NOT_RUN = {  # by a part of the command, which ends with "$"
     "mkdocs serve": "a server, which does not end",
 }
 LONG = re.compile(  # takes more than five minutes on two cores
-    r"pytest|_sweep|tests\.support\.damage"
+    r"pytest|_sweep"
     r"|baseline|(?:published_gpts|vs_torch|promise|inductor|split_tax)\.py|overlap_tp\.py$"
 )
 LIMIT, BEGUN = 300.0, 20.0  # seconds that a command, and a long one, may take
@@ -184,7 +184,7 @@ def _run(command: list[str], folder: Path, title: str, limit: float, begun: bool
 
 
 def _end_group(run: subprocess.Popen[bytes]) -> None:
-    """End a command's processes: torchrun ends its workers, which are in other sessions, if asked."""
+    """Ends a command's processes. torchrun, if asked, ends its workers in other sessions."""
     for ask in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(run.pid, ask)

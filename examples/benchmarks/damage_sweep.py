@@ -1,7 +1,7 @@
 """Bits flipped in checkpoints and programs, programs edited by somebody who computes every hash again,
 pickles, disks that are full and processes that are killed at every write.
 
-    python -m tests.support.damage --checkpoints 500 --programs 150 --edits 300 --kills 100 --pickles 1 --disks 1
+    python examples/benchmarks/damage_sweep.py --checkpoints 500 --programs 150 --edits 300 --kills 100 --pickles 1 --disks 1
 
 from the repository's root. What is damaged must be refused with one line of ours; it is silent if
 it is used and its values differ (of an edited program: another program), raw if another exception
@@ -100,10 +100,14 @@ def numbers_of(program: Path, name: str = "layers") -> str:
         pipe.close()
 
 
-def outcome_of(use: Callable[[], bool]) -> str:
+def has_numbers(program: Path, name: str, numbers: str) -> bool:
+    return numbers_of(program, name) == numbers
+
+
+def outcome_of(use: Callable[[], bool | None]) -> str:
     """Returns what came of using something damaged; `use` says whether its values are the right ones."""
     try:
-        return "without effect" if use() else "silent"
+        return "silent" if use() is False else "without effect"
     except OURS as error:
         return "refused" if "\n" not in str(error) else "refused in several lines"
     except Exception as error:
@@ -143,7 +147,7 @@ def flip_checkpoints(folder: Path, flips: int, seed: int = 0) -> Counts:
     expected = read()
     for _ in range(flips):
         with flipped_bit(path, chance) as damaged:
-            found = outcome_of(lambda: zbcompile.verify_checkpoint(path) is None)
+            found = outcome_of(partial(zbcompile.verify_checkpoint, path))
             counts[f"verification: {found}"] += 1
             outcome = outcome_of(lambda: read() == expected)
             counts["index: " * (damaged.suffix == ".json") + outcome] += 1
@@ -209,7 +213,7 @@ def edit_programs(folder: Path, edits: int, seed: int = 0) -> Counts:
         description = edit(copy, chance)
         events.clear()
         signal.alarm(120)  # ends a run that hangs
-        outcome = outcome_of(lambda name=name, copy=copy: numbers_of(copy, name) == expected[name])
+        outcome = outcome_of(partial(has_numbers, copy, name, expected[name]))
         signal.alarm(0)
         if events or MARK.exists():
             outcome = f"executed {events}"
@@ -269,7 +273,7 @@ def plant_pickles(folder: Path, *_: int) -> Counts:
     for place, use in places.items():
         files = [path.relative_to(place) for path in sorted(place.rglob("*")) if path.is_file()]
         shutil.copytree(place, complete := folder / "whole")
-        for name in (*files, *PICKLED.split()):
+        for name in map(str, (*files, *PICKLED.split())):
             for content in pickles(mark):
                 (place / name).write_bytes(content)
                 outcome = outcome_of(use)
@@ -300,7 +304,8 @@ def at_call(number: int, folder: Path, act: Callable[[], object]) -> Iterator[li
 
         return call
 
-    with mock.patch.multiple("os", **{name: acting(name, getattr(os, name)) for name in CALLS}):
+    calls: Any = {name: acting(name, getattr(os, name)) for name in CALLS}
+    with mock.patch.multiple("os", **calls):
         yield made
 
 

@@ -1,7 +1,6 @@
 """The names that snippets of README and docs/ take for granted: a model, batches, a loss.
 
-`tests/support/page_runs.py` copies this file next to the snippets: it imports nothing of the
-checkout.
+`docs/page_runs.py` copies this file next to the snippets: it imports nothing of the checkout.
 """
 
 import importlib
