@@ -6,7 +6,7 @@ and the receiver restores the strides. Without `exact` the packed form is also w
 the next stage works on.
 """
 
-from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 
@@ -22,7 +22,8 @@ def is_dense(value: torch.Tensor) -> bool:
     return torch.empty_like(value, device="meta").stride() == value.stride()
 
 
-def packed_layout(shape: Sequence[int], strides: Sequence[int]) -> Layout:
+@lru_cache
+def packed_layout(shape: tuple[int, ...], strides: tuple[int, ...]) -> Layout:
     """Shape and strides of the dense block that holds each element once: repeated dimensions have
     size 1 there."""
     once = tuple(1 if stride == 0 else size for size, stride in zip(shape, strides, strict=True))
