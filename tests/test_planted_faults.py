@@ -114,8 +114,8 @@ PASSES = (
     PlantedFault(
         "a weight gradient in W although its product reaches activations",
         "passes/split/split_backward.py",
-        "node for node in backward if operator_name(node) in PRODUCTS and ends[node]}",
-        "node for node in backward if operator_name(node) in PRODUCTS}",
+        "node for node in backward if _is_product(node) and ends[node]}",
+        "node for node in backward if _is_product(node)}",
         ("tests/passes/stage/test_stages.py", "tests/zbcompile/engine/test_combinations.py"),
     ),
     PlantedFault(

@@ -70,14 +70,15 @@ def node_bytes(node: Node) -> int:
 
 def operators_without_formula(graph: Graph) -> set[str]:
     """Returns the operators of other libraries whose FLOPs are unknown; bytes alone count."""
-    packets = {
-        node.target.overloadpacket
-        for node in graph.nodes
-        if isinstance(node.target, OpOverload)
-        and node.target.namespace not in ("aten", "prims", *FUNCTIONAL_COLLECTIVES)
-        and not is_collective(node)
-    }
+    packets = {node.target.overloadpacket for node in graph.nodes if is_custom(node)}
     return {str(packet) for packet in packets if _formula(packet) is None}
+
+
+def is_custom(node: Node) -> bool:
+    """Returns True for a call of an operator of another library."""
+    if not isinstance(node.target, OpOverload) or is_collective(node):
+        return False
+    return node.target.namespace not in ("aten", "prims", *FUNCTIONAL_COLLECTIVES)
 
 
 def _dtype_of(node: Node) -> str:

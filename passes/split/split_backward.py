@@ -3,7 +3,8 @@ gradients.
 
 W consists of the products whose results only reach gradients of parameters, of what follows them,
 of views that only they read, and of bias sums of values that they read anyway. B is the rest. The
-rule is the same on every stage. W then reads exactly the operands of its products.
+rule is the same on every stage. W then reads exactly the operands of its products. A custom
+operator is a product if it has a FLOP formula (torch.utils.flop_counter.register_flop_formula).
 """
 
 from collections import defaultdict
@@ -14,6 +15,7 @@ from torch.fx import GraphModule, Node
 
 from zbcompile.passes.capture.backward_marks import is_gradient_sum
 from zbcompile.passes.capture.unsupported import DRAWS_IN_BACKWARD
+from zbcompile.passes.cost.node_cost import is_custom, node_flops
 from zbcompile.passes.errors import CaptureError
 from zbcompile.passes.graph.fx import is_random, is_view, operator_name
 from zbcompile.passes.graph.source_location import line_of
@@ -44,7 +46,7 @@ def split_backward(step: StepGraph, stages: Stages) -> Labels:
     for node in filter(is_random, backward):
         raise CaptureError(DRAWS_IN_BACKWARD.format(operator=node.target, line=line_of(node)))
     ends = _nodes_that_end_in_gradients(step, stages, backward)
-    weight = {node for node in backward if operator_name(node) in PRODUCTS and ends[node]}
+    weight = {node for node in backward if _is_product(node) and ends[node]}
     _add_followers(weight, backward)
     for node in reversed(backward):
         readers = [user in weight and stages[user] == stages[node] for user in node.users]
@@ -61,6 +63,10 @@ def split_backward(step: StepGraph, stages: Stages) -> Labels:
     _add_followers(weight, backward)
     kinds = {**dict.fromkeys(backward, BACKWARD), **dict.fromkeys(weight, WEIGHT)}
     return {node: Label(stage, kinds.get(node, FORWARD)) for node, stage in stages.items()}
+
+
+def _is_product(node: Node) -> bool:
+    return operator_name(node) in PRODUCTS or (is_custom(node) and node_flops(node) > 0)
 
 
 def split_convolutions(step: StepGraph) -> None:

@@ -157,26 +157,21 @@ class RankRun:
             self._execute(step)
 
     def _execute(self, step: tuple[Instruction, ...]) -> None:
-        self.position.action = step[0].action
-        if not self.labels:
-            self._handle(step)
-            return
-        names = (
-            format_step(action, "torch") if action.op in TORCH_LETTERS else str(action)
-            for action, *_ in step[:2]
-        )
-        with record_function("PP:" + "|".join(names)):
-            self._handle(step)
-
-    def _handle(self, step: tuple[Instruction, ...]) -> None:
-        first, last = step[0], step[:2][-1]
-        handler = HANDLERS[first.action.op] if len(step) == 1 else RankRun._pair
-        if self.times is None:
-            handler(self, *step)
+        action = self.position.action = step[0].action
+        handler = HANDLERS[action.op] if len(step) == 1 else RankRun._pair
+        if self.times is not None:
+            self.times.begin(action, self.rank)
+        if self.labels:
+            names = (
+                format_step(action, "torch") if action.op in TORCH_LETTERS else str(action)
+                for action, *_ in step[:2]
+            )
+            with record_function("PP:" + "|".join(names)):
+                handler(self, *step)
         else:
-            self.times.begin(first.action, self.rank)
             handler(self, *step)
-            self._record_end(last)
+        if self.times is not None:
+            self._record_end(step[:2][-1])
 
     def _record_end(self, instruction: Instruction) -> None:
         if self.times is not None:

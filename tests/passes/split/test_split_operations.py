@@ -1,6 +1,7 @@
 """Every kind of operation that a weight reaches, as the middle of three stages, has eager's bits in
 any order of B and W. W has the contractions that belong there."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
+from torch.utils.flop_counter import register_flop_formula
 
 from tests.support.pass_graph_runner import Runner, differences, eager_step
 from zbcompile.passes.capture.export import export_training_step
@@ -109,6 +111,31 @@ scaled.register_autograd(
     lambda ctx, gradient: scaled_backward(gradient, *ctx.saved_tensors),
     setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
 )
+
+
+def split_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    x, weight = ctx.saved_tensors
+    return gradient * weight, scale_gradient(gradient, x)
+
+
+@torch.library.custom_op("zbcompile_tests::split_scaled", mutates_args=())
+def split_scaled(x: Tensor, weight: Tensor) -> Tensor:
+    return x * weight
+
+
+@torch.library.custom_op("zbcompile_tests::scale_gradient", mutates_args=())
+def scale_gradient(gradient: Tensor, x: Tensor) -> Tensor:
+    return (gradient * x).sum(0)
+
+
+split_scaled.register_fake(lambda x, weight: torch.empty_like(x))
+scale_gradient.register_fake(lambda gradient, x: gradient.new_empty(gradient.shape[1:]))
+split_scaled.register_autograd(
+    split_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs)
+)
+register_flop_formula(torch.ops.zbcompile_tests.scale_gradient)(
+    lambda gradient, x, **_: 2 * math.prod(gradient)
+)
 PLACES, BAGS = torch.tensor([0, 2, 2, 4]), torch.tensor([[1, 0], [3, 1], [2, 2], [0, 4]])
 ROW = torch.tensor([[0, 1, 2, 5, 4, 3]])
 
@@ -175,6 +202,7 @@ OPERATIONS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], bool]] = {
     "bias-alone": (f(lambda x, b: torch.tanh(x * 2) + b, (D,)), SEQUENCE, False),
     "complex": (f(lambda x, w: x.to(w.dtype) @ w, (D, D), dtype=torch.complex64), ROWS, True),
     "custom-operator": (f(lambda x, w: scaled(x, w), (D,)), ROWS, False),
+    "custom-product": (f(lambda x, w: split_scaled(x, w), (D,)), ROWS, True),
     "prelu": (lambda: nn.PReLU(), ROWS, False),
 }
 
