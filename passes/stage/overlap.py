@@ -109,7 +109,8 @@ def interleave(
     first: Sequence[Node], second: Sequence[Node], fill: Sequence[Node] = ()
 ) -> list[Node]:
     """Returns both halves in one order that keeps the order of each, except that waits stand right
-    before their first user.
+    before their first user. Collectives of both begin in an order that depends on nothing but their
+    numbers: the ranks of a group may have shards, and so costs, of unequal size.
 
     The half with less to do before its first collective begins. It runs up to a wait; then the
     other half runs, for its share of its remaining work (which has to cover all the waits to come)
@@ -119,6 +120,7 @@ def interleave(
     """
     halves, pending = [late_waits(first), late_waits(second)], list(fill)
     waits = [sum(map(is_wait, half)) for half in halves]
+    turns = _turns([sum(map(is_collective, half)) for half in halves])
     little = sum(map(_work, (*first, *second))) / LITTLE
     order: list[Node] = []
     # Of collectives: the work done before, and how much covers one.
@@ -136,7 +138,14 @@ def interleave(
     def began(wait: Node) -> float:
         return begun.get(wait.all_input_nodes[0], (0.0, 0.0))[0]
 
-    def stops(half: Sequence[Node]) -> bool:
+    def is_held(index: int) -> bool:
+        """True if the other half's next collective has to begin first."""
+        return bool(halves[index]) and is_collective(halves[index][0]) and turns[0] != index
+
+    def stops(index: int) -> bool:
+        half = halves[index]
+        if is_held(index):
+            return True
         if not half or not is_wait(half[0]) or half[0] in excused:
             return False
         before, share = begun.get(half[0].all_input_nodes[0], (done, 1))
@@ -144,12 +153,14 @@ def interleave(
 
     while any(halves):
         half, partner = halves[current], halves[1 - current]
-        waiting = stops(half)
-        if waiting and (not partner or stops(partner)):
+        waiting = stops(current)
+        if waiting and (not partner or stops(1 - current)):
             if pending and _is_ready(pending[0], placed):
                 place(pending.pop(0))
                 continue
-            if partner and began(partner[0]) <= began(half[0]):
+            if is_held(current) or (
+                partner and not is_held(1 - current) and began(partner[0]) <= began(half[0])
+            ):
                 current = 1 - current
             excused.add(halves[current][0])
             continue
@@ -160,11 +171,22 @@ def interleave(
             continue
         node = half.pop(0)
         if is_collective(node):
+            turns.pop(0)
             begun[node] = done, sum(map(_work, (*partner, *pending))) / max(waits[current], 1)
         waits[current] -= is_wait(node)
         budget -= _work(node)
         place(node)
     return [*order, *pending]
+
+
+def _turns(counts: Sequence[int]) -> list[int]:
+    """Returns which half begins each collective: those of the half with fewer, evenly spread.
+
+    >>> _turns([2, 4])
+    [1, 0, 1, 1, 0, 1]
+    """
+    places = [((i + 0.5) / count, half) for half, count in enumerate(counts) for i in range(count)]
+    return [half for _, half in sorted(places)]
 
 
 def _work(node: Node) -> int:

@@ -23,7 +23,7 @@ from zbcompile.passes.compile_options import CompileOptions
 from zbcompile.program.program import StepOptions
 from zbcompile.schedules import build
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 MODELS = ("gpt-tied", "llama", "vit", "unet")
 PLANS = {2: "zb-v", 4: "zb-h1"}  # ranks: schedule; both have four stages, so the same graphs
 MICROBATCHES = 4
