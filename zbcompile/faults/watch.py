@@ -220,8 +220,9 @@ class Watch:
     def _watch(self) -> None:
         world = dist.group.WORLD
         try:
-            while dist.group.WORLD is world and not self._stopped.wait(INTERVAL):
+            while dist.group.WORLD is world and not self._stopped.is_set():
                 self._look()
+                self._stopped.wait(INTERVAL)
         except RuntimeError:  # the store is gone
             if dist.group.WORLD is world and not self._stopped.is_set():
                 self._abort(self._store_fault())
