@@ -112,11 +112,12 @@ def interleave(
     before their first user. Collectives of both begin in an order that depends on nothing but their
     numbers: the ranks of a group may have shards, and so costs, of unequal size.
 
-    The half with less to do before its first collective begins. It runs up to a wait; then the
-    other half runs, for its share of its remaining work (which has to cover all the waits to come)
-    or up to its own next wait; then the first half continues. A wait that has been covered already
-    does not switch. If both halves stand at waits, nodes of `fill` that are ready run, and then the
-    wait for the collective that began earlier. Costs are the bytes that a node moves.
+    The half with less to do before its first collective begins. It runs up to a wait, or to a
+    collective whose turn it is not; then the other half runs, for its share of its remaining work
+    (which has to cover all the waits to come) or up to its own next wait; then the first half
+    continues. A wait that has been covered already does not switch. If both halves stand at waits,
+    nodes of `fill` that are ready run, and then the wait for the collective that began earlier.
+    Costs are the bytes that a node moves.
     """
     halves, pending = [late_waits(first), late_waits(second)], list(fill)
     waits = [sum(map(is_wait, half)) for half in halves]

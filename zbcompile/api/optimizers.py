@@ -72,7 +72,7 @@ class Optimizers:
         """True if all updates are within a step: a rank that ends it before another one would not
         update any more if that one fails."""
         overlap = [optimizer.config.overlaps_step for optimizer in self._optimizers]
-        return bool(overlap) and all(overlap)
+        return set(overlap) == {True}
 
     @contextmanager
     def step(self) -> Iterator[None]:

@@ -124,8 +124,9 @@ class StepRunner:
         with cache.ranks.watch.position.turn_to(what), Progress(f"zbcompile: {what}", first=LONG):
             exported = cache.export(microbatch)
             make = partial(cache.make, microbatch, exported)
-            count, chunks = usual.microbatches, options.chunks
-            program = compile_auto(make, options.choices, usual.ranks, count, chunks)
+            program = compile_auto(
+                make, options.choices, usual.ranks, usual.microbatches, options.chunks
+            )
         cache.searched = exported, program
         cache.schedule, cache.decided = program.schedule, program.choices
 
@@ -190,8 +191,7 @@ class StepRunner:
                     binding.parts.give_gradients()
             if not outputs or (outputs == "last" and not executable.ends_on(ranks.local)):
                 return losses, None
-            reduction = self.options.loss_reduction
-            return losses, joined_outputs(values, executable, step.rows, reduction)
+            return losses, joined_outputs(values, executable, step.rows, request.reduction)
 
     def evaluate(
         self,

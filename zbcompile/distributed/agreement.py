@@ -22,8 +22,7 @@ def together(ranks: Ranks, what: str, make: Callable[[], Result]) -> Result:
         result, error = make(), None
     except Exception as caught:
         result, error = None, caught
-    report = None if error is None else f"{type(error).__name__}: {error}"
-    reports = ranks.gather(report)
+    reports = ranks.gather(None if error is None else f"{type(error).__name__}: {error}")
     if error is not None:
         raise ranks.watch.on_all_ranks(error)
     failed = [(rank, text) for rank, text in zip(ranks.members, reports, strict=True) if text]
@@ -35,8 +34,8 @@ def together(ranks: Ranks, what: str, make: Callable[[], Result]) -> Result:
 def from_first(ranks: Ranks, what: str, make: Callable[[], Result]) -> Result:
     """Returns on every rank the result of `make` on the first rank of all. If it fails, every rank
     raises."""
-    report = ranks.gather(together(ranks, what, lambda: make() if ranks.is_first else None))
-    return next(result for result in report if result is not None)
+    result = together(ranks, what, lambda: make() if ranks.is_first else None)
+    return next(result for result in ranks.gather(result) if result is not None)
 
 
 def agree(

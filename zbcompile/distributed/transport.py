@@ -110,8 +110,9 @@ class OrderedLinks:
             end = SOURCE if rank == source else DESTINATION
             place = dist.PrefixStore(f"{source}>{destination}", store)
             arguments = place, end, patience(backend, timeout)
-            is_nccl = backend == gpu.BACKEND
-            ends[peer] = nccl_link(*arguments, pair) if is_nccl else gloo_link(*arguments)
+            ends[peer] = (
+                nccl_link(*arguments, pair) if backend == gpu.BACKEND else gloo_link(*arguments)
+            )
             move = ends[peer].send if rank == source else ends[peer].recv
             # the first message makes the connection
             move([torch.zeros(1, device=device)], 1 - end, 0).wait()
@@ -196,10 +197,9 @@ class PointToPoint(Transport):
 
     def send(self, message: Message, tensors: Tensors, peer: int) -> None:
         pending = self.sends[peer, message.kind]
-        reports = self.device.type != "cpu"
         while pending and (
             all(work.is_completed() for _, work in pending[0])
-            if reports
+            if self.device.type != "cpu"
             else len(pending) >= PENDING_SENDS
         ):
             self._complete(pending)

@@ -79,11 +79,10 @@ class GradientSum:
     def take_part(self, stage: int, microbatch: int | None) -> Tensor:
         """Removes and returns a part; of a stage that did not train the parameter, -0.0, which
         changes no bit of what it is added to."""
-        part = self.parts.pop((stage, microbatch), None)
-        if part is None:
-            dtype = self.dtype_of_parts
-            return torch.full_like(self.parameter, -0.0, dtype=dtype, requires_grad=False)
-        return part
+        if (part := self.parts.pop((stage, microbatch), None)) is not None:
+            return part
+        dtype = self.dtype_of_parts
+        return torch.full_like(self.parameter, -0.0, dtype=dtype, requires_grad=False)
 
     def accumulate(self, gradient: Tensor) -> None:
         """Adds a gradient that is complete, of one microbatch or of all."""

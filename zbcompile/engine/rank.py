@@ -23,6 +23,8 @@ from zbcompile.schedules.ir.actions import COLLECTIVES, ONCE, RECEIVES, SENDS, A
 from zbcompile.schedules.ir.kinds import MESSAGE_OPS, result_of
 from zbcompile.schedules.ir.schedule import TORCH_LETTERS, format_step
 
+SHARDED = ("S", "T")  # passes of a rank's shard of the output layer
+
 
 class Instruction(NamedTuple):
     """One action with its messages, and the tensors that a RECV receives."""
@@ -212,13 +214,8 @@ class RankRun:
 
     def _compute(self, instruction: Instruction) -> None:
         op, stage, microbatch = instruction.action
-        received = self._receive(instruction)
-        self._deliver(instruction, self.runs[stage].run(op, microbatch, received))
-
-    def _shard(self, instruction: Instruction) -> None:
-        op, _, microbatch = instruction.action
-        received = self._receive(instruction)
-        self._deliver(instruction, self.runs[SHARD].run(op, microbatch, received))
+        run = self.runs[SHARD if op in SHARDED else stage]
+        self._deliver(instruction, run.run(op, microbatch, self._receive(instruction)))
 
     def _receive(self, instruction: Instruction) -> Tensors:
         messages = instruction.edge.needs
@@ -271,8 +268,7 @@ class RankRun:
 
 
 HANDLERS: dict[str, Callable[..., None]] = {
-    **dict.fromkeys(("F", "B", "W", "BW"), RankRun._compute),
-    **dict.fromkeys(("S", "T"), RankRun._shard),
+    **dict.fromkeys(("F", "B", "W", "BW", *SHARDED), RankRun._compute),
     **dict.fromkeys(ONCE, RankRun._run_hook),
     **dict.fromkeys(SENDS, RankRun._send),
     **dict.fromkeys(RECEIVES, RankRun._post_receive),

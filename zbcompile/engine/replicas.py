@@ -173,10 +173,11 @@ class Reduction:
         for route, members in by_route.items():
             self.buckets[stage] += sum_up(members, route)
 
-    def finish_stage(self, stage: int) -> None:
-        """Blocks until the sums of a stage are complete."""
-        for bucket in self.buckets.pop(stage, ()):
-            bucket.unpack()
+    def finish_stage(self, stage: int | None = None) -> None:
+        """Blocks until the sums of a stage, or with None of all stages, are complete."""
+        for started in list(self.buckets) if stage is None else [stage]:
+            for bucket in self.buckets.pop(started, ()):
+                bucket.unpack()
         for slices in self.divided:
             slices.finish(stage)
 
@@ -194,11 +195,7 @@ class Reduction:
                 total = self.gradients[name].total()
                 if total is not None:
                     self._send(LATE, {name: total})
-        for stage in list(self.buckets):
-            for bucket in self.buckets.pop(stage):
-                bucket.unpack()
-        for slices in self.divided:
-            slices.finish()
+        self.finish_stage()
 
     def _undivided(self, names: Sequence[str]) -> list[str]:
         return [

@@ -53,6 +53,8 @@ class Watch:
         self._shared_error: BaseException | None = None
         self._event: Any = None  # behind the work of the last call in the device's stream
         self._beat, self._seen, self._since = 0, self.position.place, time.monotonic()
+        self._earlier: dict[int, RankStatus | None] = {}  # read when a wait is nearly too long
+        self._store_is_silent = False
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="zbcompile-watch", daemon=True)
         self._thread.start()
@@ -85,9 +87,8 @@ class Watch:
                 self._shared_error = None  # its traceback holds what the call held
         self.position.leave()
         if gpu.is_gpu(self.device):
-            event = gpu.Event()
-            event.record(gpu.current_stream(self.device))
-            self._event = event
+            self._event = gpu.Event()
+            self._event.record(gpu.current_stream(self.device))
 
     @contextlib.contextmanager
     def outside_calls(self, what: str) -> Iterator[None]:
@@ -127,7 +128,9 @@ class Watch:
             daemon=True,
         )
         thread.start()
-        thread.join(ANSWER)
+        end = time.monotonic() + ANSWER
+        while thread.is_alive() and time.monotonic() < end and not self._store_is_silent:
+            thread.join(INTERVAL)
         self.position.waits = False
         if not explained:  # the store is frozen
             self.fault = self.fault or self._store_fault()
@@ -172,8 +175,17 @@ class Watch:
             if fault is not None:
                 return fault
             time.sleep(INTERVAL / 10)
+        cause = (
+            f"rank {local.rank} lost its connection to the other ranks, which all show signs of"
+            f" life: {error}"
+        )
+        return self._silent_rank(statuses) or Fault(None, local.where, cause)
+
+    def _silent_rank(self, earlier: dict[int, RankStatus | None]) -> Fault | None:
+        """Returns the fault of a rank that has shown no sign of life since `earlier`."""
+        local = self.position
         for rank, status in self.store.statuses().items():
-            before = statuses[rank]
+            before = earlier.get(rank)
             if rank == local.rank or status is None or before is None:
                 continue
             if status.beat == before.beat:
@@ -183,11 +195,7 @@ class Watch:
                     "its process ended or is frozen, or its machine was lost. Its last sign of life"
                     f" came from {status.where}; rank {local.rank} missed it at {local.where}",
                 )
-        cause = (
-            f"rank {local.rank} lost its connection to the other ranks, which all show signs of"
-            f" life: {error}"
-        )
-        return Fault(None, local.where, cause)
+        return None
 
     def _leave(self, region: int) -> None:
         """Waits until all ranks know of a fault, for at most `LEAVING` seconds."""
@@ -215,6 +223,7 @@ class Watch:
             if self._stopped.wait(INTERVAL):
                 return
             silent, beat = silent + INTERVAL if beat == self._beat else 0.0, self._beat
+        self._store_is_silent = True
         self._abort(self.fault or self._store_fault())
 
     def _watch(self) -> None:
@@ -233,7 +242,7 @@ class Watch:
         `timeout` seconds. With NCCL the device waits, not the host."""
         position, device_waits = self.position, self._device_waits()
         if position.place != self._seen:
-            self._seen, self._since = position.place, time.monotonic()
+            self._seen, self._since, self._earlier = position.place, time.monotonic(), {}
         self._beat += 1
         self.store.publish(position.published(self._beat))
         if self.fault is not None:
@@ -242,9 +251,14 @@ class Watch:
         fault = None
         if waits or isinstance(position.action, Action):
             fault = self.store.get_fault(position.region)
-        if fault is None and waits and time.monotonic() - self._since > self.timeout + INTERVAL:
+        waited = time.monotonic() - self._since - INTERVAL if waits else 0.0
+        if not self._earlier and waited > self.timeout - SILENCE:
+            self._earlier = self.store.statuses()
+        if fault is None and waited > self.timeout:
             statuses = self.store.statuses()
             fault = find_straggler(position, statuses, self.timeout, not position.waits)
+            if fault.rank is None:  # a rank that is frozen in a wait still seems to wait
+                fault = self._silent_rank(self._earlier) or fault
             fault = self.store.report(position.region, fault)
         if fault is not None:
             self._abort(fault)

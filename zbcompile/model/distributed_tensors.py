@@ -29,34 +29,35 @@ class TensorPart:
         from torch.distributed.tensor import DTensor
 
         full = self.whole
-        shape, stride = full.shape, full.stride()
         return DTensor.from_local(
-            local, full.device_mesh, full.placements, run_check=False, shape=shape, stride=stride
+            local,
+            full.device_mesh,
+            full.placements,
+            run_check=False,
+            shape=full.shape,
+            stride=full.stride(),
         )
 
     def cut(self, name: str, value: Tensor) -> Tensor:
         """This rank's part of a value for the tensor: a DTensor, or the whole."""
         from torch.distributed.tensor import DTensor, distribute_tensor
 
-        if value.shape != self.whole.shape:
+        whole = self.whole
+        if value.shape != whole.shape:
             raise PipelineError(
-                f"{name} has shape {list(value.shape)}; the model's has {list(self.whole.shape)}."
+                f"{name} has shape {list(value.shape)}; the model's has {list(whole.shape)}."
             )
         if not isinstance(value, DTensor):
             value = distribute_tensor(
-                value.detach(), self.whole.device_mesh, self.whole.placements, src_data_rank=None
+                value.detach(), whole.device_mesh, whole.placements, src_data_rank=None
             )
-        return value.redistribute(self.whole.device_mesh, self.whole.placements).to_local()
+        return value.redistribute(whole.device_mesh, whole.placements).to_local()
 
     def placement(self) -> dict[str, str]:
         """The placement of the tensor along each dimension of the pipeline's mesh."""
-        kinds = (
-            SHARD if "Shard" in type(tensor).__name__ else REPLICATE
-            for tensor in self.whole.placements
-        )
         return {
-            dimension: kind
-            for dimension, kind in zip(self.dimensions, kinds, strict=True)
+            dimension: SHARD if "Shard" in type(kind).__name__ else REPLICATE
+            for dimension, kind in zip(self.dimensions, self.whole.placements, strict=True)
             if dimension
         }
 
@@ -106,14 +107,12 @@ class Parts:
         if any(part.whole.is_meta for part in self.parts.values()):
             self._read()
             for name, tensor in self.locals.items():
-                if self.parts[name].whole.is_meta and not tensor.is_meta:
-                    full_tensor = self.parts[name].wrap(tensor.detach())
-                    user_tensor = (
-                        nn.Parameter(full_tensor, tensor.requires_grad)
-                        if isinstance(tensor, nn.Parameter)
-                        else full_tensor
-                    )
-                    setattr(tensor, PART, replace(self.parts[name], whole=user_tensor))
+                part = self.parts[name]
+                if part.whole.is_meta and not tensor.is_meta:
+                    whole = part.wrap(tensor.detach())
+                    if isinstance(tensor, nn.Parameter):
+                        whole = nn.Parameter(whole, tensor.requires_grad)
+                    setattr(tensor, PART, replace(part, whole=whole))
             self._read()
 
     @property

@@ -311,11 +311,10 @@ class PipelineOptimizer(Optimizer):
             if is_valid:
                 return
             self._partially_updated = True
-            parameters = self.parameters
             with validation.as_in_step(self.param_groups):
-                parameters.wait()
+                self.parameters.wait()
                 validation.undo(self.state)
-                parameters.round_masters()
+                self.parameters.round_masters()
                 self._update_all(validation.norm)
             self._partially_updated = False
 
@@ -328,10 +327,12 @@ class PipelineOptimizer(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients, like `torch.optim.Optimizer.zero_grad`."""
         super().zero_grad(set_to_none)
-        if self._parameters is not None and set_to_none:
-            self._parameters.drop_gradients()
-        elif self._parameters is not None:
-            self._parameters.is_reduced = self._parameters.is_used = False
+        if (parameters := self._parameters) is None:
+            return
+        if set_to_none:
+            parameters.drop_gradients()
+        else:
+            parameters.is_reduced = parameters.is_used = False
 
     def forget_updates(self) -> None:
         """Forgets updates that are not settled: the parameters get values from elsewhere."""
