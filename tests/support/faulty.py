@@ -4,6 +4,7 @@ long sleep."""
 import contextlib
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -164,7 +165,7 @@ def failing_shard(order: Order) -> Ended | None:
 
     def injected(run: RankRun, to: Instruction) -> None:
         INJECT(to.action.op)
-        run._shard(to)
+        run._compute(to)
 
     pipe = trained(sharding(), target=torch.arange(8))
     INJECT.order, INJECT.calls = order, 0
@@ -182,6 +183,20 @@ def never_comes(timeout: float) -> Ended | None:
     except zbcompile.PipelineError as error:
         return Ended(str(error), time.monotonic() - started)
     return None
+
+
+def freezes_in_a_wait(timeout: float) -> Ended | None:
+    """The last rank is stopped while it waits for the first one, which comes later."""
+    processes = [0] * dist.get_world_size()
+    dist.all_gather_object(processes, os.getpid())
+    pipe, rank = trained(make(), timeout), dist.get_rank()
+    if rank == 1:
+        threading.Timer(1.0, os.kill, (processes[rank], signal.SIGSTOP)).start()
+    else:
+        time.sleep(2.0)
+    ended = attempt(pipe, lambda: pipe.step(rows(), target=rows()))
+    os.kill(processes[1], signal.SIGKILL)
+    return ended
 
 
 Call = tuple[str, int, dict[str, object]]  # a method, the samples of its batch, its keywords
@@ -285,6 +300,13 @@ SCENARIOS = (
     Scenario(
         *("a rank that never comes", f"rank 1 failed at its first call: it never arrived; {AT}"),
         *(1, never_comes, (2.0,), True),
+    ),
+    Scenario(
+        *(
+            "a rank that freezes while it waits",
+            "rank 1 failed at .*its process ended or is frozen",
+        ),
+        *(1, freezes_in_a_wait, (3.0,), True, 8.0),
     ),
     _apart(
         "fewer microbatches",
