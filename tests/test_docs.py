@@ -14,12 +14,15 @@ import sys
 from functools import reduce
 from importlib import import_module
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import torch.distributed as dist
 
 import zbcompile
 from docs import page_runs
-from tests.support.warm_torchrun import warm_torchrun
+from tests.support.pool import Pool
+from tests.support.ports import free_port
 from zbcompile import schedules
 
 ROOT = Path(__file__).parent.parent
@@ -123,16 +126,8 @@ def test_examples_of_docstrings(
     assert doctest.testmod(import_module(module)).failed == 0
 
 
-BEYOND, IN_SAMPLE = pytest.mark.beyond_sample, ("docs/training.md", "docs/checkpoints.md")
-SCRIPTS = [
-    pytest.param(page, marks=[] if page in IN_SAMPLE else BEYOND)
-    for page in page_runs.PAGES
-    if any(part.in_page_script for part in page_runs.read(page)[1])
-]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("page", SCRIPTS)
+@pytest.mark.parametrize("page", ["docs/training.md", "docs/checkpoints.md"])
 def test_the_script_of_a_page_runs(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -143,24 +138,24 @@ def test_the_script_of_a_page_runs(
             exec(compile("\n" * (part.line - 1) + part.text, page, "exec"), names)
 
 
+def printed_by(script: str, port: int = 0) -> str:
+    """What a script prints; with a port in a process that torchrun seems to have started."""
+    place = {"RANK": str(dist.get_rank()), "WORLD_SIZE": "2"} if port else {}
+    place |= {"LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    if port:
+        dist.destroy_process_group()
+    with mock.patch.dict(os.environ, place), contextlib.redirect_stdout(io.StringIO()) as said:
+        exec(compile(script, "first.py", "exec"), {"__name__": "__main__"})
+    return said.getvalue()
+
+
 @pytest.mark.slow
-def test_torchrun_prints_the_loss_of_one_process(tmp_path: Path) -> None:
+def test_two_processes_print_the_loss_of_one(pool: Pool) -> None:
     """The first script of README: to the last bit, as README says."""
-    script = tmp_path / "first.py"
-    script.write_text(page_runs.read("README.md")[2]["first.py"])
-    with contextlib.redirect_stdout(io.StringIO()) as alone:
-        exec(compile(script.read_text(), script, "exec"), {"__name__": "__main__"})
-    command = warm_torchrun("import zbcompile", "--standalone", "--nproc-per-node=2", str(script))
-    run = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=240)
-    assert (run.returncode, run.stdout) == (0, alone.getvalue()), run.stderr
-    assert float(run.stdout) > 0
-
-
-@pytest.mark.beyond_sample
-@pytest.mark.slow
-@pytest.mark.parametrize("page", ["docs/index.md", "docs/faults.md", "docs/huggingface.md"])
-def test_the_commands_of_a_page_run(page: str) -> None:
-    assert page_runs.main([page]) == 0
+    script = page_runs.read("README.md")[2]["first.py"]
+    alone = printed_by(script)
+    assert sorted(pool.run(printed_by, script, free_port())) == ["", alone]
+    assert float(alone) > 0
 
 
 def test_what_page_runs_reads() -> None:
@@ -221,6 +216,7 @@ AS_TEXT = re.compile(
 )
 
 
+@pytest.mark.beyond_sample
 @pytest.mark.slow
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     """Links lead somewhere; no Markdown is left as text, or an example taken for a quote."""

@@ -76,28 +76,33 @@ def test_wheel_of_the_sdist(source: Path, tmp_path: Path) -> None:
     assert not any(line.startswith("functorch") for line in required)  # an old one, not torch's
 
 
-def test_bare_checkout(source: Path, tmp_path: Path) -> None:
-    module = source / "zbcompile" / "schedules" / "__init__.py"
-    assert python(IMPORTS, tmp_path, source) == str(module)
+def test_folders_of_the_user_with_the_same_names(source: Path, tmp_path: Path) -> None:
+    """In a bare checkout. They must never be taken for ours, nor ours for theirs; both can be
+    imported, in any order."""
+    code = IMPORTS
+    for room in ("schedules", "passes"):
+        code += f"\ntry:\n    import {room}\nexcept ImportError as error:\n    print(error)"
+    place, *errors = python(code, tmp_path, source).splitlines()
+    assert place == str(source / "zbcompile" / "schedules" / "__init__.py")
+    for room, error in zip(("schedules", "passes"), errors, strict=True):
+        assert f"import this package as 'zbcompile.{room}', not as '{room}'" in error
+        (tmp_path / room).mkdir()
+        (tmp_path / room / "__init__.py").write_text("mine = True\n")
+    names = "schedules.mine, passes.mine, zbcompile.schedules.__name__, zbcompile.passes.__name__"
+    both = ("schedules, passes", "zbcompile.schedules, zbcompile.passes")
+    for order in (both, both[::-1]):
+        printed = python(f"import {', '.join(order)}; print({names})", tmp_path, source)
+        assert printed == "True True zbcompile.schedules zbcompile.passes"
 
 
-@pytest.mark.parametrize("room", ["schedules", "passes"])
-def test_a_folder_of_the_user_with_the_same_name(room: str, source: Path, tmp_path: Path) -> None:
-    """It must never be taken for ours, nor ours for theirs; both can be imported, in any order."""
-    code = f"try:\n    import {room}\nexcept ImportError as error:\n    print(error)"
-    assert f"zbcompile.{room}" in python(code, tmp_path, source)
-    (tmp_path / room).mkdir()
-    (tmp_path / room / "__init__.py").write_text("mine = True\n")
-    for order in (f"{room}, zbcompile.{room}", f"zbcompile.{room}, {room}"):
-        code = f"import {order}; print({room}.mine, zbcompile.{room}.__name__)"
-        assert python(code, tmp_path, source) == f"True zbcompile.{room}"
-
-
-@pytest.mark.parametrize("module", ["zbcompile", "zbcompile.schedules", "zbcompile.passes"])
-def test_import_is_light(module: str, tmp_path: Path) -> None:
+def test_imports_and_schedules_are_light(tmp_path: Path) -> None:
     """Looking at a schedule must not cost the seconds that torch takes."""
-    code = f"import sys, {module}; print(*sorted({{'torch', 'sympy', 'numpy'}} & set(sys.modules)))"
-    assert python(code, tmp_path, ROOT) == ""
+    code = f"import sys; {IMPORTS}; from zbcompile.schedules.__main__ import main\n"
+    code += "main(['compare', '1f1b', 'zb-v'])\n"
+    code += "print(*sorted({'torch', 'sympy', 'numpy'} & set(sys.modules)))\nmain(['--help'])"
+    printed = python(code, tmp_path, ROOT)
+    assert "\n\nusage: python -m zbcompile.schedules" in printed
+    assert "python -m zbcompile.schedules compare" in printed
 
 
 def modules() -> Iterator[str]:

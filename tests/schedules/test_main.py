@@ -1,8 +1,6 @@
 """The command line."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -92,18 +90,3 @@ def test_check_proves_files_and_names_what_is_wrong(tmp_path: Path, capsys: Capt
         assert why in error
     assert main(["show", str(wrong)]) == 1
     assert "rank 0 runs W0.0 before B0.0" in capsys.readouterr().err
-
-
-def test_the_command_has_examples_and_imports_neither_torch_nor_sympy() -> None:
-    program = """
-import sys
-from zbcompile.schedules.__main__ import main
-main(["compare", "1f1b", "zb-v"])
-assert not {"torch", "sympy"} & {*sys.modules}
-main(["--help"])
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    assert "python -m zbcompile.schedules compare" in done.stdout

@@ -1,8 +1,6 @@
 """Names, spellings, admitted counts, and the errors for everything else."""
 
 import itertools
-import subprocess
-import sys
 
 import pytest
 
@@ -81,14 +79,6 @@ def test_smallest_microbatches() -> None:
 def test_wrong_arguments(arguments: dict, message: str) -> None:
     with pytest.raises(ScheduleError, match=message):
         build(**{"name": "1f1b", "ranks": 4, "microbatches": 8, **arguments})
-
-
-def test_refuses_a_wrong_import_name(tmp_path) -> None:
-    """A user's own `schedules` on sys.path must not silently be this package."""
-    (tmp_path / "schedules").symlink_to(schedules.__path__[0])
-    command = [sys.executable, "-c", "import schedules"]
-    outcome = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert "import this package as 'zbcompile.schedules', not as 'schedules'" in outcome.stderr
 
 
 @pytest.mark.parametrize("name", ["interleaved-1f1b", "interleaved-1f1b-overlap", "interleaved-zb"])

@@ -1,6 +1,7 @@
 """`simulate`: figures of the literature, what hops, pairs, links and barriers mean, the bookkeeping
-of idle time."""
+of idle time, and the critical path, which is a proof of a length."""
 
+import itertools
 import random
 
 import pytest
@@ -14,6 +15,7 @@ from zbcompile.schedules import (
     Schedule,
     ScheduleError,
     build,
+    critical_path,
     lower,
     names,
     simulate,
@@ -74,7 +76,7 @@ def test_memory_counts_what_b_leaves_for_w() -> None:
 
 
 @pytest.mark.parametrize("name", names())
-def test_time_is_work_or_idle_and_the_memory_curve_peaks_at_the_peak(
+def test_time_is_work_or_idle_memory_has_its_peak_and_the_critical_path_is_the_step(
     name: str, random_costs
 ) -> None:
     generator = random.Random(name)
@@ -87,6 +89,14 @@ def test_time_is_work_or_idle_and_the_memory_curve_peaks_at_the_peak(
                 assert interval.end > interval.start
                 idle[interval.rank] += interval.end - interval.start
             assert all(idle[r] + t.busy[r] == t.finish == t.makespan for r in range(ranks))
+            path = critical_path(t)
+            assert (path[0].start, path[-1].end) == (0, t.finish)
+            for step, following in itertools.pairwise(path):
+                assert following.start == pytest.approx(step.end + step.travel)
+                # there a SEND may have waited for the very rank it sends to
+                assert program.is_lowered or not step.travel or step.rank != following.rank
+            length = sum(step.end - step.start + step.travel + step.overhead for step in path)
+            assert length == pytest.approx(t.finish)
         for rank, peak in enumerate(t.peak_memory):
             times, amounts = zip(*t.memory_curve(rank), strict=True)
             assert (amounts[-1], max(amounts)) == (0, peak)
