@@ -1,5 +1,6 @@
-"""The rooms: where modules may stand, what they may be called, and in which one direction they
-import each other. Type-only and lazy imports count: a reader has to follow them too."""
+"""The rooms: where modules may stand, what they may be called, in which one direction they import
+each other, and where torch's private names stand. Type-only and lazy imports count: a reader has to
+follow them too."""
 
 import ast
 from collections import Counter
@@ -146,3 +147,47 @@ def test_one_file_names_the_accelerator() -> None:
     )
     result = {name for name, node in attributes if {ast.unparse(node), node.attr} & {*named}}
     assert result == {"zbcompile.passes.gpu"}
+
+
+def imported(name: str) -> Iterator[str]:
+    """The dotted name of every module, or of the thing in it, that a file imports anywhere."""
+    for node in ast.walk(tree_of(name)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+# What torch does not document although no underscore says so: regions of an exported graph, keys of
+# `node.meta`.
+UNDOCUMENTED = {"wrap_with_autocast", "wrap_with_set_grad_enabled", "fake_mode"}
+UNDOCUMENTED |= {"custom", "from_node", "nn_module_stack"}
+OF_PYTHON = {"_replace", "_asdict", "_fields", "_getframe"}  # documented
+BANNED = {"schedules": "torch", "passes": "torch.distributed"}
+
+
+@pytest.mark.slow
+def test_private_names_stand_in_one_file_and_rooms_do_without_some_imports() -> None:
+    """A newer torch is then supported by mending `torch_private.py`, of which the passes have three
+    parts."""
+    ours = OF_PYTHON.union(*(defined(tree_of(name)) for name in MODULES))
+    for name, (top, file) in MODULES.items():
+        imports_of = set(imported(name))
+        assert not [n for n in imports_of if f"{n}.".startswith(f"{BANNED.get(top, '')}.")], name
+        if not file.name.startswith("torch_private"):
+            nodes = list(ast.walk(tree_of(name)))
+            names = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+            texts = {node.value for node in nodes if isinstance(node, ast.Constant)}
+            foreign = {n for n in names if n.startswith("_") and not n.startswith("__")} - ours
+            foreign |= {n for n in imports_of if n.startswith("torch.") and "._" in n}
+            foreign |= UNDOCUMENTED & (names | texts)
+            assert not foreign, f"{name} uses {sorted(foreign)}"
+
+
+def defined(tree: ast.Module) -> set[str]:
+    """Functions, classes, annotated fields, and what is assigned to `self`."""
+    nodes = list(ast.walk(tree))
+    names = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    names |= {n.target.id for n in nodes if isinstance(n, ast.AnnAssign) if hasattr(n.target, "id")}
+    attributes = (node for node in nodes if isinstance(node, ast.Attribute))
+    return names | {node.attr for node in attributes if isinstance(node.ctx, ast.Store)}

@@ -51,18 +51,6 @@ def test_hooks_of_every_kind() -> None:
     compared(model, every_kind).step(ROWS, target=ROWS)
 
 
-@pytest.mark.slow
-def test_a_hook_that_comes_or_goes_compiles_again(capsys: pytest.CaptureFixture[str]) -> None:
-    both = compared(MLP(), lambda model: None)
-    both.step(ROWS, target=ROWS)
-    handles = [m.layers[2].register_forward_hook(scale_output) for m in (both.model, both.eager)]
-    both.step(ROWS, target=ROWS)
-    for handle in handles:
-        handle.remove()
-    both.step(ROWS, target=ROWS)
-    assert capsys.readouterr().out.count("compiling again") == 1  # the first program is still there
-
-
 class Lazily(MLP):
     """Installs a hook when it first runs, as transformers' models do, or in every forward."""
 

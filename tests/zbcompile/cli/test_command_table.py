@@ -69,12 +69,16 @@ for name in sys.argv[1:]:
 """
 
 
+def test_help_does_not_wait_for_torch() -> None:
+    subprocess.run([sys.executable, "-c", HELP, *COMMANDS], check=True, stdout=subprocess.DEVNULL)
+
+
 @pytest.mark.slow
+@pytest.mark.mostly_slow(every=4)
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="reads CPU seconds in /proc")
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_command_says_something_within_two_seconds(name: str, tmp_path: Path) -> None:
-    """Of a processor: a busy machine may take longer by the clock. Help does not wait for torch."""
-    subprocess.run([sys.executable, "-c", HELP, name], check=True, stdout=subprocess.DEVNULL)
+    """Of a processor: a busy machine may take longer by the clock."""
     if name == "run":
         save_program(tmp_path)
     target = "examples/targets.py:gpt"
