@@ -82,30 +82,6 @@ def test_answers_name_tests_and_pages_and_rooms_are_listed() -> None:
         assert {*re.findall(rf"^\| `{top}/(\w+)/` \|", architecture, re.M)} == folders - {*FOLDERS}
 
 
-# Expressions: commands, flags, functions, classes, options, schedules, environment variables.
-REMOVED = r"""
-zbcompile\.plan\b zbcompile\.calibrate zbcompile\.doctor zbcompile\.checkpoints schedules\sformula
-schedules\ssearch --explain-idle --fused --diff --quick --thorough --reshard --certify --mesh
-zbcompile\.ema zbcompile\.buckets zbcompile\.monitor zbcompile\.trace\b as_schedule
-zbcompile\.Figures PlacementError GradScaler zbcompile\.Memory zbcompile\.Vocab\b
-zbcompile\.apply_tensor_parallel_plan zbcompile\.divide_experts LayoutTrials|LinePrices
-mesh_names max_ctas max_receives weight_recompute relay= boundary_bytes vocab_logits
-compare_batches search_seconds channels= balance="(?:parameters|makespan|measured)" zero=[23]
-reshard_after_forward \d(?:ms|us|s)/GiB cuda_graphs="step" eval\([^)]*mode= entropies
-load_checkpoint\([^)]*(?:random|fallback)= eager-1f1b 1f1b-v \bFETCH\b ZBCOMPILE_PAIR_STREAMS
-ZBCOMPILE_TRACEBACK message_slack
-"""
-
-
-def test_pages_name_nothing_that_was_removed() -> None:
-    """Except in a recipe that replaces it."""
-    recipe, found = re.compile(r"^#+ Recipe:.*?(?=^#|\Z)", re.M | re.S), []
-    for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")):
-        text = recipe.sub("", page.read_text(encoding="utf-8"))
-        found += [(page.name, name) for name in REMOVED.split() if re.search(name, text)]
-    assert not found
-
-
 FILES = [
     file
     for top in ("passes", "zbcompile")

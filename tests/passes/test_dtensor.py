@@ -55,11 +55,6 @@ def by_hand() -> list[Any]:
     return [(wrong, list(compiled.step.process_groups)) for compiled, wrong in results]
 
 
-@pytest.mark.slow
-def test_bits_of_collectives_in_the_model(pool: Pool) -> None:
-    assert pool.run(by_hand, ranks=2) == [[([], [name]) for name in FORMS]] * 2
-
-
 class Drops(nn.Module):
     def __init__(self, p: float) -> None:
         super().__init__()
@@ -77,18 +72,6 @@ def warned(p: float) -> list[str]:
         warnings.simplefilter("always")
         export_training_step(model, (torch.randn(4, 8),), loss_fn=lambda output, _: output.sum())
     return [str(warning.message) for warning in caught]
-
-
-def said() -> Any:
-    return warned(0.1), warned(0.0)
-
-
-@pytest.mark.slow
-def test_dropout_on_a_shard_is_said_with_its_line(pool: Pool) -> None:
-    for (message,), none in pool.run(said, ranks=2):
-        assert "sharded over tp: dropout on a sharded activation repeats its mask" in message
-        assert "test_dtensor.py:" in message
-        assert none == []
 
 
 class SequenceNorm(nn.Module):
@@ -112,13 +95,18 @@ def deferred(exact: bool) -> Any:
     return [*map(collective_name, filter(is_collective, nodes))], compiled.step.deferred_sums, wrong
 
 
-def both() -> Any:
-    return deferred(False), deferred(True)
+def on_a_rank() -> Any:
+    return by_hand(), warned(0.1), warned(0.0), deferred(False), deferred(True)
 
 
 @pytest.mark.slow
-def test_sums_that_concern_a_weight_alone_run_once_per_step(pool: Pool) -> None:
-    """Left to the end of the step, where they are no part of the passes: the gradient is a share."""
-    for late, exact in pool.run(both, ranks=2):
+def test_collectives_in_the_model(pool: Pool) -> None:
+    """Dropout on a shard is said with its line. Sums that concern a weight alone are left to the end
+    of the step, where they are no part of the passes: the gradient is a share."""
+    for bits, (message,), none, late, exact in pool.run(on_a_rank, ranks=2):
+        assert bits == [([], [name]) for name in FORMS]
+        assert "sharded over tp: dropout on a sharded activation repeats its mask" in message
+        assert "test_dtensor.py:" in message
+        assert none == []
         assert late == ([], {"weight": "tp"}, ["gradients: weight"])
         assert exact == (["all_reduce"], {}, [])

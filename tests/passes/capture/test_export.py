@@ -137,22 +137,12 @@ def clamped(model: nn.Module, x: Tensor) -> Tensor:
     return x
 
 
-def set_data(model: nn.Module, x: Tensor) -> Tensor:
-    model.layer.weight.data = model.layer.weight.data.clamp(-0.1, 0.1)
-    return x
-
-
-def assigned(model: nn.Module, x: Tensor) -> Tensor:
-    model.layer.weight = nn.Parameter(model.layer.weight * 2)
-    return x
-
-
 def data_in_place(model: nn.Module, x: Tensor) -> Tensor:
     model.layer.weight.data.clamp_(-0.1, 0.1)
     return x
 
 
-@pytest.mark.parametrize("write", [clamped, set_data, assigned, data_in_place])
+@pytest.mark.parametrize("write", [clamped, data_in_place])
 def test_writes_to_parameters_are_refused(write: Any) -> None:
     with pytest.raises(CaptureError, match=r"forward writes a parameter|assigns to the `.data`"):
         assert_equals_eager(Repeated(1, write))

@@ -157,14 +157,3 @@ def test_cuts_by_name(step: StepGraph) -> None:
 def test_wrong_names(names: tuple[str, ...], says: str, step: StepGraph) -> None:
     with pytest.raises(zbcompile.CompileError, match=says):
         plan(step, [0, 1, 2], balance=names)
-
-
-@pytest.mark.slow
-def test_a_heavy_head_is_said_once_when_compiling(capsys: pytest.CaptureFixture[str]) -> None:
-    options = {"schedule": "1f1b", "ranks": 2, "microbatches": 2, "loss": F.mse_loss}
-    pipe = zbcompile.pipeline(HeavyHead(2, 4096), **options)
-    for rows in (8, 16):
-        pipe.compile(torch.randn(rows, 16), target=torch.randn(rows, 4096))
-    output = capsys.readouterr().out
-    assert output.count("times the mean load") == 1
-    assert "a V schedule such as zb-v" in output

@@ -137,7 +137,6 @@ register_flop_formula(torch.ops.zbcompile_tests.scale_gradient)(
     lambda gradient, x, **_: 2 * math.prod(gradient)
 )
 PLACES, BAGS = torch.tensor([0, 2, 2, 4]), torch.tensor([[1, 0], [3, 1], [2, 2], [0, 4]])
-ROW = torch.tensor([[0, 1, 2, 5, 4, 3]])
 
 
 def _added_at(x: Tensor, w: Tensor) -> Tensor:
@@ -147,10 +146,6 @@ def _added_at(x: Tensor, w: Tensor) -> Tensor:
 def _biased_attention(x: Tensor, bias: Tensor) -> Tensor:
     q = x.unflatten(-1, (4, 2)).transpose(1, 2)
     return F.scaled_dot_product_attention(q, q, q, attn_mask=bias).transpose(1, 2).flatten(2)
-
-
-def _weighted_bags(x: Tensor, w: Tensor, by: Tensor) -> Tensor:
-    return x + F.embedding_bag(BAGS, w, per_sample_weights=by, mode="sum")
 
 
 def _conv(dims: int, transposed: bool = False, **options: Any) -> Callable[[], nn.Module]:
@@ -166,19 +161,14 @@ OPERATIONS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], bool]] = {
     # torch counts no FLOPs of it
     "bilinear": (f(lambda x, w: F.bilinear(x, x, w), (D, D, D)), ROWS, False),
     "matmul-of-transposed": (f(lambda x, w: x.t() @ w, (4, D)), ROWS, True),
-    "matmul-left": (f(lambda x, w: w @ x, (D, 4)), ROWS, True),
-    "matmul-vector": (f(lambda x, w: x @ w, (D,)), ROWS, True),
     "addmm": (f(lambda x, w, b: torch.addmm(b, x, w), (D, D), (D,)), ROWS, True),
-    "baddbmm": (f(lambda x, w, b: torch.baddbmm(b, x, w), (2, D, D), (2, 1, D)), SEQUENCE, True),
     "einsum": (f(lambda x, w: torch.einsum("btd,dhk->bhtk", x, w), (D, 2, 3)), SEQUENCE, True),
     "embedding-bag": (f(lambda x, w: x + F.embedding_bag(BAGS, w), (5, D)), ROWS, False),
-    "embedding-bag-weighted": (f(_weighted_bags, (5, D), (4, 2)), ROWS, False),
     "embedding-padding": (
         f(lambda x, w: x + F.embedding(PLACES, w, padding_idx=2), (5, D)),
         ROWS,
         False,
     ),
-    "conv2d-no-bias": (_conv(2, bias=False), IMAGE[2], True),
     "conv2d-grouped": (_conv(2, groups=4), IMAGE[2], True),
     "conv2d-last": (lambda: _conv(2)().to(memory_format=torch.channels_last), IMAGE[2], True),
     "conv3d-transposed": (_conv(3, transposed=True, groups=2), IMAGE[3], True),
@@ -188,18 +178,14 @@ OPERATIONS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], bool]] = {
     "attention-masked": (lambda: Attention(attn_mask=torch.randn(5, 5)), HEADS, True),
     "attention-bias": (f(_biased_attention, (5, 5)), HEADS, False),
     "attention-dropout": (lambda: Attention(dropout_p=0.3), HEADS, True),
-    "attention-grouped": (lambda: Attention(key_heads=1, enable_gqa=True), HEADS, True),
     "distance": (f(lambda x, w: x + torch.dist(x, w, 4), (D,)), ROWS, False),
     "index": (f(lambda x, w: x + w[PLACES], (5, D)), ROWS, False),
     "index-put": (f(_added_at, (3, D)), ROWS, True),
-    "scatter": (f(lambda x, w: x @ torch.zeros(D, D).scatter(0, ROW, w), (1, D)), ROWS, True),
     "twice": (f(lambda x, w: torch.tanh(x @ w) @ w, (D, D)), ROWS, True),
-    "square-of-weight": (f(lambda x, w: x @ (w @ w), (D, D)), ROWS, True),
     "weight-norm": (lambda: parametrizations.weight_norm(nn.Linear(D, D)), ROWS, True),
     "spectral-norm": (lambda: parametrizations.spectral_norm(nn.Linear(D, D)).eval(), ROWS, True),
     "orthogonal": (lambda: parametrizations.orthogonal(nn.Linear(D, D)), ROWS, True),
     "adapter": (adapter, ROWS, True),
-    "bias-alone": (f(lambda x, b: torch.tanh(x * 2) + b, (D,)), SEQUENCE, False),
     "complex": (f(lambda x, w: x.to(w.dtype) @ w, (D, D), dtype=torch.complex64), ROWS, True),
     "custom-operator": (f(lambda x, w: scaled(x, w), (D,)), ROWS, False),
     "custom-product": (f(lambda x, w: split_scaled(x, w), (D,)), ROWS, True),

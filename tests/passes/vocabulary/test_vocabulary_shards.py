@@ -49,11 +49,6 @@ def looked_up_twice(model: Model, hidden: Tensor) -> Any:
     return model.output(hidden * model.embedding(model.tokens.flip(1)))
 
 
-def two_heads(model: Model, hidden: Tensor) -> Any:
-    """F.linear adds the bias to the second product."""
-    return [model.output(hidden), model.output(hidden.sin()[:, :-1])]
-
-
 def soft_cap(model: Model, hidden: Tensor) -> Any:
     return torch.tanh(model.output(hidden) / 3.0) * 3.0
 
@@ -70,11 +65,6 @@ def smoothed(logits: Tensor, target: Tensor) -> Tensor:
     return cross_entropy(logits, target, label_smoothing=0.1)
 
 
-def unreduced(logits: Tensor, target: Tensor) -> Tensor:
-    losses = cross_entropy(logits, target, reduction="none")
-    return losses.square().sum() / (target.flatten() != 3).sum()
-
-
 def z_loss(logits: Tensor, target: Tensor) -> Tensor:
     loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), target[:, 1:].flatten())
     return loss + 1e-2 * logits.logsumexp(-1, keepdim=True).square().mean()
@@ -88,11 +78,6 @@ def gathered(logits: Tensor, target: Tensor) -> Tensor:
 def focal(logits: Tensor, target: Tensor) -> Tensor:
     chosen = gathered(logits, target)
     return -((1 - chosen.exp()).square() * chosen).mean()
-
-
-def without_softmax(logits: Tensor, target: Tensor) -> Tensor:
-    labels = target.clamp(min=0)[..., None]
-    return (logits.logsumexp(-1) - logits.gather(-1, labels).squeeze(-1)).mean()
 
 
 def of_chunks(chunks: list[Tensor], target: Tensor) -> Tensor:
@@ -137,21 +122,14 @@ def check(model: Model, loss: Any, vocab: int, ranks: int = 3) -> None:
 
 FORMS: dict[str, tuple[Model, Any]] = {
     "sum": (Model(bias=True), lambda x, y: cross_entropy(x, y, reduction="sum") * 0.1),
-    "tied": (Model(tied=True), unreduced),
-    "tied twice": (Model(looked_up_twice, tied=True), cross_entropy),
     "last row": (
         Model(lambda model, hidden: hidden @ model.embedding.weight.T, tied=True),
         lambda logits, target: F.cross_entropy(logits[:, -1], target[:, -1]),
     ),
+    "tied twice": (Model(looked_up_twice, tied=True), cross_entropy),
     "z-loss": (Model(), z_loss),
-    "scaled": (Model(lambda model, hidden: model.output(hidden) / 4.0), without_softmax),
     "soft cap": (Model(soft_cap), focal),
-    "router": (Model(with_router), lambda o, y: (cross_entropy(o[0], y) + 0.3 * o[1]) * 0.5),
     "chunks": (Model(lambda m, hidden: [m.output(chunk) for chunk in hidden.unbind(0)]), of_chunks),
-    "two heads": (
-        Model(two_heads, bias=True),
-        lambda heads, y: cross_entropy(heads[0], y) + 0.3 * smoothed(heads[1], y[:, 1:]),
-    ),
     "more ranks than words": (Model(words=3, bias=True), smoothed),
 }
 

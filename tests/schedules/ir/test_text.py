@@ -10,7 +10,6 @@ from zbcompile.schedules import (
     ScheduleError,
     build,
     format_order,
-    format_schedule,
     format_step,
     from_csv,
     from_json,
@@ -92,13 +91,6 @@ def test_every_form_round_trips(name: str, tmp_path) -> None:
 def test_bubbles_messages_and_parameter_actions_of_torch_are_left_out(text: str) -> None:
     orders = [format_order(order) for order in from_csv(text).orders]
     assert orders == ["F0.0 F0.1 BW0.0 BW0.1", "F1.0 BW1.0 F1.1 BW1.1"]
-
-
-@pytest.mark.parametrize("name", names())
-def test_golden_grid(name: str, golden) -> None:
-    """4 ranks, 8 microbatches, as a person would look at it."""
-    schedule = build(name, ranks=4, microbatches=8)
-    golden(f"schedules/{name}.txt", format_schedule(schedule, width=120) + "\n")
 
 
 PLACEMENTS = (("linear", 4, 1), ("looped", 4, 2), ("looped", 3, 4), ("v", 4, 2), ("v", 3, 3))

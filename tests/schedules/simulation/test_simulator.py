@@ -22,17 +22,6 @@ from zbcompile.schedules import (
 )
 
 
-def test_known_figures_of_1f1b_and_zero_bubble() -> None:
-    """p=4, m=8 at equal times: (p-1)T, (p-1)(T_F+T_B-T_W), zero on a rank's own clock."""
-    work = 24
-    for name, cost, makespan in (("1f1b", 33, 33), ("zb-h1", 27, 27), ("zb-h2", 24, 27)):
-        t = simulate(build(name, ranks=4, microbatches=8))
-        assert (t.cost, t.makespan, t.work) == (cost, makespan, work)
-        assert (t.bubble, t.cost_bubble) == (1 - work / makespan, 1 - work / cost)
-    zbv = simulate(build("zb-v", ranks=4, microbatches=8))
-    assert (zbv.cost, zbv.makespan, zbv.work) == (48, 51, 48)
-
-
 def test_a_hop_delays_but_does_not_occupy() -> None:
     t = simulate(build("gpipe", ranks=2, microbatches=2), Costs.uniform(2, forward=10, comm=3))
     assert [(s.start, s.end) for s in t.spans_of(1)][:2] == [(13, 23), (23, 33)]

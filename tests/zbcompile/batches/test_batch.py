@@ -1,6 +1,5 @@
-"""How a batch becomes microbatches, what is asked of it, and what happens when its shape changes."""
+"""How a batch becomes microbatches, and what is asked of it."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ from torch import Tensor, nn
 
 import zbcompile
 from tests.support.oracle import MLP, WIDTH
-from tests.support.training import AsEager, assert_same_tensors, gradients_of
+from tests.support.training import assert_same_tensors, gradients_of
 
 OPTIONS: dict[str, Any] = {"schedule": "zb-v", "ranks": 2, "microbatches": 4, "exact": True}
 
@@ -62,17 +61,6 @@ def mlp() -> MLP:
 
 
 @pytest.mark.slow
-def test_another_shape_compiles_again(capsys: pytest.CaptureFixture[str]) -> None:
-    """With a notice, and with eager's bits."""
-    compared = AsEager(mlp(), 4, schedule="zb-h1", ranks=2)
-    for size in (8, 12, 8):
-        compared.step(torch.randn(size, WIDTH), target=torch.randn(size, WIDTH))
-    notices = [line for line in capsys.readouterr().out.splitlines() if "compiling again" in line]
-    assert len(notices) == 1
-    assert "args[0][3, 32]" in notices[0]
-
-
-@pytest.mark.slow
 def test_what_is_chosen_by_default_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     """The smallest admitted number of microbatches from twice the stages on, once; one rank."""
     x = torch.randn(16, WIDTH)
@@ -85,18 +73,3 @@ def test_what_is_chosen_by_default_is_said(capsys: pytest.CaptureFixture[str]) -
     out = capsys.readouterr().out
     assert out.count("microbatches= not given; using 8") == 1
     assert "running as one rank" in out
-
-
-@pytest.mark.slow
-def test_schedule_object_and_csv_file(tmp_path: Path) -> None:
-    """A `Schedule` and a CSV file run like the name that they came from."""
-    schedule = zbcompile.schedules.build("zb-h1", ranks=2, microbatches=4)
-    path = str(tmp_path / "order.csv")
-    zbcompile.schedules.save(schedule, path)
-    x, results = torch.randn(8, WIDTH), []
-    for given in ("ZB_H1", schedule, path):
-        pipe = zbcompile.pipeline(mlp(), loss=F.mse_loss, **OPTIONS | {"schedule": given})
-        pipe.step(x, target=x)
-        results.append(gradients_of(pipe))
-    for second in results[1:]:
-        assert_same_tensors(second, results[0], "gradient of")

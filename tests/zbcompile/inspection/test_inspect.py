@@ -114,9 +114,7 @@ def test_comparison_and_causes(tiny: Path, inspect: Inspect, golden: Golden) -> 
     plan = (f"{tiny}:two", "--ranks", 4, "--microbatches", 4, "--schedule", "1f1b")
     text = inspect(*plan, "--costs", costs, "--critical-path")
     assert max(len(line) for line in text.splitlines()) <= WIDTH
-    golden("inspect_causes.txt", text)
-    step = json.loads(inspect(*plan, "--costs", costs, "--json"))["prediction"]["step"]
-    assert step == (4 + 4 - 1) * 3  # the textbook's
+    golden("inspect_causes.txt", text)  # the (4 + 4 - 1) * 3 s of the textbook
     plan = (f"{tiny}:two", "--microbatches", 3, "--hardware", "cpu-core")
     text = inspect(*plan, "--compare", "1f1b,ZBH1,zb-v,dualpipe")
     assert max(map(len, text.splitlines())) <= WIDTH
@@ -135,41 +133,34 @@ def test_a_program_directory(tmp_path: Path, inspect: Inspect, golden: Golden, c
     shown = inspect(program)
     assert max(map(len, shown.splitlines())) <= WIDTH
     golden("inspect_program.txt", shown)
-    text = inspect(program, "--measured", RECORD, "--critical-path").removesuffix(OTHER_TORCH)
+    picture = tmp_path / "both.svg"
+    text = inspect(program, "--measured", RECORD, "--critical-path", "--timeline", picture)
+    text = text.removesuffix(OTHER_TORCH).replace(f"{picture}\n\n", "")
     assert max(map(len, text.splitlines())) <= WIDTH
     golden("inspect_measured_causes.txt", text)
-    picture = tmp_path / "both.svg"
-    assert str(picture) in inspect(program, "--measured", RECORD, "--timeline", picture)
     assert picture.read_text().count("<svg") == 3
     assert "overhead" in picture.read_text()
 
 
-def test_a_file_after_each_pass(
-    tiny: Path, tmp_path: Path, inspect: Inspect, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.slow
+def test_all_graphs_and_a_file_after_each_pass_are_written(
+    tmp_path: Path, tiny: Path, inspect: Inspect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Accumulation turns the products of W into additions in place."""
+    """As Python. Accumulation turns the products of W into additions in place. The JSON of a graph
+    holds every operation, and the line or the pass that each is from."""
     monkeypatch.setenv("ZBCOMPILE_DUMP", str(tmp_path / "dump"))
-    inspect(f"{tiny}:two", "--schedule", "zb-h1")
+    directory = tmp_path / "graphs" / "deep"
+    text = inspect(f"{tiny}:two", "--graphs", directory, "--graph", "2.B", "--json")
+    assert all(op["line"] or op["made_by"] for op in json.loads(text)["graph 2.B"])
+    names = {f"stage{stage}_{name}.py" for stage in range(4) for name in ("F", "B", "W", "BW")}
+    assert {path.name for path in directory.iterdir()} == names
+    for name in names:
+        ast.parse((directory / name).read_text())
     files = sorted((tmp_path / "dump" / "rank0").iterdir())
     assert files[0].name == "0000-export.txt"
     assert [path.name[5:-4] for path in files] == [*PASSES]
     before, after = (files[[*PASSES].index(name)].read_text() for name in ("extract", "accumulate"))
     assert ["aten.addmm_.default" in text for text in (before, after)] == [False, True]
-
-
-@pytest.mark.slow
-def test_all_graphs_are_written(tmp_path: Path, tiny: Path, inspect: Inspect) -> None:
-    """As Python. The JSON of a graph holds every operation, and the line or the pass that each is
-    from."""
-    directory = tmp_path / "graphs" / "deep"
-    files = inspect(f"{tiny}:two", "--graphs", directory).split()
-    names = [f"stage{stage}_{name}.py" for stage in range(4) for name in ("F", "B", "W", "BW")]
-    assert sorted(files) == sorted(f"{directory}/{name}" for name in names)
-    for name in names:
-        ast.parse((directory / name).read_text())
-    for name in ("graph 2.F", "graph 2.B", "graph 2.W"):
-        operations = json.loads(inspect(f"{tiny}:two", *f"--{name}".split(), "--json"))[name]
-        assert all(op["line"] or op["made_by"] for op in operations)
 
 
 def test_json_agrees_with_itself(inspect: Inspect) -> None:
@@ -238,10 +229,9 @@ def test_timelines_and_schedules_are_files(tiny: Path, inspect: Inspect) -> None
     data = json.loads(inspect(target, own, file, "--json"))
     counts = data["model"]["ranks"], data["model"]["microbatches"], len(data["stages"])
     assert counts == (3, 6, 3)
-    for ending in ("txt", "svg", "html", "json"):
-        picture = tiny.with_name(f"step.{ending}")
-        assert inspect(target, own, "1f1b", "--timeline", picture).strip() == str(picture)
-        assert re.search(r'F0\.0|"F"', picture.read_text())
+    picture = tiny.with_name("step.svg")
+    assert inspect(target, own, "1f1b", "--timeline", picture).strip() == str(picture)
+    assert "F0.0" in picture.read_text()
 
 
 REFUSED = [

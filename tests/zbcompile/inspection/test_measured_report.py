@@ -119,7 +119,8 @@ def test_a_file_that_is_no_record(old: str, new: str, message: str, tmp_path: Pa
 
 @pytest.mark.slow
 def test_a_record_of_one_process_is_a_file_and_a_set_of_costs(tmp_path: Path) -> None:
-    """Under 1F1B backward and weight gradients were measured together; their FLOPs divide them."""
+    """Under 1F1B backward and weight gradients were measured together; their FLOPs divide them. A
+    notebook shows pictures of a schedule, its timeline and a record."""
     pipe = pipeline_of(Case("mlp", "1f1b", 2, 4))
     batch = PROBLEMS["mlp"].batches(1, 8)[0]
     pipe.record = True
@@ -142,15 +143,6 @@ def test_a_record_of_one_process_is_a_file_and_a_set_of_costs(tmp_path: Path) ->
         flops = pipe.program.stages[stage].flops
         assert costs.weight[stage] * flops["B"] == pytest.approx(costs.backward[stage] * flops["W"])
     assert costs.activation[0] == pipe.program.stages[0].crossing.kept
-
-
-@pytest.mark.slow
-def test_costs_are_measured_and_a_notebook_shows_the_pictures() -> None:
-    """Of a schedule, its timeline, a program, a record and a comparison: one time axis, with a row
-    for each step."""
-    pipe, batch = pipeline_of(Case("mlp", "zb-h1", 2, 4)), PROBLEMS["mlp"].batches(1, 8)[0]
-    pipe.record = True
-    pipe.step(*batch.args, target=batch.target)
     program, costs = pipe.program, load_costs(pipe.program, "measured").costs
     assert min(*costs.forward, *costs.backward, *costs.weight) > 0
     assert max(costs.forward) < 10

@@ -60,18 +60,6 @@ def test_no_schedule_has_a_shorter_predicted_step() -> None:
         pipeline(balance=("layers.1", "layers.2"))
 
 
-@pytest.mark.slow
-@pytest.mark.beyond_sample
-@pytest.mark.parametrize("barriers", [1, 2])
-def test_a_sharded_output_layer(barriers: int) -> None:
-    problem = PROBLEMS["small-dropout"]
-    pipe, batch = pipeline(problem=problem, vocab=barriers, exact=False)
-    loss = pipe.step(*batch.args, target=batch.target)
-    assert pipe.program.vocabulary is not None
-    assert pipe.program.vocabulary.barriers == barriers
-    assert torch.allclose(loss, eager_step(problem.model(), problem.loss, batch, 4, 0), rtol=2e-6)
-
-
 class Wide(nn.Linear):
     """A layer that keeps much next to its parameters, most of it elementwise."""
 
