@@ -62,14 +62,8 @@ class Outputs:
     nothing: Tensor | None = None
 
 
-def model_output(loss: Tensor, logits: Tensor) -> Any:
-    from transformers.modeling_outputs import CausalLMOutput
-
-    return CausalLMOutput(loss=loss, logits=logits)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [Outcome, Outputs, model_output])
+@pytest.mark.parametrize("kind", [Outcome, Outputs])
 def test_outputs_of_every_kind(kind: Callable[..., Any]) -> None:
     """The loss is found in them, and evaluation returns them as they are."""
 

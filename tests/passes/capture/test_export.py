@@ -100,13 +100,10 @@ def test_refusals_name_the_static_inputs(by: str, message: str) -> None:
         export_training_step(Repeated(1, reads), (rows(),), inputs, rows(), F.mse_loss)
 
 
-def test_compiled_submodules_and_hooks_on_parameters_run() -> None:
+def test_compiled_submodules_run() -> None:
     model = Repeated(2)
     model.layer.compile()
     assert_equals_eager(model)
-    model = Repeated(2)
-    model.layer.weight.register_hook(lambda grad: grad * 0.5)
-    uncut_as_eager(model, ((rows(),), {}, rows()), F.mse_loss, in_place=True)
 
 
 @pytest.mark.parametrize("p", [0.025, 0.1, 0.5])

@@ -29,18 +29,6 @@ from zbcompile.schedules import build
 MACHINE = Hardware.find("cpu-core")
 
 
-class HeavyHead(nn.Module):
-    """Light layers and an output layer that outweighs them."""
-
-    def __init__(self, blocks: int, outputs: int) -> None:
-        super().__init__()
-        blocks = (nn.Sequential(nn.Linear(16, 16), nn.ReLU()) for _ in range(blocks))
-        self.blocks, self.head = nn.Sequential(*blocks), nn.Linear(16, outputs)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.blocks(x))
-
-
 def exported(example: zbcompile.Example) -> StepGraph:
     return export_step(example.model, one_microbatch(example), example.loss).step
 
@@ -69,11 +57,10 @@ def step() -> StepGraph:
     "ranks", [ranks_of("zb-v", 2), ranks_of("interleaved-1f1b", 2, 2)], ids=str
 )
 def test_balanced_within_the_tolerance(ranks: list[int]) -> None:
-    x = torch.randn(64, 16)
-    head = zbcompile.Example(
-        HeavyHead(12, 4096), (x,), loss=F.mse_loss, target=torch.ones(64, 4096)
-    )
-    step = exported(head)
+    """Of light layers and an output layer that outweighs them."""
+    blocks, x = (nn.Sequential(nn.Linear(16, 16), nn.ReLU()) for _ in range(8)), torch.randn(64, 16)
+    model, y = nn.Sequential(*blocks, nn.Linear(16, 4096)), torch.ones(64, 4096)
+    step = exported(zbcompile.Example(model, (x,), loss=F.mse_loss, target=y))
     line = forward_line(step)
     totals = [0.0, *accumulate(node_loads(step, line, MACHINE))]
     row = LoadRow(totals, ranks, heaviest_piece(totals, [0, *line.cuts, len(line.nodes)]))

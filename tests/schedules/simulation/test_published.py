@@ -70,15 +70,6 @@ def test_dualpipe_bubble_counts_the_overlapped_pair() -> None:
     assert idle[1] == idle[2] == (4 / 2 - 1) * ((3 - 0.5) + 2 - 3)
 
 
-@pytest.mark.parametrize("p", [2, 3, 5, 8, 12])
-def test_controllable_memory_peaks(p: int) -> None:
-    """V-Half (p+2)//2 and V-Min (p+4)//3 microbatches; a chunk is half of a microbatch's share of a
-    rank."""
-    costs = Costs.uniform(2 * p, activation=0.5)
-    for name, peak in (("v-half", (p + 2) // 2), ("v-min", (p + 4) // 3)):
-        assert max(peak_memory(build(name, p, 3 * p), costs)) == peak
-
-
 @pytest.mark.parametrize(
     ("name", "published"), [("1f1b", 0.099), ("v-half", 0.042), ("v-min", 0.066)]
 )
