@@ -126,12 +126,11 @@ def on_a_rank(folder: Path, options: dict[str, Any]) -> Log:
 def test_two_processes(tmp_path: Path, pool: Pool) -> None:
     """The losses of the plain Trainer in one process; what one process resumes has the bits
     of what was never interrupted."""
-    options: dict[str, Any] = {"evaluated": 20}
-    plain = trained(tmp_path / "plain", None, **options)
+    plain = trained(tmp_path / "plain", None)
     evaluated = plain.evaluate()["eval_loss"]
-    saving = {**options, "save_strategy": "steps", "save_steps": 2, "save_total_limit": 3}
+    saving = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 3}
     log, other = pool.run(on_a_rank, tmp_path, saving, timeout=240)
-    resumed = trained(tmp_path, TWO, resume=str(tmp_path / "checkpoint-2"), **options)
+    resumed = trained(tmp_path, TWO, resume=str(tmp_path / "checkpoint-2"))
     resumed.evaluate()
     for key in ("loss", "grad_norm", "eval_loss"):
         assert logged(log, key) == logged(other, key)

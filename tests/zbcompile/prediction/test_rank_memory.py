@@ -2,7 +2,6 @@
 step."""
 
 import gc
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,16 +9,14 @@ import torch
 from torch import nn
 
 import zbcompile
+from gpt import GPT, next_byte_loss
 from tests.support.live_storages import Alive, leave_aside, living_tensors
 from tests.support.pool import Pool
-from zbcompile.cli.target import load_example
 from zbcompile.compiler.compile_example import compile_example
 from zbcompile.passes.compile_options import CompileOptions
 from zbcompile.prediction.predict import predicted_costs
 from zbcompile.prediction.rank_memory import rank_memories
 from zbcompile.schedules import build
-
-TARGETS = Path(__file__).parents[3] / "examples" / "targets.py"
 
 
 def counted_and_predicted(schedule: str, recompute: str) -> tuple[int, int]:
@@ -27,11 +24,14 @@ def counted_and_predicted(schedule: str, recompute: str) -> tuple[int, int]:
     predicted. Of all steps the least counts: on a busy machine a message that leaves late is one
     more tensor that lives."""
     torch.manual_seed(0)
-    example = load_example(f"{TARGETS}:gpt")
-    tokens, target = (torch.cat([item] * 4) for item in (example.args[0], example.target))
+    model, tokens = (
+        GPT(layers=2, width=64, length=32, dropout=0.1, tied=True),
+        torch.randint(256, (8, 33)),
+    )
+    tokens, target = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     before = leave_aside()
     options: dict[str, Any] = {"schedule": schedule, "microbatches": 4, "recompute": recompute}
-    pipe = zbcompile.pipeline(example.model, loss=example.loss, **options)
+    pipe = zbcompile.pipeline(model, loss=next_byte_loss, **options)
     pipe.step(tokens, target=target)
     gc.collect()
     lived = []
@@ -39,7 +39,7 @@ def counted_and_predicted(schedule: str, recompute: str) -> tuple[int, int]:
         with Alive(living_tensors(), before) as alive:
             pipe.step(tokens, target=target)
         lived.append(alive.most)
-    state = dict(example.model.named_parameters()) | dict(example.model.named_buffers())
+    state = dict(model.named_parameters()) | dict(model.named_buffers())
     ranks = rank_memories(pipe.program, predicted_costs(pipe.program), state)
     memory = ranks[torch.distributed.get_rank()]
     return min(lived), memory.peak - memory.parameters - memory.optimizer_state
