@@ -13,7 +13,7 @@ from step_report import report
 from zbcompile.program.step_record import RecordedSpan, StepRecord
 from zbcompile.schedules import build
 
-SMALL = "--layers 3 --width 32 --sequence-length 16 --batch 8 --steps 12 --verify"
+SMALL = "--layers 2 --width 32 --sequence-length 16 --batch 8 --steps 12 --verify"
 
 
 def trained(*arguments: str) -> str:
