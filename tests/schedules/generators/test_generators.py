@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from zbcompile.schedules import Costs, ScheduleError, build, check, lower, names, simulate
+from zbcompile.schedules import Costs, ScheduleError, admits, build, check, lower, names, simulate
 from zbcompile.schedules.generators.registry import FAMILIES, Family
 from zbcompile.schedules.ir.actions import B, W, flatten
 from zbcompile.schedules.ir.schedule import parse_order
@@ -43,20 +43,16 @@ def _group(ranks: int, microbatches: int) -> int:
 @pytest.mark.mostly_slow(every=3, suite=1)
 @pytest.mark.parametrize("name", names())
 def test_every_size_is_right_and_keeps_its_promise(name: str, random_costs) -> None:
-    """Ranks 1..8, a few numbers of microbatches up to 24 for each; a quarter has random costs too. A search
-    takes long, and gets three numbers of ranks."""
+    """Ranks 1..8, two numbers of microbatches up to 24 for each; a third has random costs too. A
+    search takes long, and gets two numbers of ranks."""
     any_, built = random.Random(name), 0
-    for ranks in (2, 3, 5) if name == "auto" else range(1, 9):
-        for microbatches in any_.sample(range(1, 25), 4):
-            try:
-                schedule = build(name, ranks, microbatches)
-            except ScheduleError as error:
-                if "it admits" not in str(error):
-                    raise
-                continue
+    for ranks in (2, 3) if name == "auto" else range(1, 9):
+        admitted = [m for m in range(1, 25) if admits(name, ranks, m)]
+        for microbatches in any_.sample(admitted, min(2, len(admitted))):
+            schedule = build(name, ranks, microbatches)
             built += 1
             check(schedule, memory_limit=PROMISED_PEAK[name](ranks, microbatches))
-            if built % 4:
+            if built % 3:
                 continue
             costs = random_costs(any_, schedule.stages)
             chosen = build(name, ranks, microbatches, costs=costs)

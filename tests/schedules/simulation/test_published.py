@@ -25,7 +25,7 @@ TABLE = """
 AUTOMATIC = ("zb-1p", "zb-2p")
 
 
-@pytest.mark.mostly_slow(every=6, suite=3)
+@pytest.mark.mostly_slow(every=6)
 @pytest.mark.parametrize("row", TABLE.strip().splitlines(), ids=lambda row: row[:10])
 def test_table_5(row: str) -> None:
     """36 figures of handcrafted schedules are equal to 4 decimals, 24 of automatic ones or better.
