@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-import zbcompile
 from tests.support.training import AsEager
 
 WIDTH = 6
@@ -230,15 +229,3 @@ def test_a_model_that_only_a_trace_can_follow_is_warned_of(traced: bool) -> None
     with pytest.warns(UserWarning, match=f"path that it has for {path}"):
         both.pipe.compile(x, target=x)
     both.step(x, target=x)
-
-
-def test_a_transform_that_export_cannot_follow_is_named() -> None:
-    def differentiating(model: nn.Module, x: Tensor) -> Tensor:
-        forward, ones = model.layers[1], torch.ones_like(x)
-        return residual(model, x + torch.func.jvp(lambda y: forward(y).sin(), (x,), (ones,))[1])
-
-    pipe = compared(Layers(differentiating)).pipe
-    with pytest.raises(
-        zbcompile.CaptureError, match=r"Layers fails.*Write the transform of torch\.func out"
-    ):
-        pipe.step(rows(), target=rows())

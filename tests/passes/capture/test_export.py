@@ -100,12 +100,6 @@ def test_refusals_name_the_static_inputs(by: str, message: str) -> None:
         export_training_step(Repeated(1, reads), (rows(),), inputs, rows(), F.mse_loss)
 
 
-def test_compiled_submodules_run() -> None:
-    model = Repeated(2)
-    model.layer.compile()
-    assert_equals_eager(model)
-
-
 @pytest.mark.parametrize("p", [0.025, 0.1, 0.5])
 def test_dropout_has_eagers_bits_in_any_layout(p: float) -> None:
     assert_equals_eager(Repeated(1, lambda m, x: F.dropout(m.layer(F.dropout(x.t(), p).t()), p)))

@@ -7,14 +7,10 @@ import torch
 from tests.support.operators import Outcome, cases_of, outcome_of, torchs_operators
 
 GROUPS = {
-    "pointwise": "exp log1p sqrt rsqrt tanh sigmoid erf pow xlogy copysign addcmul clamp where",
-    "reductions": "sum mean var logsumexp softmax log_softmax cumsum amax prod @layer_norm",
-    "activations": (
-        "@gelu @silu @mish @softplus @elu @hardswish @softshrink @logsigmoid @glu"
-        " @mse_loss @cross_entropy @nll_loss @huber_loss"
-    ),
-    "products": (
-        "mm bmm addmm matmul gather index_select @linear @embedding @dropout @alpha_dropout"
+    "pointwise and reductions": "exp rsqrt pow xlogy addcmul clamp where mean var logsumexp cumsum",
+    "of networks": (
+        "addmm gather @gelu @silu @softplus @hardswish @logsigmoid @glu @cross_entropy @huber_loss"
+        " @embedding @dropout"
     ),
 }
 

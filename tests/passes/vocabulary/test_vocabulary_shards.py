@@ -111,7 +111,7 @@ def errors(pipe: zbcompile.Pipeline, loss: Tensor, expected: StepResult) -> dict
     return results
 
 
-def check(model: Model, loss: Any, vocab: int, ranks: int = 3) -> None:
+def check(model: Model, loss: Any, vocab: int, ranks: int = 2) -> None:
     """Compares a step with eager mode."""
     torch.manual_seed(1)
     batches = [batch_of(model.words) for _ in range(2)]
@@ -138,7 +138,7 @@ FORMS: dict[str, tuple[Model, Any]] = {
 @pytest.mark.parametrize("name", FORMS)
 def test_forms_of_the_layer_and_of_the_loss(name: str) -> None:
     model, loss = FORMS[name]
-    check(model, loss, 1 + len(name) % 2, ranks=5 if model.words == 3 else 3)
+    check(model, loss, 1 + len(name) % 2, ranks=4 if model.words == 3 else 2)
 
 
 def test_labels_that_are_none_or_no_words() -> None:
@@ -152,13 +152,12 @@ def test_labels_that_are_none_or_no_words() -> None:
     assert pipe.step(*tokens, target=target).isnan()
 
 
-@pytest.mark.parametrize("vocab", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_shard_of_masked_words_and_large_logits(vocab: int) -> None:
+def test_a_shard_of_masked_words_and_large_logits() -> None:
     model = Model(bias=True)
     with torch.no_grad():
         model.output.weight *= 1e3
         model.output.bias[-4:] = -torch.inf
-    check(model, lambda logits, target: cross_entropy(logits, target.clamp(max=8)), vocab)
+    check(model, lambda logits, target: cross_entropy(logits, target.clamp(max=8)), 1, ranks=3)
 
 
 def cut(model: nn.Module, loss: Any = cross_entropy, **options: Any) -> ShardedStep:
