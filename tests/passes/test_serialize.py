@@ -53,6 +53,7 @@ def compiled_gpt() -> CompiledStep:
     return compile_step(model, *batch, ranks_of=[0, 1], exact=True)
 
 
+@cache
 def compiled_branches() -> CompiledStep:
     batch = (torch.randn(2, 4),), {}, torch.randn(2, 4), nn.functional.mse_loss
     return compile_step(Branching(), *batch, ranks_of=[0, 1])

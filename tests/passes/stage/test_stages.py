@@ -33,7 +33,7 @@ def check(schedule: str, model: nn.Module, loss: Any = F.mse_loss, ranks: int = 
 class Residual(nn.Module):
     """A residual stream, whose first value is also read by the last layer."""
 
-    def __init__(self, layers: int = 8) -> None:
+    def __init__(self, layers: int = 4) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(layers))
 
@@ -69,7 +69,7 @@ def test_products_of_normalized_weights_wait_for_w() -> None:
     stages = check("zb-h1", model, ranks=4).program.stages
     graphs = [stage.pieces["W"].module.graph for stage in stages]
     mm = torch.ops.aten.mm.default
-    assert sum(len(graph.find_nodes(op="call_function", target=mm)) for graph in graphs) == 8
+    assert sum(len(graph.find_nodes(op="call_function", target=mm)) for graph in graphs) == 4
 
 
 @pytest.mark.parametrize("make", [lambda: nn.GRU(WIDTH, WIDTH), nn.RReLU])

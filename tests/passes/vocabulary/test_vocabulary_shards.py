@@ -134,7 +134,7 @@ FORMS: dict[str, tuple[Model, Any]] = {
 }
 
 
-@pytest.mark.mostly_slow(every=6, suite=2)
+@pytest.mark.mostly_slow(every=6, suite=3)
 @pytest.mark.parametrize("name", FORMS)
 def test_forms_of_the_layer_and_of_the_loss(name: str) -> None:
     model, loss = FORMS[name]

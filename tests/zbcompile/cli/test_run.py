@@ -89,7 +89,6 @@ REFUSED = {
     "no weights": ("numbered", "", "the parameters have no values"),
     "no program": ("numbered", "--weights FILE", "has no manifest.json"),
     "no data function": ("nothing", "", "has no nothing; it defines"),
-    "no iterable": ("SIZE", "--weights FILE", "gives a int; expected an iterable"),
     "too few batches": ("two", "--weights FILE", "ended after 2 batches"),
     "no batches": ("bare", "--weights FILE", "is a Tensor; expected (args, kwargs)"),
     "no count": ("numbered", "--every 0", "--every is 0; expected at least 1"),

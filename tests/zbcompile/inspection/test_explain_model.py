@@ -27,13 +27,13 @@ def explained(model: nn.Module, *args: Any, **options: Any) -> zbcompile.Explana
 @pytest.mark.slow
 def test_a_gpt(capsys: pytest.CaptureFixture[str]) -> None:
     """Its text is the explanation."""
-    model = GPT(layers=3, width=32, heads=2, length=16, tied=True)
+    model = GPT(layers=1, width=32, heads=2, length=16, tied=True)
     outcome = explained(model, TOKENS, loss=next_byte_loss, target=TOKENS)
     assert capsys.readouterr().out == f"{outcome}\n"
     assert outcome.supported
     assert outcome.inputs == ("args[0] int64[2, 16]", "target int64[2, 16]")
     assert "1 tied to another" in outcome.parameters
-    assert outcome.cuts > 30
+    assert outcome.cuts > 10
 
 
 class Changing(MLP):

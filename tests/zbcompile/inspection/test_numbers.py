@@ -39,7 +39,7 @@ class Layer(nn.Module):
 
 @cache
 def layers(recompute: str = "off") -> Program:
-    model, x = nn.Sequential(*(Layer() for _ in range(4))), torch.ones(64, 256)
+    model, x = nn.Sequential(*(Layer() for _ in range(2))), torch.ones(64, 256)
     example = zbcompile.Example(model, (x,), {}, nn.MSELoss(), x)
     choices = CompileOptions(recompute=recompute, hardware=Hardware.find("a100-80g"))
     return compile_example(example, build("zb-h1", 2, 4), choices).program

@@ -39,9 +39,9 @@ def samples(count: int, seed: int = 0) -> list[dict[str, torch.Tensor]]:
     return result
 
 
-def gpt2() -> GPT2LMHeadModel:
+def gpt2(layers: int = 1) -> GPT2LMHeadModel:
     torch.manual_seed(1)
-    sizes = {"vocab_size": 32, "n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 2}
+    sizes = {"vocab_size": 32, "n_positions": 16, "n_embd": 16, "n_layer": layers, "n_head": 2}
     off = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     return GPT2LMHeadModel(GPT2Config(**sizes, **off, bos_token_id=0, eos_token_id=0))
 
@@ -67,7 +67,7 @@ def arguments(folder: Path, **options: Any) -> TrainingArguments:
 def trained(folder: Path, pipeline: dict[str, Any] | None, **options: Any) -> Trainer:
     """A trainer that has trained, as a pipeline if there are options for one. It evaluates batches
     of 8: of 20 samples (`evaluated`) the last one has another size."""
-    evaluated, model = options.pop("evaluated", 16), gpt2()
+    evaluated, model = options.pop("evaluated", 16), gpt2(options.pop("layers", 1))
     choices = {"train_dataset": samples(96), "eval_dataset": samples(evaluated, seed=3)}
     choices |= {
         name: options.pop(name) for name in ("compute_loss_func", "callbacks") if name in options
@@ -126,11 +126,11 @@ def on_a_rank(folder: Path, options: dict[str, Any]) -> Log:
 def test_two_processes(tmp_path: Path, pool: Pool) -> None:
     """The losses of the plain Trainer in one process; what one process resumes has the bits
     of what was never interrupted."""
-    plain = trained(tmp_path / "plain", None)
+    plain = trained(tmp_path / "plain", None, layers=2)
     evaluated = plain.evaluate()["eval_loss"]
-    saving = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 3}
+    saving = {"layers": 2, "save_strategy": "steps", "save_steps": 2, "save_total_limit": 3}
     log, other = pool.run(on_a_rank, tmp_path, saving, timeout=240)
-    resumed = trained(tmp_path, TWO, resume=str(tmp_path / "checkpoint-2"))
+    resumed = trained(tmp_path, TWO, layers=2, resume=str(tmp_path / "checkpoint-2"))
     resumed.evaluate()
     for key in ("loss", "grad_norm", "eval_loss"):
         assert logged(log, key) == logged(other, key)
