@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zbcompile
-from tests.support.training import step_as_eager
 
 MICROBATCHES, ROWS, LENGTH, WIDTH, WORDS = 4, 2, 6, 16, 64
 
@@ -96,11 +95,6 @@ def test_half_precision_is_summed_in_float32(exact: bool) -> None:
     for name, parameter in model.named_parameters():
         expected = (one[name] + one[name].bfloat16()).bfloat16()
         assert torch.equal(parameter.grad, expected), name
-
-
-def test_exact_sums_half_precision_as_eager_does() -> None:
-    model, x, y = make()
-    step_as_eager(model.bfloat16(), x, y, loss)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, "int32", "float33"])
