@@ -96,11 +96,6 @@ def marked(ctx: Any, x: Tensor) -> Tensor:
     return x.mul_(2)
 
 
-def keeping(ctx: Any, x: Tensor) -> Tensor:
-    ctx.x = x
-    return x * 2
-
-
 def counting(ctx: Any, x: Tensor) -> Tensor:
     TABLE.add_(1)
     return x * 2
@@ -124,7 +119,6 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
     "writes around": (counting, half, WRITTEN),
     "memory": (assigning, half, rf"assigns to the `\.data` of a tensor \(.*{HERE}\)"),
     "writes around in backward": (double, counting, WRITTEN),
-    "writes an input in backward": (keeping, lambda ctx, g: g * ctx.x.mul_(2), VERSION),
     "module": (lambda ctx, x: x * random.random(), half, "Python's random module .*as an input"),
 }
 

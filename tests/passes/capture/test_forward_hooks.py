@@ -39,14 +39,14 @@ def every_kind(model: nn.Module) -> None:
 
 def compared(model: nn.Module, hooked: Callable[[nn.Module], object]) -> AsEager:
     """Against a copy of `model` with hooks."""
-    eager = MLP()
+    eager = MLP(5)
     eager.load_state_dict(model.state_dict())
     hooked(eager)
     return AsEager(model, 4, eager=eager, schedule="zb-v", ranks=2)
 
 
 def test_hooks_of_every_kind() -> None:
-    model = MLP()
+    model = MLP(5)
     every_kind(model)
     compared(model, every_kind).step(ROWS, target=ROWS)
 
@@ -64,14 +64,14 @@ class Lazily(MLP):
 
 @pytest.mark.slow
 def test_a_hook_that_forward_installs_is_captured_once(capsys: pytest.CaptureFixture[str]) -> None:
-    both = compared(Lazily(), lambda model: model.layers[2].register_forward_hook(scale_output))
+    both = compared(Lazily(5), lambda model: model.layers[2].register_forward_hook(scale_output))
     for _ in range(2):
         both.step(ROWS, target=ROWS)
     assert "compiling again" not in capsys.readouterr().out
 
 
 def test_a_forward_that_installs_a_hook_each_time_is_refused() -> None:
-    model = Lazily()
+    model = Lazily(5)
     model.once = False
     with pytest.raises(zbcompile.CaptureError, match=r"changes the hooks of model\.layers\.2"):
         compared(model, lambda model: None).pipe.step(ROWS, target=ROWS)

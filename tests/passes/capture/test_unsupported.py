@@ -136,11 +136,6 @@ CASES: dict[str, tuple[Function, str, Function | None]] = {
         None,
     ),
     "numpy": (numpys, r"forward of Model.*:\d+\) .*numpy.*Compute with torch", None),
-    "aliases": (
-        lambda m, x: torch.cond(x.sum() > 0, lambda x: x, torch.sin, (x,)),
-        r"forward of Model.*clone\(\)",
-        None,
-    ),
 }
 
 

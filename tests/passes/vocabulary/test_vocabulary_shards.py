@@ -26,14 +26,14 @@ def plain(model: "Model", hidden: Tensor) -> Any:
 
 
 class Model(nn.Module):
-    """An embedding, two layers, and a function that makes the output of them."""
+    """An embedding, a layer, and a function that makes the output of them."""
 
     def __init__(self, function: Output = plain, words: int = WORDS, **options: Any) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.function, self.words = function, words
         self.embedding = nn.Embedding(words, WIDTH, padding_idx=2)
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(1))
         self.output = nn.Linear(WIDTH, words + options.get("more", 0), options.get("bias", False))
         if options.get("tied"):
             self.output.weight = self.embedding.weight

@@ -54,7 +54,7 @@ def test_nested_keywords_replicated_tables_and_numbers(wide: int, split: dict[st
 
 def mlp() -> MLP:
     torch.manual_seed(0)
-    return MLP()
+    return MLP(4)
 
 
 @pytest.mark.slow

@@ -121,8 +121,8 @@ def test_a_file_that_is_no_record(old: str, new: str, message: str, tmp_path: Pa
 def test_a_record_of_one_process_is_a_file_and_a_set_of_costs(tmp_path: Path) -> None:
     """Under 1F1B backward and weight gradients were measured together; their FLOPs divide them. A
     notebook shows pictures of a schedule, its timeline and a record."""
-    pipe = pipeline_of(Case("mlp", "1f1b", 2, 4))
-    batch = PROBLEMS["mlp"].batches(1, 8)[0]
+    pipe = pipeline_of(Case("short-mlp", "1f1b", 2, 4))
+    batch = PROBLEMS["short-mlp"].batches(1, 8)[0]
     pipe.record = True
     pipe.step(*batch.args, target=batch.target)
     record, file = pipe.last_step, tmp_path / "step.json"

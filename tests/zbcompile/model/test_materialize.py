@@ -22,8 +22,8 @@ class Scaled(MLP):
     forward."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.layers[7].weight = self.layers[0].weight  # type: ignore[union-attr]
+        super().__init__(4)
+        self.layers[3].weight = self.layers[0].weight  # type: ignore[union-attr]
         self.register_buffer("scale", torch.linspace(0.5, 1.5, WIDTH))
         self.register_buffer("table", torch.arange(WIDTH) / WIDTH, persistent=False)
 

@@ -18,8 +18,8 @@ from zbcompile.schedules.ir.schedule import format_step, parse_step
 
 
 def test_profiler_labels_are_those_of_torch() -> None:
-    pipe = pipeline_of(Case("mlp", "zb-h1", 2, 4))
-    batch = PROBLEMS["mlp"].batches(1, 8)[0]
+    pipe = pipeline_of(Case("short-mlp", "zb-h1", 2, 4))
+    batch = PROBLEMS["short-mlp"].batches(1, 8)[0]
     pipe.step(*batch.args, target=batch.target)
     with profile(activities=[ProfilerActivity.CPU]) as seen:
         pipe.step(*batch.args, target=batch.target)

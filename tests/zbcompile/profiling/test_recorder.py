@@ -23,7 +23,7 @@ from zbcompile.schedules import Schedule
 from zbcompile.schedules.ir.actions import COMPUTE, flatten
 from zbcompile.schedules.ir.schedule import parse_step
 
-CASE = Case("mlp", "zb-h1", 2, 4)
+CASE = Case("short-mlp", "zb-h1", 2, 4)
 BOUNDARY = 2 * WIDTH * 4  # a microbatch of two rows of floats
 
 
@@ -110,7 +110,7 @@ def assert_trace(events: list[dict[str, Any]], count: int) -> None:
 
 def test_what_pairs_send_is_counted() -> None:
     """A pair's forward is sent in the middle of the pair."""
-    record, lowered = recorded(Case("mlp", "dualpipe-v", 2, 8))
+    record, lowered = recorded(Case("short-mlp", "dualpipe-v", 2, 8))
     for rank, program in enumerate(lowered.orders):
         sends = [str(step) for step in program if step[0] in ("SEND_F", "SEND_B")]
         assert record.bytes_sent[rank] == len(sends) * BOUNDARY
