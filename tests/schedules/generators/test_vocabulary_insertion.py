@@ -48,7 +48,7 @@ def test_microbatches_in_flight(p: int) -> None:
 
 @pytest.mark.parametrize("barriers", [0, 1, 2])
 def test_v_half_holds_one_microbatch_more_per_barrier_on_every_rank(barriers: int) -> None:
-    base = build("v-half", 8, 40)
+    base = build("v-half", 8, 24)
     schedule = with_vocabulary(base, barriers) if barriers else base
     assert set(simulate(schedule).peak_memory) == {10 + 2 * barriers}
 
