@@ -103,7 +103,10 @@ def test_examples_of_docstrings(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", ["docs/training.md", "docs/checkpoints.md"])
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param("docs/training.md", marks=pytest.mark.beyond_sample), "docs/checkpoints.md"],
+)
 def test_the_script_of_a_page_runs(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from email.parser import Parser
 from pathlib import Path
@@ -51,6 +52,15 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def test_every_package_is_listed() -> None:
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    rooms = {"zbcompile": "", "passes": "zbcompile.", "schedules": "zbcompile."}
+    files = ((room, file) for room in rooms for file in (ROOT / room).rglob("*.py"))
+    found = {rooms[room] + ".".join(file.parent.relative_to(ROOT).parts) for room, file in files}
+    assert found | {"zbcompile.passes", "zbcompile.schedules"} == {*listed}
+
+
+@pytest.mark.beyond_sample
 @pytest.mark.slow
 def test_wheel_of_the_sdist(source: Path, tmp_path: Path) -> None:
     build = "from setuptools.build_meta import build_{0}; build_{0}({1!r})"

@@ -12,6 +12,7 @@ NAMES = (
 )
 
 
+@pytest.mark.beyond_sample
 @pytest.mark.slow
 def test_bitwise() -> None:
     """One of each, in turn in each dtype, in the other if it has no kernel there."""

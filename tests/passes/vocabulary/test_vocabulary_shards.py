@@ -121,20 +121,20 @@ def check(model: Model, loss: Any, vocab: int, ranks: int = 2) -> None:
 
 
 FORMS: dict[str, tuple[Model, Any]] = {
+    "z-loss": (Model(), z_loss),
     "sum": (Model(bias=True), lambda x, y: cross_entropy(x, y, reduction="sum") * 0.1),
     "last row": (
         Model(lambda model, hidden: hidden @ model.embedding.weight.T, tied=True),
         lambda logits, target: F.cross_entropy(logits[:, -1], target[:, -1]),
     ),
     "tied twice": (Model(looked_up_twice, tied=True), cross_entropy),
-    "z-loss": (Model(), z_loss),
     "soft cap": (Model(soft_cap), focal),
     "chunks": (Model(lambda m, hidden: [m.output(chunk) for chunk in hidden.unbind(0)]), of_chunks),
     "more ranks than words": (Model(words=3, bias=True), smoothed),
 }
 
 
-@pytest.mark.mostly_slow(every=6, suite=3)
+@pytest.mark.mostly_slow(every=6)
 @pytest.mark.parametrize("name", FORMS)
 def test_forms_of_the_layer_and_of_the_loss(name: str) -> None:
     model, loss = FORMS[name]
