@@ -24,10 +24,8 @@ def counted_and_predicted(schedule: str, recompute: str) -> tuple[int, int]:
     predicted. Of all steps the least counts: on a busy machine a message that leaves late is one
     more tensor that lives."""
     torch.manual_seed(0)
-    model, tokens = (
-        GPT(layers=2, width=64, length=32, dropout=0.1, tied=True),
-        torch.randint(256, (8, 33)),
-    )
+    model = GPT(layers=3, width=64, length=32, dropout=0.1, tied=True)
+    tokens = torch.randint(256, (8, 33))
     tokens, target = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     before = leave_aside()
     options: dict[str, Any] = {"schedule": schedule, "microbatches": 4, "recompute": recompute}
