@@ -86,12 +86,6 @@ class Pool:
     workers: list[Worker] = field(default_factory=list)
     tasks: int = 0
 
-    def alone(self, function: Callable[..., Any], *args: Any) -> Any:
-        """The result of `function(*args)` in a process without a group."""
-        self._start(1)
-        self.workers[0].pipe.send_bytes(_order(function, args))
-        return _values(self._outcomes(1, timeout=120))[0]
-
     def run(self, function: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
         """The result of `function(*args)` on every rank. Takes the options of `outcomes`; raises
         TaskFailed, with all tracebacks, if a rank raised."""
@@ -112,7 +106,8 @@ class Pool:
         self.tasks += 1
         for rank in range(ranks):
             place = (rank, ranks, str(self.folder / f"group-{self.tasks}"), backend)
-            self.workers[rank].pipe.send_bytes(_order(function, args, place))
+            order = pickle.dumps((partial(function, *args), place))  # pipe.send shares tensors
+            self.workers[rank].pipe.send_bytes(order)
         return self._outcomes(ranks, timeout)
 
     def close(self, patience: float = 5) -> None:
@@ -183,10 +178,6 @@ def _values(outcomes: list[Outcome]) -> list[Any]:
     return [outcome.value for outcome in outcomes]
 
 
-def _order(function: Callable[..., Any], args: Any, place: Any = None) -> bytes:
-    return pickle.dumps((partial(function, *args), place))  # not pipe.send: that shares tensors
-
-
 def _live(pipe: Connection, stacks: Path) -> None:
     """A worker's life: take a task, run it, answer."""
     gc.freeze()  # what is there stays: no collection need walk through it
@@ -199,10 +190,9 @@ def _live(pipe: Connection, stacks: Path) -> None:
             pipe.send_bytes(pickle.dumps(_attempt(*pickle.loads(order))))
 
 
-def _attempt(task: Callable[[], Any], place: tuple[int, int, str, str] | None) -> Outcome:
+def _attempt(task: Callable[[], Any], place: tuple[int, int, str, str]) -> Outcome:
     try:
-        if place:
-            _join(*place)
+        _join(*place)
         return Outcome(task())
     except Exception as error:
         return Outcome(None, type(error).__name__, str(error), traceback.format_exc())

@@ -17,7 +17,6 @@ from torch.fx import GraphModule
 
 import zbcompile
 from tests.support.oracle import PROBLEMS, Batch, Gradients, Problem, eager_step, optimizer_of
-from tests.support.pool import Pool
 from tests.support.random_models import RandomModel
 from tests.support.shared_parameters import SHARED_PARAMETERS
 from tests.support.zoo import ZOO
@@ -115,11 +114,6 @@ def compiled_once(problem: str, exact: bool, recompute: Recompute = "hints") -> 
         "zbcompile.program_cache.programs", export_step=export_once, compile_program=compile_once
     ):
         yield
-
-
-def on_ranks(pool: Pool, training: Callable[[Case], Trained], case: Case) -> Trained:
-    """`case` trained by a process per rank."""
-    return join(pool.run(training, case, ranks=case.ranks))
 
 
 def compiled_for(case: Case) -> Program:

@@ -22,7 +22,7 @@ from tests.support.training import (
     Trained,
     assert_bitwise,
     assert_close,
-    on_ranks,
+    join,
     quickly,
     reference,
 )
@@ -131,4 +131,4 @@ def test_in_one_process(row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("row", IN_PROCESSES, ids=title_of)
 def test_in_processes(row: Row, pool: Pool) -> None:
     case = case_of(row)
-    assert_promise(case, on_ranks(pool, quickly, case))
+    assert_promise(case, join(pool.run(quickly, case, ranks=case.ranks)))

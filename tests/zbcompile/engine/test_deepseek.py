@@ -65,17 +65,11 @@ class DeepSeek(nn.Module):
         return F.cross_entropy(self.head(self.norm(hidden)).flatten(0, 1), tokens.flatten())
 
 
-@pytest.mark.mostly_slow(every=3)
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("schedule", "ranks", "recompute"),
-    [("zb-v", 2, "full"), ("zb-h1", 4, "off"), ("dualpipe-v", 2, "full")],
-)
-def test_bitwise(schedule: str, ranks: int, recompute: str) -> None:
-    """With recomputation as well: no token is counted twice, and the bias follows the counts."""
+def test_bitwise() -> None:
+    """With recomputation: no token is counted twice, and the bias follows the counts."""
     torch.manual_seed(0)
     model, tokens = DeepSeek(), torch.randint(WORDS, (8, LENGTH + 2))
-    options: dict[str, object] = {"schedule": schedule, "ranks": ranks, "recompute": recompute}
-    compared = AsEager(model, 4, None, **options)
+    compared = AsEager(model, 4, None, schedule="zb-v", ranks=2, recompute="full")
     for _ in range(2):
         compared.step(tokens)

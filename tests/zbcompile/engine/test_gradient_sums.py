@@ -1,15 +1,13 @@
-"""The places of gradients: None where eager leaves None, added to what is there, inside tied and
-frozen parameters."""
+"""Gradients are added to what is there, inside tied and frozen parameters."""
 
 from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from tests.support.oracle import PROBLEMS
-from tests.support.training import AsEager, gradients_of
+from tests.support.training import AsEager
 
 
 def compared(problem: str, schedule: str = "zb-h1") -> tuple[AsEager, partial[None]]:
@@ -18,16 +16,6 @@ def compared(problem: str, schedule: str = "zb-h1") -> tuple[AsEager, partial[No
     (batch,) = chosen.batches(1, 8)
     both = AsEager(chosen.model(), 4, chosen.loss, chosen.model(), schedule=schedule, ranks=2)
     return both, partial(both.step, *batch.args, target=batch.target)
-
-
-def test_none_where_eager_has_none() -> None:
-    """Frozen, unused and observed parameters: a zero instead of None would be decayed by AdamW."""
-    both, step = compared("frozen")
-    step()
-    names = {name for name, gradient in gradients_of(both.pipe).items() if gradient is None}
-    assert names == {
-        f"{n}.{p}" for n in ("layers.1", "unused", "observed") for p in ("weight", "bias")
-    }
 
 
 @pytest.mark.parametrize("narrow", [False, True])
@@ -62,11 +50,3 @@ def test_sum_instead_of_mean() -> None:
     both = AsEager(model, 4, lambda y, goal: F.mse_loss(y, goal, reduction="sum"), **options)
     both.loss = lambda y, goal: F.mse_loss(y, goal, reduction="sum") * 4  # eager divides by 4
     both.step(*batch.args, target=batch.target)
-
-
-def test_buffers_that_forward_changes() -> None:
-    """Batch norm, microbatch by microbatch."""
-    torch.manual_seed(0)
-    layers = [layer for _ in range(2) for layer in (nn.Linear(8, 8), nn.BatchNorm1d(8))]
-    both = AsEager(nn.Sequential(*layers), 4, schedule="1f1b", ranks=2)
-    both.step(torch.randn(8, 8), target=torch.randn(8, 8))

@@ -10,12 +10,20 @@ from torch import Tensor, nn
 import zbcompile
 import zbcompile.compile
 import zbcompile.inspect
+from gpt import GPT, next_byte_loss
 from zbcompile.cli.target import load_example
 
 Error = zbcompile.PipelineError
-TARGET = "examples/targets.py:gpt"
+TARGET = f"{__file__}:small"
 PLAN = ["--schedule", "zb-h1", "--ranks", "2", "--microbatches", "4", "--output"]
 inspect = zbcompile.inspect.main
+
+
+def small() -> zbcompile.Example:
+    """A GPT whose loss is a function of its output."""
+    model = GPT(layers=1, width=16, heads=2, length=8, dropout=0.1, tied=True)
+    tokens = torch.arange(16).view(2, 8) % 5
+    return zbcompile.Example(model, (tokens,), loss=next_byte_loss, target=tokens)
 
 
 @pytest.fixture(scope="module")
