@@ -2,8 +2,8 @@
 eager model, bit for bit with `exact=True`.
 
 The rows contain every pair of values of two columns, except that a model meets one schedule of each
-family. `pytest --every-case` runs all rows, the suite every third;
-`examples/benchmarks/oracle_sweep.py` runs every combination.
+family. `pytest --every-case` runs all rows, the suite those that add most pairs, with every value of
+a column; `examples/benchmarks/oracle_sweep.py` runs every combination.
 """
 
 import random
@@ -86,20 +86,38 @@ def is_valid(row: Row) -> bool:
 
 
 def sampled_rows() -> list[Row]:
+    """Returns the rows, each the one that adds most values and pairs to those before it."""
     pairs = {pair for pair in pairs_of(COLUMNS) if {name for name, _ in pair} != MODELS}
     pairs |= pairs_of({"problem": COLUMNS["problem"], "schedule": FAMILIES})
-    return covering_rows(COLUMNS, pairs)
+    rows, seen, result = covering_rows(COLUMNS, pairs), set[Any](), list[Row]()
+    while rows:
+        result.append(max(rows, key=lambda row: len(covered(row) - seen)))
+        rows.remove(result[-1])
+        seen |= covered(result[-1])
+    return result
+
+
+def covered(row: Row) -> set[Any]:
+    return {*row.items(), *combinations(row.items(), 2)}
 
 
 MODELS = {"problem", "schedule"}
 SAMPLE = sampled_rows()
-IN_PROCESSES = list(  # a row for every schedule
-    {row["schedule"]: row for row in reversed(SAMPLE) if row["ranks"] > 1}.values()
-)
+DAILY, SUITE = 5, 24
+
+
+def marked(place: int, row: Row) -> Any:
+    marks = [pytest.mark.slow] * (place >= DAILY) + [pytest.mark.beyond_sample] * (place >= SUITE)
+    return pytest.param(row, marks=marks, id=title_of(row))
 
 
 def title_of(row: Row) -> str:
     return " ".join(map(str, row.values()))
+
+
+IN_PROCESSES = list(  # a row for every schedule
+    {row["schedule"]: row for row in reversed(SAMPLE) if row["ranks"] == 2}.values()
+)
 
 
 def case_of(row: Row) -> Case:
@@ -115,8 +133,7 @@ def assert_promise(case: Case, trained: Trained) -> None:
     (assert_bitwise if case.exact else assert_close)(trained, reference(case))
 
 
-@pytest.mark.mostly_slow(every=24, suite=3)
-@pytest.mark.parametrize("row", SAMPLE, ids=title_of)
+@pytest.mark.parametrize("row", [marked(place, row) for place, row in enumerate(SAMPLE)])
 def test_in_one_process(row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
     """Messages are paired by their order on each channel alone, as NCCL pairs them."""
     case = case_of(row)
@@ -130,5 +147,7 @@ def test_in_one_process(row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("row", IN_PROCESSES, ids=title_of)
 def test_in_processes(row: Row, pool: Pool) -> None:
+    """Each has the program that this one has compiled."""
     case = case_of(row)
+    quickly(case)
     assert_promise(case, join(pool.run(quickly, case, ranks=case.ranks)))
