@@ -249,12 +249,14 @@ def compare(run: Run, results: list[tuple[int, Seen]]) -> None:
 
 
 RARE = pytest.mark.beyond_sample
+IN_NO_SYNC = Run(routers=("balanced", "one", "turns"), unsynchronised=True)
 COUNTS = Run("1f1b-overlap", 2, 2, ("even", "one"), 2.0, layer=LayerOfCounts)
 CASES = [
-    pytest.param(Run(routers=("balanced", "one", "turns"), unsynchronised=True), id="no-sync"),
+    pytest.param(IN_NO_SYNC, id="no-sync", marks=RARE),
     pytest.param(COUNTS, id="functional all-to-alls", marks=RARE),
     pytest.param(Run("1f1b", 4, 1, ("turns",)), id="four", marks=RARE),
-    pytest.param(Run("dualpipe-v", 2, 2, ("even", "one")), id="dualpipe-v"),
+    pytest.param(Run("dualpipe-v", 2, 1, ("even", "one")), id="dualpipe-v, a stage without experts"),
+    pytest.param(Run("dualpipe-v", 2, 2, ("even", "one")), id="dualpipe-v", marks=RARE),
     pytest.param(Run("1f1b-overlap", 2, 2, ("even",), 2.0), id="1f1b-overlap", marks=RARE),
 ]
 
@@ -268,6 +270,6 @@ def test_bits_of_one_process(run: Run, pool: Pool) -> None:
 
 @pytest.mark.slow
 def test_tokens_without_room_and_batches_of_other_sizes_are_errors(pool: Pool) -> None:
-    """The step after one that has failed goes on."""
-    run = Run(factor=1.0)
+    """The step after one that has failed goes on, inside no_sync too."""
+    run = Run(routers=("balanced", "balanced"), factor=1.0, unsynchronised=True)
     compare(run, pool.run(trained, run, True, ranks=2))

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zbcompile
-from gpt import GPT, next_byte_loss
+from gpt import next_byte_loss
 from tests.support.meshes import mesh_of
 from tests.support.pool import Pool
 from tests.support.training import interpreted
@@ -74,9 +74,13 @@ def test_in_processes(case: VocabularyCase, pool: Pool) -> None:
         assert_equal_within(join(shares[first : first + case.ranks]), expected, 1e-12)
 
 
+def words() -> nn.Module:
+    return nn.Sequential(nn.Embedding(32, 8), nn.Linear(8, 8), nn.Linear(8, 32, bias=False))
+
+
 def updated() -> bool:
     """Returns whether the model of a single pipeline rank has the values of a ZeRO-1 update."""
-    model = GPT(layers=1, width=16, heads=2, length=8)
+    model = words()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     options: dict[str, Any] = {"schedule": "1f1b", "microbatches": 2, "vocab": 1}
     pipe = zbcompile.pipeline(model, mesh=mesh_of(pp=1, dp=2), loss=next_byte_loss, **options)
@@ -118,13 +122,13 @@ def fill(name: str, tensor: Tensor) -> None:
 def on_meta() -> dict[str, Any]:
     """Returns what a step of a model from the meta device has made."""
     with torch.device("meta"):
-        model = GPT(layers=1, width=16, heads=2, length=8)
+        model = words()
     options: dict[str, Any] = {"schedule": "1f1b", "microbatches": 4, "init": fill, "vocab": 1}
     options["ranks"] = None if dist.is_initialized() else 2
     pipe = zbcompile.pipeline(model, loss=next_byte_loss, **options)
-    tokens = torch.randint(0, 256, (8, 9), generator=torch.Generator().manual_seed(1))
+    tokens = torch.randint(0, 32, (8, 9), generator=torch.Generator().manual_seed(1))
     loss = pipe.step(tokens[:, :-1].contiguous(), target=tokens[:, 1:].contiguous())
-    head = pipe.state_dict()["head.weight"]
+    head = pipe.state_dict()["2.weight"]
     return {
         "loss": loss,
         "gradients": {name: p.grad for name, p in pipe.named_parameters() if p.grad is not None},
@@ -140,8 +144,8 @@ def test_a_rank_makes_its_own_rows_real(pool: Pool) -> None:
     parameter would have; gradients are those of one process with all ranks."""
     alone, seen = on_meta(), pool.run(on_meta)
     for item in seen:
-        assert item["shapes"] == (256, 16, 128, 16)
-        assert not {"head.weight", "token.weight"} & item["real"]
+        assert item["shapes"] == (32, 8, 16, 8)
+        assert not {"0.weight", "2.weight"} & item["real"]
         assert distance(item["loss"], alone["loss"]) < 1e-6
         assert all(torch.equal(item["state"][name], full) for name, full in alone["state"].items())
     for name, gradient in alone["gradients"].items():
@@ -177,12 +181,12 @@ class TwoHeads(nn.Module):
 
 
 @pytest.mark.slow
-@pytest.mark.mostly_slow(every=6, suite=3)
+@pytest.mark.mostly_slow(every=6)
 @pytest.mark.parametrize(
     ("vocab", "schedule", "bias"),
     [(1, "zb-h1", False), (2, "zb-v", True), (1, "dualpipe-v", False)],
 )
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, 3e-2)])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 3e-2), (torch.float32, 1e-6)])
 def test_terms_of_the_loss(
     vocab: int, schedule: str, bias: bool, dtype: torch.dtype, bound: float
 ) -> None:
