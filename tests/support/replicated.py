@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import zbcompile
 from tests.support.oracle import PROBLEMS, Batch, eager_step
-from tests.support.training import gradients_of
+from tests.support.training import compiled_once, gradients_of
 
 MICROBATCHES, ROWS, REPLICAS = 4, 2, 2
 ALL = REPLICAS * MICROBATCHES
@@ -47,7 +47,8 @@ def replicated(problem: str, schedule: str, reduction: str, unsynchronised: int)
     pipe = zbcompile.pipeline(model, loss=chosen.loss, **options)
     for step, batch in enumerate(chosen.batches(unsynchronised + 2, ALL * ROWS)):
         local = list(batch.parts(REPLICAS))[replica]
-        with pipe.no_sync() if step < unsynchronised else nullcontext():
+        inside = pipe.no_sync() if step < unsynchronised else nullcontext()
+        with inside, compiled_once(problem, exact=True):
             losses.append(pipe.step(*local.args, target=local.target))
     gradients = gradients_of(pipe)
     return Run(losses, gradients, pipe.clip_grad_norm_(0.5), gradients_of(pipe))

@@ -4,7 +4,7 @@ bit by bit."""
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 from unittest import mock
@@ -114,6 +114,11 @@ def compiled_once(problem: str, exact: bool, recompute: Recompute = "hints") -> 
         "zbcompile.program_cache.programs", export_step=export_once, compile_program=compile_once
     ):
         yield
+
+
+def compile_for_forks(case: Case) -> None:
+    """Compiles here what processes that are forked later then find with `compiled_once`."""
+    quickly(replace(case, steps=1))
 
 
 def compiled_for(case: Case) -> Program:

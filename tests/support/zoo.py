@@ -139,7 +139,7 @@ class _Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.enter = nn.Linear(HIDDEN, HIDDEN)
-        self.cells = nn.LSTM(HIDDEN, HIDDEN, num_layers=2, batch_first=True)
+        self.cells = nn.LSTM(HIDDEN, HIDDEN, batch_first=True)
         self.leave = nn.Linear(HIDDEN, HIDDEN)
 
     def forward(self, x: Tensor) -> Tensor:

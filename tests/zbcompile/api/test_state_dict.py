@@ -11,7 +11,7 @@ import zbcompile
 from tests.support.oracle import PROBLEMS
 from tests.support.pool import Pool
 from tests.support.refused import said
-from tests.support.training import Case, assert_same_tensors, pipeline_of
+from tests.support.training import Case, assert_same_tensors, compiled_once, pipeline_of
 
 PROBLEM = PROBLEMS["small-tied"]
 
@@ -19,7 +19,8 @@ PROBLEM = PROBLEMS["small-tied"]
 def compiled() -> zbcompile.Pipeline:
     batch = PROBLEM.batches(1, 4)[0]
     pipe = pipeline_of(Case("small-tied", "zb-v", 2, 2))
-    return pipe.compile(*batch.args, target=batch.target)
+    with compiled_once("small-tied", exact=True):
+        return pipe.compile(*batch.args, target=batch.target)
 
 
 def trained() -> dict[str, Tensor]:

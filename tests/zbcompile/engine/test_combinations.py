@@ -22,6 +22,7 @@ from tests.support.training import (
     Trained,
     assert_bitwise,
     assert_close,
+    compile_for_forks,
     join,
     quickly,
     reference,
@@ -147,7 +148,6 @@ def test_in_one_process(row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("row", IN_PROCESSES, ids=title_of)
 def test_in_processes(row: Row, pool: Pool) -> None:
-    """Each has the program that this one has compiled."""
     case = case_of(row)
-    quickly(case)
+    compile_for_forks(case)
     assert_promise(case, join(pool.run(quickly, case, ranks=case.ranks)))

@@ -18,7 +18,7 @@ from tests.support.replicated import (
     replicated_in_half_precision,
     summed_in_single_precision,
 )
-from tests.support.training import Case, pipeline_of
+from tests.support.training import Case, compile_for_forks, pipeline_of
 
 # Replicas add up their own microbatches first: each of 24 additions rounds by at most 2^-24 of the
 # sum so far, relative to the largest entry.
@@ -46,6 +46,7 @@ RARE = pytest.mark.beyond_sample
 def test_gradients_are_those_of_the_concatenated_batch(
     problem: str, schedule: str, reduction: str, unsynchronised: int, pool: Pool
 ) -> None:
+    compile_for_forks(Case(problem, schedule, 2, 4))
     runs = pool.run(replicated, problem, schedule, reduction, unsynchronised, ranks=4)
     expected = in_one_process(problem, reduction, unsynchronised + 2)
     for rank, run in enumerate(runs):

@@ -19,6 +19,7 @@ from tests.support.training import (
     Trained,
     assert_bitwise,
     assert_same_tensors,
+    compile_for_forks,
     gradients_of,
     interpreted,
     join,
@@ -109,6 +110,7 @@ RARE = pytest.mark.beyond_sample
 def test_late_messages_and_slow_ranks_change_no_bit(case: Case, ordered: bool, pool: Pool) -> None:
     """Also where messages have no tags, and a channel ends one operation before it begins
     the next."""
+    compile_for_forks(case)
     shares = pool.run(delayed, case, ordered, ranks=case.ranks)
     assert_bitwise(join(shares), reference(case))
 

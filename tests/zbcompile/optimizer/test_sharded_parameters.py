@@ -16,9 +16,9 @@ from torch.optim import SGD
 import zbcompile
 from tests.support.pool import Pool
 from tests.support.refused import said
-from tests.support.replicated import mesh_of_replicas
+from tests.support.replicated import MICROBATCHES, mesh_of_replicas
 from tests.support.sharded_optimizers import Training, at_levels, batches, pipeline_with
-from tests.support.training import assert_same_tensors, compiled_once
+from tests.support.training import Case, assert_same_tensors, compiled_once, pipeline_of
 from zbcompile.engine.replicas import ALONE_BYTES
 
 TRAININGS = [
@@ -32,6 +32,15 @@ TRAININGS = [
 ]
 
 
+def compile_before(training: Training, ranks: int) -> None:
+    """For the processes that are forked."""
+    with compiled_once(f"{training.problem} {training.dtype}", exact=True):
+        case = Case(training.problem, training.schedule, ranks, MICROBATCHES)
+        (batch,), pipe = batches(training, 1), pipeline_of(case)
+        pipe.model.to(getattr(torch, training.dtype))
+        pipe.compile(*batch.args, target=batch.target)
+
+
 @pytest.mark.slow
 @pytest.mark.mostly_slow(every=7)
 @pytest.mark.parametrize("training", TRAININGS, ids=str)
@@ -39,6 +48,7 @@ def test_every_bit_is_that_of_an_optimizer_that_is_not_divided(
     training: Training, pool: Pool
 ) -> None:
     alone = training.clip is None or training.dtype == "bfloat16"  # each replica is one rank
+    compile_before(training, 2 - alone)
     for results in pool.run(at_levels, training, ranks=2 if alone else 4):
         full, divided = results[0], results[-1]
         for other in results[1:]:
@@ -171,6 +181,7 @@ def refusing(folder: str) -> Any:
 
 @pytest.mark.slow
 def test_every_rank_ends_with_one_line(pool: Pool, tmp_path: Path) -> None:
+    compile_before(Training("short-mlp"), 1)
     shares = pool.run(refusing, str(tmp_path))
     for results, same in shares:
         assert same

@@ -82,7 +82,8 @@ def driven_by_torch(choices: TorchCase) -> tuple[training.Trained, list[Tensor],
     with groups, patch.object(pipeline_stage, "group_between", noted):
         pipe = training.pipeline_of(case)
         batches = PROBLEMS[case.problem].batches(STEPS, 2 * case.microbatches)
-        pipe.compile(*batches[0].args, target=batches[0].target)
+        with training.compiled_once(case.problem, exact=True):
+            pipe.compile(*batches[0].args, target=batches[0].target)
         schedule = schedule_of(choices, pipe)
         output = schedule.eval(*batches[0].args, target=batches[0].target, losses=losses)
         assert output in (None, ())
@@ -100,6 +101,7 @@ def driven_by_torch(choices: TorchCase) -> tuple[training.Trained, list[Tensor],
 @pytest.mark.mostly_slow(every=7)
 @pytest.mark.parametrize("choices", CASES, ids=lambda item: f"{item.theirs} {item.problem}")
 def test_gradients_are_eagers(choices: TorchCase, pool: Pool) -> None:
+    training.compile_for_forks(choices.case)
     shares, losses, groups = zip(*pool.run(driven_by_torch, choices), strict=True)
     ours, theirs = training.join(shares), training.reference(choices.case)
     for step in range(STEPS):
