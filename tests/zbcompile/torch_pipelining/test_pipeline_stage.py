@@ -121,7 +121,8 @@ def driven_from_a_file(path: str) -> Any:
     pipe = zbcompile.pipeline(problem.model(), schedule=path, loss=problem.loss, exact=True)
     microbatches = pipe.options.schedule.microbatches  # type: ignore[union-attr]
     (batch,), losses = problem.batches(1, 2 * microbatches), []
-    stages = pipe.compile(*batch.args, target=batch.target).stages()
+    with training.compiled_once("mlp", exact=True):
+        stages = pipe.compile(*batch.args, target=batch.target).stages()
     runtime: Any = torch_schedules._PipelineScheduleRuntime(
         stages,  # type: ignore[arg-type]
         microbatches,
@@ -135,23 +136,25 @@ def driven_from_a_file(path: str) -> Any:
 
 
 def with_outputs() -> None:
-    batch = PROBLEMS["mlp"].batches(1, 4)[0]
-    pipe = training.pipeline_of(training.Case("mlp", "1f1b", 2, 2))
+    batch = PROBLEMS["short-mlp"].batches(1, 4)[0]
+    pipe = training.pipeline_of(training.Case("short-mlp", "1f1b", 2, 2))
     pipe.compile(*batch.args, target=batch.target, return_outputs=True).stages()
 
 
+TIED = training.Case("small-tied", "1f1b", 2, 2)
+
+
 def tied() -> None:
-    batch = PROBLEMS["small-tied"].batches(1, 4)[0]
-    training.pipeline_of(training.Case("small-tied", "1f1b", 2, 2)).compile(
-        *batch.args, target=batch.target
-    ).stages()
+    batch = PROBLEMS[TIED.problem].batches(1, 4)[0]
+    with training.compiled_once(TIED.problem, exact=True):
+        training.pipeline_of(TIED).compile(*batch.args, target=batch.target).stages()
 
 
 def wrong_steps() -> list[tuple[str, str]]:
     """Returns what one rank says of a loss function of its own, of another shape, and of another dtype."""
     options: Any = {"schedule": "1f1b", "microbatches": 4, "mesh": mesh_of(dp=2, pp=1)}
-    pipe = zbcompile.pipeline(PROBLEMS["mlp"].model(), loss=F.mse_loss, **options)
-    x, y = PROBLEMS["mlp"].batches(1, 8)[0].args[0], torch.zeros(8, WIDTH)
+    pipe = zbcompile.pipeline(PROBLEMS["short-mlp"].model(), loss=F.mse_loss, **options)
+    x, y = PROBLEMS["short-mlp"].batches(1, 8)[0].args[0], torch.zeros(8, WIDTH)
     (stage,) = pipe.compile(x, target=y).stages()
     wrong = ((x, y, F.mse_loss), (x[:4], y[:4], stage.loss), (x, y.double(), stage.loss))
 
@@ -176,6 +179,7 @@ SAYS = (
 def test_a_file_under_torchs_runtime(name: str, pool: Pool, tmp_path: Path) -> None:
     """Gradients, and losses of the microbatches of a step and of an evaluation; what the stages
     were not compiled for is refused."""
+    training.compile_for_forks(TIED)
     (tmp_path / "order.csv").write_text(FILES[name], encoding="utf-8")
     results = pool.run(driven_from_a_file, str(tmp_path / "order.csv"))
     microbatches = from_csv(FILES[name]).microbatches
