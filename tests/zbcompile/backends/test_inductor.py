@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._inductor import config
 from torch.fx import GraphModule
 
 import zbcompile
@@ -55,9 +56,10 @@ def pipe_of(case: Case, **options: Any) -> zbcompile.Pipeline:
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """One folder of compiled graphs for all tests of this file."""
+    """One folder of compiled graphs for all tests of this file. inductor believes what the processor
+    says of its instructions: it would compile a program for each kind of them to see."""
     folder = tmp_path_factory.mktemp("compiled")
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, config.patch({"cpp.vec_isa_ok": True}):
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder))
         yield folder
 
