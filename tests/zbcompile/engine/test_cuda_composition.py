@@ -29,7 +29,7 @@ FOUR: Any = {"ranks": 4, "backend": "nccl", "timeout": 300}  # each process begi
 def test_two_replicas(pool: Pool) -> None:
     """The loss and the gradients of the concatenated batch; a step inside no_sync before two
     others."""
-    problem = "small-dropout"
+    problem = "short-mlp"
     expected = on_gpu(in_one_process, problem, "mean", 3)
     for run in pool.run(on_gpu, replicated, problem, "zb-h1", "mean", 1, **FOUR):
         torch.testing.assert_close(run.norm, expected.norm, rtol=BOUND, atol=0)
