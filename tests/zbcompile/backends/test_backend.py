@@ -22,7 +22,7 @@ from tests.support.training import (
 )
 from zbcompile.passes.torch_private import boxed
 
-CASE = Case("mlp", "zb-h1", 2, 4, steps=2)
+CASE = Case("short-mlp", "zb-h1", 2, 4, steps=2)
 
 
 def test_a_function_as_backend_sees_each_distinct_graph_once() -> None:

@@ -34,7 +34,7 @@ def test_steps_add_to_gradients_that_are_there(narrow: bool) -> None:
 
 def test_freeze_between_steps() -> None:
     """Freezing layers after compiling, then thawing them, does what it does in eager mode."""
-    both, step = compared("mlp", "zb-v")
+    both, step = compared("short-mlp", "zb-v")
     for frozen in (False, True, False):
         for model in (both.model, both.eager):
             model.layers[2].requires_grad_(not frozen)  # type: ignore[index,operator,union-attr]
@@ -44,7 +44,7 @@ def test_freeze_between_steps() -> None:
 
 def test_sum_instead_of_mean() -> None:
     """`loss_reduction="sum"`: neither the loss nor the gradients carry 1/m."""
-    chosen = PROBLEMS["mlp"]
+    chosen = PROBLEMS["short-mlp"]
     model, (batch,) = chosen.model(), chosen.batches(1, 8)
     options = {"schedule": "zb-h1", "ranks": 2, "loss_reduction": "sum"}
     both = AsEager(model, 4, lambda y, goal: F.mse_loss(y, goal, reduction="sum"), **options)

@@ -11,7 +11,14 @@ from torch.utils.checkpoint import checkpoint
 
 import zbcompile
 from tests.support.oracle import PROBLEMS
-from tests.support.training import AsEager, Case, assert_same_tensors, gradients_of, reference
+from tests.support.training import (
+    AsEager,
+    Case,
+    assert_same_tensors,
+    compiled_once,
+    gradients_of,
+    reference,
+)
 from zbcompile.passes.compile_options import Recompute
 from zbcompile.prediction.predict import predicted_costs
 from zbcompile.schedules import simulate
@@ -27,7 +34,8 @@ def train(policy: Recompute) -> zbcompile.Pipeline:
     pipe = zbcompile.pipeline(chosen.model(), loss=chosen.loss, **options)
     pipe.record = True
     (batch,) = chosen.batches(1, 8)
-    pipe.step(*batch.args, target=batch.target)
+    with compiled_once("small-dropout", exact=True, recompute=policy):
+        pipe.step(*batch.args, target=batch.target)
     return pipe
 
 
@@ -107,7 +115,7 @@ def test_checkpoint_regions_are_hints() -> None:
     """The model's checkpointed regions are recomputed by default, and nothing else; "off" keeps it
     all, "full" recomputes all. Statistics are written once, though they are read again."""
     torch.manual_seed(0)
-    model, x = nn.Sequential(*(Block(region=i > 0) for i in range(4))), torch.randn(32, 8)
+    model, x = nn.Sequential(*(Block(region=i > 0) for i in range(3))), torch.randn(32, 8)
     kept, made = {}, {}
     for policy in ("off", "hints", "full"):
         eager = copy.deepcopy(model)
@@ -117,7 +125,7 @@ def test_checkpoint_regions_are_hints() -> None:
         compared.step(x, target=-x)
         kept[policy] = sum(stage.crossing.kept for stage in compared.pipe.program.stages)
         made[policy] = sum("gelu" in name for name in again(compared.pipe))
-    assert made == {"off": 0, "hints": 3, "full": 4}
+    assert made == {"off": 0, "hints": 2, "full": 3}
     assert kept["full"] <= kept["hints"] < kept["off"]
 
 
