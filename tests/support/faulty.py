@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import zbcompile
 from tests.support.training import compiled_once
 from zbcompile.engine.rank import HANDLERS, Instruction, RankRun
+from zbcompile.faults.watch import INTERVAL
 
 WIDTH, LAYERS = 8, 4
 WORDS = 32  # of the output layer that is sharded
@@ -232,6 +233,7 @@ def peer_of_a_device(timeout: float, what: str = "") -> Ended | None:
     pipe = trained(make(), timeout)
     watch: Any = pipe._watch
     if dist.get_rank() == 1:
+        time.sleep(2 * INTERVAL)  # the others know by then where it is
         ACTS.get(what, int)()
         region = watch.position.region + 1
         _wait_until(lambda: watch.store.get_fault(region) is not None)

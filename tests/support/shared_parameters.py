@@ -48,36 +48,18 @@ class TransposedLoop(nn.Module):
         return (x @ self.wide.weight.T) @ self.embed.weight.T
 
 
-class DerivedWeights(nn.Module):
-    """Layers whose weights are rows of one parameter, or one weight that is normalized once for all
-    of them."""
-
-    def __init__(self, stacked: bool) -> None:
-        super().__init__()
-        self.stacked, self.first = stacked, nn.Linear(WIDTH, WIDTH)
-        self.weight = nn.Parameter(torch.randn((1, 5)[stacked] * WIDTH, WIDTH) / WIDTH**0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        weights = self.weight.chunk(5) if self.stacked else [F.normalize(self.weight)] * 5
-        x = x + torch.tanh(self.first(x))
-        for weight in weights:
-            x = x + torch.tanh(x @ weight)
-        return x
-
-
-class SharedScale(nn.Module):
-    """Layers that each have a weight of their own and read one scale twice, and a first layer
-    without it."""
+class StackedWeights(nn.Module):
+    """Layers whose weights are rows of one parameter."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH))
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(7))
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.weight = nn.Parameter(torch.randn(5 * WIDTH, WIDTH) / WIDTH**0.5)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = torch.tanh(self.layers[0](x))
-        for layer in self.layers[1:]:
-            x = x + torch.tanh(layer(x * self.scale) * self.scale)
+        x = x + torch.tanh(self.first(x))
+        for weight in self.weight.chunk(5):
+            x = x + torch.tanh(x @ weight)
         return x
 
 
@@ -119,20 +101,14 @@ def _floats(make: Callable[[], nn.Module], dtype: torch.dtype = torch.float32) -
     return Problem(partial(_cast, make, dtype), F.mse_loss, partial(_rows, dtype=dtype))
 
 
-# Two ranks: the block of a loop is on both of them, on several stages of each, or on the first or
-# the last stage alone.
+# Two ranks: the block of a loop is on both of them, on several stages of each, or on the last stage
+# alone.
 SHARED_PARAMETERS: Mapping[str, Problem] = {
     "loop-3": _floats(partial(Loop, 3)),
     "loop-5": _floats(partial(Loop, 5)),
-    "loop-8": _floats(partial(Loop, 8)),
-    "loop-first": _floats(partial(Loop, 3, before=0, after=9)),
     "loop-last": _floats(partial(Loop, 3, before=9, after=0)),
-    "loop-once": _floats(partial(Loop, 1, before=3, after=3)),
     "loop-3-bfloat16": _floats(partial(Loop, 3), torch.bfloat16),
     "transposed-loop": Problem(TransposedLoop, _token_loss, _tokens),
-    "shared-scale": _floats(SharedScale),
-    "shared-scale-bfloat16": _floats(SharedScale, torch.bfloat16),
-    "stacked-weights": _floats(partial(DerivedWeights, stacked=True)),
-    "normalized-weight": _floats(partial(DerivedWeights, stacked=False)),
+    "stacked-weights": _floats(StackedWeights),
     "three-embeddings": Problem(ThreeEmbeddings, _token_loss, _tokens),
 }

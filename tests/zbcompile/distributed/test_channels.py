@@ -18,28 +18,6 @@ from zbcompile.distributed.process_group import (
     warn_of_few_queues,
 )
 from zbcompile.errors import PipelineError
-from zbcompile.program.edges import channels_of
-from zbcompile.schedules import build, lower, names, smallest_microbatches
-from zbcompile.schedules.ir.actions import MESSAGES
-
-
-@pytest.mark.parametrize("name", names())
-def test_both_ends_of_a_channel_post_the_same_messages_in_the_same_order(name: str) -> None:
-    """The proof of `check`, once more without it; and no other channels are opened."""
-    schedule = build(name, ranks=4, microbatches=smallest_microbatches(name, 4, at_least=8))
-    sent: dict[tuple[int, int], list[tuple[str, int, int]]] = {}
-    received: dict[tuple[int, int], list[tuple[str, int, int]]] = {}
-    for rank, program in enumerate(lower(schedule).orders):
-        for op, stage, microbatch in (step for step in program if step[0] in MESSAGES):
-            step = 1 if op[-1] == "F" else -1
-            if op.startswith("SEND"):
-                channel = rank, schedule.rank_of(stage + step, microbatch)
-                sent.setdefault(channel, []).append((op[-1], stage + step, microbatch))
-            else:
-                channel = schedule.rank_of(stage - step, microbatch), rank
-                received.setdefault(channel, []).append((op[-1], stage, microbatch))
-    assert sent == received
-    assert set(channels_of(schedule)) == set(sent)
 
 
 class NoValues(TorchDispatchMode):
