@@ -13,19 +13,15 @@ from torch._inductor import config
 from torch.fx import GraphModule
 
 import zbcompile
-from tests.support.pool import Pool
 from tests.support.training import (
     Case,
-    Trained,
     assert_bitwise,
     assert_close,
-    join,
     pipeline_of,
     problem_of,
     reference,
     train,
 )
-from zbcompile.backends.backend import Compilation
 from zbcompile.backends.inductor import compile_by_inductor
 from zbcompile.backends.types import Run
 from zbcompile.errors import PipelineError
@@ -45,13 +41,9 @@ aten = torch.ops.aten
 # of the largest entry of each gradient, fp32: other orders of summation, vectorised functions
 BOUND = 2e-6
 # One step: an optimizer makes much of small differences, from which the next step starts.
+# In processes: `examples/benchmarks/backend_sweep.py`.
 CASE = Case("mlp", "zb-v", 2, 4, exact=False, steps=1)
-
-
-def pipe_of(case: Case, **options: Any) -> zbcompile.Pipeline:
-    """Two layers on each stage: then all cases have the same first, middle and last stage."""
-    layers = len(problem_of(case.problem).model().layers)  # type: ignore[arg-type]
-    return pipeline_of(case, balance=[f"layers.{i}" for i in range(2, layers, 2)], **options)
+TWO_EACH = ["layers.2", "layers.4", "layers.6"]  # layers of a stage
 
 
 @pytest.fixture(scope="module")
@@ -72,12 +64,16 @@ def entries(folder: Path) -> int:
 def test_each_distinct_graph_is_compiled_once(cache: Path, tmp_path: Path) -> None:
     """Stages with equal layers share their graphs; a second pipeline, in whose memory gradients add
     up, and a saved program find them all."""
-    before, pipe, problem = entries(cache), pipe_of(CASE, backend="inductor"), problem_of("mlp")
+    before, pipe, problem = (
+        entries(cache),
+        pipeline_of(CASE, backend="inductor", balance=TWO_EACH),
+        problem_of("mlp"),
+    )
     first = train(pipe, CASE)
     assert_close(first, reference(CASE), BOUND)
     (done,) = pipe.compilations
     assert entries(cache) - before == done.compiled == done.distinct < done.graphs
-    pipe, batch = pipe_of(CASE, backend="inductor"), problem.batches(1, 8)[0]
+    pipe, batch = pipeline_of(CASE, backend="inductor", balance=TWO_EACH), problem.batches(1, 8)[0]
     seen: list[dict[str, tuple[int, Tensor]]] = []
     for _ in range(2):
         pipe.step(*batch.args, target=batch.target)
@@ -95,34 +91,6 @@ def test_each_distinct_graph_is_compiled_once(cache: Path, tmp_path: Path) -> No
     assert loaded.compilations[0].compiled == 0
     plain = zbcompile.load(tmp_path / "program", problem.model().state_dict(), backend="fx")
     assert_close(train(plain, CASE), reference(CASE), BOUND)
-
-
-def run_here(case: Case, folder: str) -> tuple[Trained, Compilation]:
-    """One rank's share of a training through the cache in `folder`."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TORCHINDUCTOR_CACHE_DIR", folder)
-        pipe = pipe_of(case, backend="inductor")
-        return train(pipe, case), pipe.compilations[0]
-
-
-@pytest.mark.parametrize(
-    ("problem", "schedule"),
-    [
-        pytest.param("mlp", "zb-v", marks=RARE),
-        pytest.param("short-mlp", "zb-h1", marks=RARE),
-        pytest.param("mlp", "dualpipe-v", marks=RARE),
-    ],
-)
-def test_zero_bubble_schedules_with_inductor_over_gloo(
-    problem: str, schedule: str, cache: Path, pool: Pool
-) -> None:
-    """torch's own refuse compiled modules. The ranks share what there is to compile: under
-    dualpipe-v its pairs."""
-    before, case = entries(cache), Case(problem, schedule, 2, 4, exact=False, steps=1)
-    shares, done = zip(*pool.run(run_here, case, str(cache), ranks=2, timeout=800), strict=True)
-    assert_close(join(shares), reference(case), BOUND)
-    assert sum(item.compiled for item in done) >= entries(cache) - before
-    assert all(item.compiled + item.loaded == item.distinct for item in done)
 
 
 def compiled(function: Callable[..., Any], *inputs: Tensor) -> tuple[Run, GraphModule]:

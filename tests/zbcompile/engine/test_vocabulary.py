@@ -41,10 +41,8 @@ RARE = pytest.mark.beyond_sample
             for case in (
                 ("gpt", "1f1b", 1, 1),
                 ("gpt-options", "dualpipe-v", 2, 2),
-                ("gpt", "1f1b", 2, 4),
                 ("gpt-tied", "zb-v", 2, 2, 4, interpreted),
                 ("gpt-options", "zb-v", 1, 3, 6),
-                ("gpt", "interleaved-zb", 1, 2),
             )
         ),
     ],
@@ -60,8 +58,6 @@ def test_in_one_process(case: VocabularyCase) -> None:
     "case",
     [
         VocabularyCase("gpt-tied", "1f1b", 1, 2),
-        pytest.param(VocabularyCase("gpt-options", "zb-v", 2, 2), marks=RARE),
-        pytest.param(VocabularyCase("gpt-tied", "zb-h1", 1, 4), marks=RARE),
         pytest.param(VocabularyCase("gpt-tied", "1f1b", 2, 2, 8, replicas=2), marks=RARE),
     ],
     ids=str,

@@ -1,9 +1,5 @@
 """Programs compiled here and run by fresh processes, at two and four ranks, that cannot import the
-models' source.
-
-Four processes, forked from one that has imported torch and zbcompile, run each program of four
-ranks together, and then in two pairs those of two ranks.
-"""
+models' source: two, then four, forked from one that has imported torch and zbcompile."""
 
 import os
 import subprocess
@@ -43,30 +39,22 @@ def run(model, ranks):
     pipe.close()
     return found
 
-def leave_together():
-    if torch.distributed.is_initialized():  # not where a pair has no model
-        torch.distributed.barrier()  # the store of the process group lives as long as its first rank
-        torch.distributed.destroy_process_group()
-
-def live(rank, models):
-    os.environ["RANK"] = str(rank)
-    found = {f"{model} at 4": run(model, 4) for model in models}
-    leave_together()
-    pair = {"RANK": str(rank % 2), "WORLD_SIZE": "2", "MASTER_PORT": os.environ[f"PORT_OF_PAIR_{rank // 2}"]}
-    os.environ.update(pair)
-    half = (len(models) + 1) // 2
-    found |= {f"{model} at 2": run(model, 2) for model in (models[half:] if rank >= 2 else models[:half])}
-    leave_together()
-    torch.save(found, f"found-{rank}.pt")
+def live(rank, ranks, models):
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_PORT": os.environ[f"PORT_{ranks}"]}
+    found = {model: run(model, ranks) for model in models}
+    torch.distributed.barrier()  # the store of the process group lives as long as its first rank
+    torch.distributed.destroy_process_group()
+    torch.save(found, f"found-{rank}-of-{ranks}.pt")
 
 gc.freeze()
 context = multiprocessing.get_context("fork")
-ranks = [context.Process(target=live, args=(rank, sys.argv[1:])) for rank in range(4)]
-for rank in ranks:
-    rank.start()
-for rank in ranks:
-    rank.join()
-sys.exit(any(rank.exitcode for rank in ranks))
+for count in (2, 4):
+    ranks = [context.Process(target=live, args=(rank, count, sys.argv[1:])) for rank in range(count)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+        assert rank.exitcode == 0
 """
 
 
@@ -78,18 +66,16 @@ def run_alone(
     for model in models:
         _save(model, folder, backend)
     (folder / "zbcompile").symlink_to(ROOT / "zbcompile")  # all that they can import
-    ports = ("MASTER_PORT", "PORT_OF_PAIR_0", "PORT_OF_PAIR_1")
-    place = {"WORLD_SIZE": "4", "MASTER_ADDR": "localhost"} | {n: str(free_port()) for n in ports}
+    place = {"MASTER_ADDR": "localhost"} | {f"PORT_{ranks}": str(free_port()) for ranks in PLANS}
     environment = {**os.environ, **place, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", SCRIPT, *models]
     options = {"cwd": folder, "env": environment, "timeout": 300 if backend == "fx" else 3600}
     done = subprocess.run(command, stderr=subprocess.PIPE, text=True, **options)
     assert done.returncode == 0, done.stderr
-    found = [torch.load(folder / f"found-{rank}.pt") for rank in range(4)]
     result = {}
     for model, ranks in ((model, ranks) for model in models for ranks in PLANS):
-        shares = [item[key] for item in found if (key := f"{model} at {ranks}") in item]
-        assert len(shares) == ranks
+        names = [f"found-{rank}-of-{ranks}.pt" for rank in range(ranks)]
+        shares = [torch.load(folder / name)[model] for name in names]
         parts = [Trained([share["loss"]], [share["gradients"]], {}) for share in shares]
         result[model, ranks] = join(parts)
     return result

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import zbcompile
 from tests.support.live_storages import Alive, forward_bytes
-from tests.support.oracle import WIDTH, Batch, WithLoss, eager_step
+from tests.support.oracle import WIDTH, Batch, eager_step
 from tests.support.pool import Pool
 from tests.support.training import assert_same_tensors
 
@@ -154,14 +154,6 @@ def test_training_after_an_evaluation_has_eagers_bits(pool: Pool) -> None:
     words = ("outputs", "microbatches", shapes, "the inputs", "the inputs[0]", "the call")
     for word, reason in zip(words, reasons[0], strict=True):
         assert f"the ranks evaluate different things: {word} is " in reason
-
-
-@pytest.mark.slow
-def test_scalar_loss_is_that_of_the_whole_batch() -> None:
-    model = WithLoss("mapping")
-    pipe = made(model, None).compile(rows(8), goal=rows(8))
-    ours = pipe.eval(rows(7), goal=rows(7))["loss"]
-    assert torch.equal(ours, model(rows(7), goal=rows(7))["loss"])
 
 
 class Modes(nn.Module):
