@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import zbcompile
 from gpt import GPT, next_byte_loss
-from tests.support.skip_models import EncoderDecoder, Masked, Residuals, UNet
+from tests.support.skip_models import EncoderDecoder, UNet
 
 Loss = Callable[[Any, Any], Tensor]
 Gradients = dict[str, Tensor | None]
@@ -175,8 +175,6 @@ PROBLEMS: Mapping[str, Problem] = {
     "skips": Problem(Skips, F.mse_loss, _sequences),
     "u-net": Problem(UNet, F.mse_loss, _rows),
     "encoder-decoder": Problem(EncoderDecoder, F.mse_loss, _rows),
-    "residuals": Problem(Residuals, F.mse_loss, _rows),
-    "masked": Problem(Masked, F.mse_loss, _rows),
     "loss-scalar": Problem(partial(WithLoss, "scalar"), None, _own_goal),
     "loss-mapping": Problem(partial(WithLoss, "mapping"), None, _own_goal),
     "loss-object": Problem(partial(WithLoss, "object"), None, _own_goal),

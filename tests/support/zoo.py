@@ -199,14 +199,6 @@ def _text(size: int) -> Batch:
     return Batch((), {"input_ids": tokens, "labels": tokens})
 
 
-def _full_text(size: int) -> Batch:
-    """Masks of ones, as tokenizers give them to rows of equal length."""
-    batch = _text(size)
-    return Batch(
-        (), {**batch.kwargs, "attention_mask": torch.ones(size, LENGTH, dtype=torch.int64)}
-    )
-
-
 def _half_padded_text(size: int) -> Batch:
     """Every second pair of rows is full, so that microbatches go different ways."""
     batch = _padded_text(size)
@@ -286,9 +278,7 @@ ZOO: Mapping[str, Problem] = {
     "llama-unpadded": Problem(_llama, None, _text),
     "llama-half-padded": Problem(_llama, None, _half_padded_text),
     "gpt2": Problem(_gpt2, None, _text),
-    "gpt2-full": Problem(_gpt2, None, _full_text),
     "bert": Problem(_bert, None, _masked_text),
-    "bert-full": Problem(_bert, None, _full_text),
     "vit": Problem(_vit, _of_logits, _classes),
     "t5": Problem(_t5, None, _translation),
     "whisper": Problem(_whisper, None, _speech),

@@ -36,8 +36,6 @@ CASES = {  # model: schedule, ranks
     "qwen-moe": ("zb-v", 2),
     "llama-unpadded": ("zb-v", 2),
     "llama-half-padded": ("zb-v", 2),
-    "gpt2-full": ("zb-v", 2),
-    "bert-full": ("zb-h1", 2),
     "t5": ("1f1b", 4),
     "whisper": ("zb-v", 3),
     "gemma2": ("1f1b", 3),
