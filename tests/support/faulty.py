@@ -182,18 +182,6 @@ def failing_shard(order: Order) -> Ended | None:
         return attempt(pipe, lambda: pipe.step(rows(), target=torch.arange(8)))
 
 
-def never_comes(timeout: float) -> Ended | None:
-    """The last rank makes no pipeline at all."""
-    if dist.get_rank() == 1:
-        return None
-    pipe, started = make(timeout=timeout), time.monotonic()
-    try:
-        pipe.step(rows(), target=rows())
-    except zbcompile.PipelineError as error:
-        return Ended(str(error), time.monotonic() - started)
-    return None
-
-
 def freezes_in_a_wait(timeout: float) -> Ended | None:
     """The last rank is stopped while it waits for the first one, which comes later."""
     processes = [0] * dist.get_world_size()
@@ -285,31 +273,26 @@ def _apart(name: str, says: str, usual: Call, other: Call, known: bool = False) 
     return Scenario(name, says, 1, apart, (usual, other, known), within=8.0)
 
 
-def _ordered(name: str, says: str, call: int, *more: float) -> Scenario:
-    order = Order("sleep" if more else "interrupt", 0, "F", call)
-    says = f"rank 0 failed at F0.*{says}"
-    return Scenario(name, says, 0, failing_step, (order, *more), within=5.0 + 6.0 * bool(more))
-
-
 STEP: Call = ("step", 8, {})
 ALL, LAST = (("step", 8, {"return_outputs": where}) for where in (True, "last"))
 AT, STEP_2 = "rank 0 waited 2 s for it at", r"rank 1 failed at .* of step 2"
+# more: `examples/benchmarks/fault_sweep.py`
 SCENARIOS = (
     _raises(1, "W", 2, "W1"),
-    _raises(0, "F", 5, "F0"),
-    _raises(1, "F", 0, "F1"),
-    _raises(0, "B", 3, "B0"),
+    _kill("B", 3, failing_step),
+    _apart(
+        "outputs for the last rank alone",
+        f"{STEP_2} with return_outputs='last': rank 0 is at .* of step 2 with return_outputs=True",
+        *(ALL, LAST, True),
+    ),
     _raises(0, "F", 6, "F3.2", "dualpipe-v"),
     _raises(1, "B", 2, "BW2.1", "dualpipe-v"),
     _raises(1, "S", 2, "S"),
     _raises(0, "T", 1, "T"),
-    _kill("B", 3, failing_step),
     _kill("S", 1, failing_shard),
-    _ordered("Ctrl-C in F", "KeyboardInterrupt|^$", 3),
-    _ordered("endless F", "of step 1: it did not finish; rank 1 waited 2 s for it at F1", 5, 2.0),
     Scenario(
-        *("a rank that never comes", f"rank 1 failed at its first call: it never arrived; {AT}"),
-        *(1, never_comes, (2.0,), True),
+        *("Ctrl-C in F", "rank 0 failed at F0.*KeyboardInterrupt|^$", 0, failing_step),
+        (Order("interrupt", 0, "F", 3),),
     ),
     Scenario(
         *(
@@ -332,11 +315,6 @@ SCENARIOS = (
         "a batch of another size that was compiled before",
         rf"{STEP_2} of program 2 for args\[0\]\[2, 8\].* rank 0 is at .* of step 2 meanwhile",
         *(("step", 16, {}), STEP, True),
-    ),
-    _apart(
-        "outputs for the last rank alone",
-        f"{STEP_2} with return_outputs='last': rank 0 is at .* of step 2 with return_outputs=True",
-        *(ALL, LAST, True),
     ),
     _apart("eval instead of step", "eval.* is at .* meanwhile. Every rank", STEP, ("eval", 8, {})),
     Scenario(

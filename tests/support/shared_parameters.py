@@ -101,11 +101,8 @@ def _floats(make: Callable[[], nn.Module], dtype: torch.dtype = torch.float32) -
     return Problem(partial(_cast, make, dtype), F.mse_loss, partial(_rows, dtype=dtype))
 
 
-# Two ranks: the block of a loop is on both of them, on several stages of each, or on the last stage
-# alone.
+# Two ranks: the block of a loop is on both of them, or on the last stage alone.
 SHARED_PARAMETERS: Mapping[str, Problem] = {
-    "loop-3": _floats(partial(Loop, 3)),
-    "loop-5": _floats(partial(Loop, 5)),
     "loop-last": _floats(partial(Loop, 3, before=9, after=0)),
     "loop-3-bfloat16": _floats(partial(Loop, 3), torch.bfloat16),
     "transposed-loop": Problem(TransposedLoop, _token_loss, _tokens),

@@ -10,15 +10,10 @@ from tests.support.shared_parameters import SHARED_PARAMETERS
 from tests.support.training import Case, assert_bitwise, assert_close, quickly, reference
 
 SCHEDULES = ("zb-h1", "zb-v", "interleaved-zb")
-RARE = ("loop-3", "loop-5")  # loop-3 runs in bfloat16
-PROBLEMS = [
-    pytest.param(name, marks=[pytest.mark.beyond_sample] * (name in RARE))
-    for name in SHARED_PARAMETERS
-]
 
 
-@pytest.mark.mostly_slow(every=len(PROBLEMS), suite=1)
-@pytest.mark.parametrize("problem", PROBLEMS)
+@pytest.mark.mostly_slow(every=len(SHARED_PARAMETERS), suite=1)
+@pytest.mark.parametrize("problem", SHARED_PARAMETERS)
 def test_gradients_are_eagers_bits_and_close_by_default(problem: str) -> None:
     for schedule in SCHEDULES:
         case = Case(problem, schedule, 2, 4, steps=1)

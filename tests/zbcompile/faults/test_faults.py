@@ -16,11 +16,18 @@ from tests.support.meshes import mesh_of
 from tests.support.pool import DIED, Pool
 from tests.support.training import compiled_once
 
+RARE = pytest.mark.beyond_sample
+
 
 @pytest.mark.slow
-@pytest.mark.mostly_slow(every=8)
 @pytest.mark.parametrize(
-    "scenario", SCENARIOS, ids=[f"{s.name} on rank {s.rank}" for s in SCENARIOS]
+    "scenario",
+    [
+        pytest.param(
+            scenario, id=f"{scenario.name} on rank {scenario.rank}", marks=[RARE] * (i > 2)
+        )
+        for i, scenario in enumerate(SCENARIOS)
+    ],
 )
 def test_every_rank_ends_with_one_message(scenario: Scenario, pool: Pool) -> None:
     compile_before()

@@ -15,9 +15,9 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 import zbcompile
 from tests.support.optimizers import Plain
 from tests.support.oracle import MLP, PROBLEMS, Batch, eager_step
-from tests.support.training import ROWS, Case, assert_same_tensors, gradients_of, pipeline_of
+from tests.support.training import ROWS, Case, assert_same_tensors, pipeline_of
 
-MICROBATCHES, STEPS, DIM = 4, 3, 8
+MICROBATCHES, STEPS = 4, 3
 CLIP = 0.05  # below the norm of every step
 DECAYED: Any = [{"params": lambda name, p: p.ndim < 2, "weight_decay": 0.0, "lr": 3e-3}]
 OPTIONS: Any = {"schedule": "zb-h1", "ranks": 2, "microbatches": MICROBATCHES, "exact": True}
@@ -110,43 +110,6 @@ def test_half_precision_has_masters_in_single_precision(dtype: torch.dtype) -> N
             pipe.load_state_dict(changed)
             for master, parameter in zip(theirs.masters, model.parameters(), strict=True):
                 master.detach().copy_(parameter)
-
-
-class Normalised(nn.Module):
-    """Blocks of nn.RMSNorm, which multiplies a weight in half precision by float32, and a linear
-    layer; `tie` ties these to those of block 1 or 3, on another stage, or not at all (0)."""
-
-    def __init__(self, tie: int) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.norms = nn.ModuleList(nn.RMSNorm(DIM) for _ in range(4))
-        self.linears = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(4))
-        self.norms[tie].weight = self.norms[0].weight
-        self.linears[tie].weight = self.linears[0].weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        for norm, linear in zip(self.norms, self.linears, strict=True):
-            x = x + linear(norm(x))
-        return x
-
-
-@pytest.mark.slow
-@pytest.mark.mostly_slow(every=6)
-@pytest.mark.parametrize("tie", [3, 1, 0])
-@pytest.mark.parametrize("masters", [True, False])
-def test_gradients_of_half_precision_are_rounded_where_eager_rounds_them(
-    tie: int, masters: bool
-) -> None:
-    """With masters not at all; without them each use of a parameter before the uses are added."""
-    model, ours = (Normalised(tie).bfloat16() for _ in range(2))
-    x, y = torch.randn(2, MICROBATCHES * ROWS, DIM).bfloat16()
-    pipe = zbcompile.pipeline(ours, loss=nn.functional.mse_loss, **OPTIONS)
-    if masters:
-        Masters(model)
-        pipe.optimizer(AdamW)
-    pipe.step(x, target=y)
-    eager_step(model, nn.functional.mse_loss, Batch((x,), {}, y), MICROBATCHES, 0)
-    assert_same_tensors(gradients_of(pipe), gradients_of(model), "gradients:")
 
 
 def test_two_optimizers_leave_each_others_gradients_alone() -> None:

@@ -62,19 +62,6 @@ def test_a_forward_alone(tmp_path: Path, full: Any, capsys: pytest.CaptureFixtur
     assert "the program is a forward alone, which has no B" in capsys.readouterr().err
 
 
-@pytest.mark.slow
-def test_log_probs_from_shards(tmp_path: Path, full: Any) -> None:
-    model, tokens, expected = full
-    more = [str(tmp_path), "--only", "log_probs", "--vocab", "1"]
-    assert zbcompile.compile.main([TARGET, *PLAN, *more]) == 0
-    pipe = zbcompile.load(tmp_path, state_dict=model.state_dict())
-    pipe.record = True
-    ours = pipe.log_probs(tokens, labels=tokens)
-    torch.testing.assert_close(ours, expected, rtol=0, atol=2e-6)
-    assert pipe.last_step is not None
-    assert "S" in pipe.last_step.schedule.ops
-
-
 class Counting(nn.Module):
     def __init__(self) -> None:
         super().__init__()
