@@ -173,6 +173,7 @@ def huggingface(_: Names) -> Names:
     dist.barrier()
     torch.manual_seed(0)
     model, held_out = AutoModelForCausalLM.from_config(config), data[:8]
+    ids = torch.stack([sample["input_ids"] for sample in held_out])
     return locals() | {"DataLoader": DataLoader, "loader": DataLoader(data, batch_size=8)}
 
 

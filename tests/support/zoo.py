@@ -199,7 +199,7 @@ def _text(size: int) -> Batch:
     return Batch((), {"input_ids": tokens, "labels": tokens})
 
 
-def _half_padded_text(size: int) -> Batch:
+def half_padded_text(size: int) -> Batch:
     """Every second pair of rows is full, so that microbatches go different ways."""
     batch = _padded_text(size)
     full = (torch.arange(size) // 2 % 2 == 0)[:, None]
@@ -276,7 +276,6 @@ def _sequences(size: int) -> Batch:
 ZOO: Mapping[str, Problem] = {
     "llama": Problem(_llama, None, _padded_text),
     "llama-unpadded": Problem(_llama, None, _text),
-    "llama-half-padded": Problem(_llama, None, _half_padded_text),
     "gpt2": Problem(_gpt2, None, _text),
     "bert": Problem(_bert, None, _masked_text),
     "vit": Problem(_vit, _of_logits, _classes),

@@ -151,7 +151,7 @@ class StepRunner:
         if count != self.cache.schedule.microbatches:
             differences.append(f" in {count} microbatches")
         is_first = executable.first.number == self.cache.first().number
-        # Replicas may have different shapes.
+        # replicas may have different shapes
         if self.engine.ranks.replicas.count == 1 and not (is_first and step.alike):
             number, shapes = executable.first.number + 1, "; ".join(step.shapes())
             differences.append(f" of program {number} for {shapes}")
@@ -250,11 +250,9 @@ class StepRunner:
                 inputs += [batch.microbatch(i, len(parts)).tensors for i in range(len(parts))]
             self.cache.binding.require_values()
             executable = self.cache.evaluation(graphs)
-            seed = self.options.seed
-            request = StepInput(inputs, step, seed, "sum", recorder, outputs=outputs)
+            request = StepInput(inputs, step, self.options.seed, "sum", recorder, outputs=outputs)
             with torch.autocast(ranks.device.type, enabled=False):  # its casts are in the graphs
-                schedule = self.cache.schedule
-                _, values = self.engine.run_step(executable, request, {}, schedule)
+                _, values = self.engine.run_step(executable, request, {}, self.cache.schedule)
         if outputs == "last" and not executable.ends_on(ranks.local):
             results: list[Any] = [None] * len(batches)
         else:

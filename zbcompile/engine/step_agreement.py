@@ -30,13 +30,12 @@ def require_same_batch(ranks: Ranks, inputs: Mapping[str, Any]) -> None:
     caller is in a region of the watch.
     """
     if ranks.group is not None:
-        marks = {name: _mark(pytree.tree_leaves(value)) for name, value in inputs.items()}
         agree(
             ranks,
-            marks,
+            {name: _mark(pytree.tree_leaves(value)) for name, value in inputs.items()},
             "of a pipeline got different batches",
             f"All need the same. {SEED}",
-            marks,
+            inputs,
             ranks.mesh.beside("pp"),
         )
 
@@ -89,4 +88,5 @@ def require_same_integers(ranks: Ranks, marks: Tensor) -> None:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+    has_values = tensor.layout is torch.strided and not tensor.is_meta
+    return has_values and type(tensor) in (Tensor, nn.Parameter)

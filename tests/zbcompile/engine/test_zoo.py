@@ -12,6 +12,7 @@ import torch
 
 import zbcompile
 from tests.support.training import (
+    AsEager,
     Case,
     assert_bitwise,
     compiled_for,
@@ -20,7 +21,7 @@ from tests.support.training import (
     quickly,
     reference,
 )
-from tests.support.zoo import ZOO
+from tests.support.zoo import ZOO, half_padded_text
 from zbcompile.passes.graph.source_location import origin_of
 
 CASES = {  # model: schedule, ranks
@@ -35,7 +36,6 @@ CASES = {  # model: schedule, ranks
     "gpt2": ("zb-h1", 3),
     "qwen-moe": ("zb-v", 2),
     "llama-unpadded": ("zb-v", 2),
-    "llama-half-padded": ("zb-v", 2),
     "t5": ("1f1b", 4),
     "whisper": ("zb-v", 3),
     "gemma2": ("1f1b", 3),
@@ -63,6 +63,15 @@ def test_in_one_process(name: str) -> None:
     graphs = [piece.module.graph for stage in stages for piece in stage.pieces.values()]
     calls = [node for graph in graphs for node in graph.nodes if node.op == "call_function"]
     assert [node for node in calls if not (origin_of(node) or node.meta.get("pass"))] == []
+
+
+@pytest.mark.slow
+@pytest.mark.beyond_sample
+def test_padded_and_full_microbatches_in_one_step() -> None:
+    """Llama attends without a mask where nothing is padded."""
+    options = {"schedule": "zb-v", "ranks": 2, "static_inputs": ("attention_mask",)}
+    compared = AsEager(ZOO["llama"].model(), 4, None, **options)
+    compared.step(**half_padded_text(8).kwargs)
 
 
 @pytest.mark.slow
