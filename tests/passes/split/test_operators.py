@@ -12,7 +12,6 @@ NAMES = (
 )
 
 
-@pytest.mark.beyond_sample
 @pytest.mark.slow
 def test_bitwise() -> None:
     """One of each, in turn in each dtype, in the other if it has no kernel there."""
