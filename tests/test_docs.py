@@ -14,15 +14,12 @@ import sys
 from functools import reduce
 from importlib import import_module
 from pathlib import Path
-from unittest import mock
 
 import pytest
-import torch.distributed as dist
 
 import zbcompile
 from docs import page_runs
 from tests.support.pool import Pool
-from tests.support.ports import free_port
 from zbcompile import schedules
 
 ROOT = Path(__file__).parent.parent
@@ -117,13 +114,8 @@ def test_the_script_of_a_page_runs(
             exec(compile("\n" * (part.line - 1) + part.text, page, "exec"), names)
 
 
-def printed_by(script: str, port: int = 0) -> str:
-    """What a script prints; with a port in a process that torchrun seems to have started."""
-    place = {"RANK": str(dist.get_rank()), "WORLD_SIZE": "2"} if port else {}
-    place |= {"LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-    if port:
-        dist.destroy_process_group()
-    with mock.patch.dict(os.environ, place), contextlib.redirect_stdout(io.StringIO()) as said:
+def printed_by(script: str) -> str:
+    with contextlib.redirect_stdout(io.StringIO()) as said:
         exec(compile(script, "first.py", "exec"), {"__name__": "__main__"})
     return said.getvalue()
 
@@ -133,7 +125,7 @@ def test_two_processes_print_the_loss_of_one(pool: Pool) -> None:
     """The first script of README, of three steps: to the last bit, as README says."""
     script = page_runs.read("README.md")[2]["first.py"].replace("range(20)", "range(3)")
     alone = printed_by(script)
-    assert sorted(pool.run(printed_by, script, free_port())) == ["", alone]
+    assert sorted(pool.run(printed_by, script)) == ["", alone]
     assert float(alone) > 0
 
 
