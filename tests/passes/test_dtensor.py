@@ -1,5 +1,5 @@
-"""Tensor, sequence and context parallel models: pass graphs have the bits of eager mode. DTensors and
-experts: `test_dtensor.py` and `test_experts_on_ranks.py` of tests/zbcompile/engine."""
+"""Collectives in a model: pass graphs have the bits of eager mode. Models of other kinds:
+`test_mesh.py`, `test_dtensor.py` and `test_experts_on_ranks.py` of tests/zbcompile/engine."""
 
 from contextlib import nullcontext
 from typing import Any
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tests.support.meshes import group_without_peers, mesh_of
-from tests.support.parallel_models import LENGTH, WIDTH, ContextParallel, Enter, TensorParallel
+from tests.support.parallel_models import LENGTH, WIDTH, ContextParallel, Enter
 from tests.support.pass_graph_runner import Runner, compile_step, differences, eager_step
 from tests.support.pool import Pool
 from zbcompile import schedules
@@ -36,15 +36,10 @@ def compared(name: str, model: Any, eager: Any, shape: tuple[int, ...], **option
     return compiled, differences(result, eager_step(eager, batches, loss, seed=5, in_place=True))
 
 
-FORMS = {
-    "tp": lambda mesh: TensorParallel(mesh, "sequence"),
-    "cp": lambda mesh: ContextParallel(mesh, "ring"),
-}
-
-
-def by_hand() -> list[Any]:
-    results = [compared(n, f, f, (2, LENGTH, WIDTH), exact=True) for n, f in FORMS.items()]
-    return [(wrong, list(compiled.step.process_groups)) for compiled, wrong in results]
+def context_parallel() -> Any:
+    form = lambda mesh: ContextParallel(mesh, "ring")  # noqa: E731
+    compiled, wrong = compared("cp", form, form, (2, LENGTH, WIDTH), exact=True)
+    return wrong, list(compiled.step.process_groups)
 
 
 class Drops(nn.Module):
@@ -89,7 +84,7 @@ def deferred(exact: bool) -> Any:
 
 
 def on_a_rank() -> Any:
-    return by_hand(), deferred(False), deferred(True)
+    return context_parallel(), deferred(False), deferred(True)
 
 
 @pytest.mark.slow
@@ -97,6 +92,6 @@ def test_collectives_in_the_model(pool: Pool) -> None:
     """Sums that concern a weight alone are left to the end of the step, where they are no part of the
     passes: the gradient is a share."""
     for bits, late, exact in pool.run(on_a_rank, ranks=2):
-        assert bits == [([], [name]) for name in FORMS]
+        assert bits == ([], ["cp"])
         assert late == ([], {"weight": "tp"}, ["gradients: weight"])
         assert exact == (["all_reduce"], {}, [])
