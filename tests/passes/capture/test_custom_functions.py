@@ -113,7 +113,6 @@ VERSION = r"fails .*has been modified by an inplace operation"
 REFUSED: dict[str, tuple[Any, Any, str]] = {
     "numpy": (double, lambda ctx, g: torch.from_numpy(g.numpy()), rf"backward of .*{HERE}.*numpy"),
     "branch": (double, lambda ctx, g: g if g.sum() > 0 else g * 2, QUESTION),
-    "address": (double, lambda ctx, g: g * g.data_ptr(), rf"backward of .*{HERE}"),
     "random": (double, lambda ctx, g: g * torch.rand_like(g), "backward draws random numbers"),
     "dirty": (marked, half, VERSION),
     "writes around": (counting, half, WRITTEN),

@@ -39,7 +39,7 @@ def draw_costs(stages: int, any_: random.Random, assumes: str) -> Costs:
 @pytest.mark.parametrize("name", [name for name in names() if name not in (*AUTOMATIC, "auto")])
 def test_closed_forms_equal_the_simulator(name: str) -> None:
     form, generator = closed_form(name), random.Random(name)
-    for _ in range(3):
+    for _ in range(2):
         schedule = draw_schedule(name, generator, form.assumes)
         costs = draw_costs(schedule.stages, generator, form.assumes)
         values, step = symbol_values(schedule, costs), simulate(schedule, costs)

@@ -65,10 +65,9 @@ def arguments(folder: Path, **options: Any) -> TrainingArguments:
 
 
 def trained(folder: Path, pipeline: dict[str, Any] | None, **options: Any) -> Trainer:
-    """A trainer that has trained, as a pipeline if there are options for one. It evaluates batches
-    of 8: of 20 samples (`evaluated`) the last one has another size."""
-    evaluated, model = options.pop("evaluated", 16), gpt2(options.pop("layers", 1))
-    choices = {"train_dataset": samples(96), "eval_dataset": samples(evaluated, seed=3)}
+    """A trainer that has trained, as a pipeline if there are options for one."""
+    model = gpt2(options.pop("layers", 1))
+    choices = {"train_dataset": samples(96), "eval_dataset": samples(16, seed=3)}
     choices |= {
         name: options.pop(name) for name in ("compute_loss_func", "callbacks") if name in options
     }
@@ -195,7 +194,7 @@ def test_accumulation_and_clipping(tmp_path: Path) -> None:
     options = {"gradient_accumulation_steps": 3, "max_grad_norm": 0.5, "weight_decay": 0.1}
     options |= {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps"}
     options |= {"save_steps": 2, "load_best_model_at_end": True, "eval_on_start": True}
-    options |= {"warmup_steps": 2, "evaluated": 20}
+    options |= {"warmup_steps": 2}
     runs = [(kind, Noted()) for kind in (None, TWO)]
     plain, piped = (
         trained(tmp_path / str(bool(kind)), kind, callbacks=[noted], **options)
@@ -206,7 +205,7 @@ def test_accumulation_and_clipping(tmp_path: Path) -> None:
     piped.evaluate()
     histories = piped.state.log_history, plain.state.log_history
     assert_near(*histories, "loss", "grad_norm", "eval_loss")
-    ours, theirs = (item.predict(samples(12, seed=9)) for item in (piped, plain))
+    ours, theirs = (item.predict(samples(12, seed=9)) for item in (piped, plain))  # 8 and 4
     predictions = (torch.tensor(item.predictions) for item in (ours, theirs))
     torch.testing.assert_close(*predictions, rtol=0, atol=1e-5)
     assert (ours.label_ids == theirs.label_ids).all()
