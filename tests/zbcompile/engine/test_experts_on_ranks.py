@@ -249,17 +249,14 @@ def compare(run: Run, results: list[tuple[int, Seen]]) -> None:
 
 
 RARE = pytest.mark.beyond_sample
-IN_NO_SYNC = Run(routers=("balanced", "one", "turns"), unsynchronised=True)
 COUNTS = Run("1f1b-overlap", 2, 2, ("even", "one"), 2.0, layer=LayerOfCounts)
 CASES = [
-    pytest.param(IN_NO_SYNC, id="no-sync", marks=RARE),
     pytest.param(COUNTS, id="functional all-to-alls", marks=RARE),
     pytest.param(Run("1f1b", 4, 1, ("turns",)), id="four", marks=RARE),
     pytest.param(
         Run("dualpipe-v", 2, 1, ("even", "one")), id="dualpipe-v, a stage without experts"
     ),
     pytest.param(Run("dualpipe-v", 2, 2, ("even", "one")), id="dualpipe-v", marks=RARE),
-    pytest.param(Run("1f1b-overlap", 2, 2, ("even",), 2.0), id="1f1b-overlap", marks=RARE),
 ]
 
 

@@ -101,9 +101,7 @@ RARE = pytest.mark.beyond_sample
         (Case("skips", "zb-v", 2, 4, steps=1), True),
         pytest.param(Case("small-tied", "1f1b", 2, 4, steps=1), False, marks=RARE),
         pytest.param(Case("gpt-tied", "zb-v", 4, 8, steps=1), True, marks=RARE),
-        pytest.param(Case("small-tied", "dualpipe-v", 2, 4, steps=1), True, marks=RARE),
         pytest.param(Case("skips", "dualpipe", 4, 8, steps=1), False, marks=RARE),
-        pytest.param(Case("skips", "interleaved-zb", 2, 4, steps=1), True, marks=RARE),
     ],
     ids=str,
 )

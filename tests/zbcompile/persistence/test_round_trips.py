@@ -124,12 +124,6 @@ def continued(folders: list[Path], is_llama: bool, layout: Layout, to: Path) -> 
     ("layouts", "ranks"),
     [
         pytest.param(PAIRS, 2, id="words"),
-        pytest.param(
-            [({"tp": 2}, "1f1b", 0, "off"), ({"pp": 2}, "zb-h1", 0, "off")],
-            2,
-            id="tp",
-            marks=pytest.mark.beyond_sample,
-        ),
         pytest.param([*WORDS, WORDS[0]], 4, id="words at 4", marks=pytest.mark.beyond_sample),
         pytest.param([*LLAMA, LLAMA[0]], 4, id="llama", marks=pytest.mark.beyond_sample),
     ],

@@ -23,7 +23,7 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
         self.norm = nn.BatchNorm1d(WIDTH)
 
     def forward(self, x: Tensor) -> dict[str, Any]:
@@ -259,7 +259,7 @@ def test_split_microbatches_of_any_shape(pipe: zbcompile.Pipeline) -> None:
 
 @pytest.mark.slow
 def test_hooks_that_come_and_go_are_seen(pipe: zbcompile.Pipeline) -> None:
-    hook = pipe.model.layers[1].register_forward_hook(lambda module, args, output: output * 2)
+    hook = pipe.model.layers[3].register_forward_hook(lambda module, args, output: output * 2)
     assert_like(pipe.eval(rows(8)), evaluated(pipe.model, rows(8)))
     hook.remove()
     assert_like(pipe.eval(rows(8)), evaluated(pipe.model, rows(8)))
@@ -286,7 +286,7 @@ def test_a_changed_model_is_refused(
                 pipe.eval(rows(size))
 
     with monkeypatch.context() as patch:
-        patch.setattr(pipe.model.layers[1], "weight", nn.Parameter(torch.zeros(WIDTH, WIDTH)))
+        patch.setattr(pipe.model.layers[3], "weight", nn.Parameter(torch.zeros(WIDTH, WIDTH)))
         refused("weight was replaced by another tensor")
     pipe.model.layers.double()
     refused("was float32.* and is float64")
