@@ -31,7 +31,6 @@ class VocabularyCase:
     vocab: Any
     ranks: int
     microbatches: int = 4
-    backend: Any = "fx"
     replicas: int = 1
 
     def __str__(self) -> str:
@@ -102,7 +101,6 @@ def pipeline_of(case: VocabularyCase) -> zbcompile.Pipeline:
         loss=MODELS[case.model][1],
         ranks=None if dist.is_initialized() else case.ranks,
         vocab=case.vocab,
-        backend=case.backend,
     )
 
 

@@ -13,7 +13,6 @@ import zbcompile
 from gpt import next_byte_loss
 from tests.support.meshes import mesh_of
 from tests.support.pool import Pool
-from tests.support.training import interpreted
 from tests.support.vocabulary_training import (
     MODELS,
     VocabularyCase,
@@ -32,24 +31,20 @@ RARE = pytest.mark.beyond_sample
 
 
 @pytest.mark.slow
+@pytest.mark.beyond_sample
 @pytest.mark.parametrize(
     "case",
     [
         VocabularyCase("gpt-options", "zb-h1", 2, 2),
-        *(
-            pytest.param(VocabularyCase(*case), marks=RARE)
-            for case in (
-                ("gpt", "1f1b", 1, 1),
-                ("gpt-options", "dualpipe-v", 2, 2),
-                ("gpt-tied", "zb-v", 2, 2, 4, interpreted),
-                ("gpt-options", "zb-v", 1, 3, 6),
-            )
-        ),
+        VocabularyCase("gpt", "1f1b", 1, 1),
+        VocabularyCase("gpt-options", "dualpipe-v", 2, 2),
+        VocabularyCase("gpt-options", "zb-v", 1, 3, 6),
     ],
     ids=str,
 )
 def test_in_one_process(case: VocabularyCase) -> None:
-    """Models of transformers: `examples/benchmarks/vocab_sweep.py`."""
+    """Under "interlaced": test_programs.py; models of transformers:
+    `examples/benchmarks/vocab_sweep.py`."""
     assert_equal_within(sharded(case), eager(case), 1e-12)
 
 

@@ -36,7 +36,7 @@ class Words(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.token = nn.Embedding(5, 4)
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
         self.head = nn.Linear(4, 5, bias=False)
         self.head.weight = self.token.weight
 
@@ -53,7 +53,7 @@ def words_loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 WORDS: list[Layout] = [
     ({"dp": 2, "pp": 2}, "1f1b", 1, 1),
-    ({"pp": 4}, "zb-v", 0, "off"),
+    ({"pp": 4}, "1f1b", 0, "off"),
     ({"dp": 4, "pp": 1}, "looped-bfs", 1, "off"),
     ({"pp": 4}, "zb-h1", 0, 2),
     ({"dp": 2, "pp": 2}, "zb-h1", 0, "off"),

@@ -144,12 +144,13 @@ def sharded(vocab: int, frozen: bool) -> list[float]:
 
 
 @pytest.mark.slow
-@pytest.mark.beyond_sample
+@pytest.mark.mostly_slow(every=3)
 @pytest.mark.parametrize(("vocab", "frozen"), [(1, True), (2, False), (1, False)])
 def test_from_shards_of_the_output_layer(vocab: int, frozen: bool) -> None:
     assert max(sharded(vocab, frozen)) <= 1e-6
 
 
 @pytest.mark.slow
+@pytest.mark.beyond_sample
 def test_from_shards_in_processes(pool: Pool) -> None:
     assert max(max(item) for item in pool.run(sharded, 1, True)) <= 1e-6
