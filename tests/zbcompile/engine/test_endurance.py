@@ -27,6 +27,14 @@ def census() -> dict[str, int]:
     }
 
 
+def settled(before: dict[str, int], name: str) -> dict[str, int]:
+    """Returns the census when it is no longer above another one, or after ten seconds."""
+    deadline = time.monotonic() + 10
+    while (after := census())[name] > before[name] and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return after
+
+
 def grown(steps: int) -> dict[str, int]:
     """Returns the growth over `steps` steps."""
     leave_aside()
@@ -37,9 +45,7 @@ def grown(steps: int) -> dict[str, int]:
     before = census()
     for _ in range(steps):
         pipe.step(*batch.args, target=batch.target)
-    deadline = time.monotonic() + 10
-    while (after := census())["tensors"] > before["tensors"] and time.monotonic() < deadline:
-        time.sleep(0.05)  # gloo's own threads let go of what they sent a moment after `wait`
+    after = settled(before, "tensors")  # gloo lets go of what it sent a moment after `wait`
     tracemalloc.stop()
     pipe.close()
     return {name: after[name] - before[name] for name in after}
@@ -53,16 +59,13 @@ def compiled():
 
 def left_behind() -> dict[str, int]:
     """Returns the growth over pipelines, made and closed."""
-    seen = []
+    before: dict[str, int] = {}
     for times in (3, 9):
         for _ in range(times):
             pipeline_of(Case("short-mlp", "1f1b", 2, 2)).close()
-        gc.collect()
-        for thread in threading.enumerate():
-            if thread.name.startswith("zbcompile"):
-                thread.join(5)
-        seen.append(census())
-    return {name: seen[1][name] - seen[0][name] for name in ("threads", "file descriptors")}
+        before = before or settled({"python threads": 1}, "python threads")
+    after = settled(before, "threads")
+    return {name: after[name] - before[name] for name in ("threads", "file descriptors")}
 
 
 def growth() -> tuple[dict[str, int], dict[str, int]]:
