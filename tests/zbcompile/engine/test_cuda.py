@@ -55,12 +55,7 @@ def two_ranks(schedule: str, vocab: str | int) -> None:
 
 @two_gpus
 @pytest.mark.parametrize(
-    ("schedule", "backend", "vocab"),
-    [
-        ("dualpipe-v", "nccl, bound", "off"),
-        ("zb-v", "nccl", 1),
-        pytest.param("zb-v", "nccl", "off", marks=pytest.mark.beyond_sample),
-    ],
+    ("schedule", "backend", "vocab"), [("dualpipe-v", "nccl, bound", "off"), ("zb-v", "nccl", 1)]
 )
 def test_two_processes_over_nccl(pool: Pool, schedule: str, backend: str, vocab: str | int) -> None:
     """Also in a group that is bound to its device, whose pairs share one communicator; the
