@@ -4,7 +4,6 @@ one on."""
 
 import copy
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -49,8 +48,8 @@ def test_a_divided_optimizer(pool: Pool) -> None:
 
 
 @four_gpus
-def test_tensor_parallelism(pool: Pool, tmp_path: Path) -> None:
-    model = "tp plain", "zb-h1", ("tp", "pp"), tmp_path
+def test_tensor_parallelism(pool: Pool) -> None:
+    model = "tp plain", "zb-h1", ("tp", "pp")
     for *errors, _ in pool.run(on_gpu, trained_on_a_mesh, *model, **FOUR):
         assert max(errors) <= BOUND
 

@@ -99,26 +99,22 @@ RARE = pytest.mark.beyond_sample
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "schedule", "exact", "ranks"),
+    ("kind", "schedule"),
     [
-        ("plain", "zb-h1", True, 2),
-        pytest.param("loss", "zb-v", False, 2, marks=RARE),
-        pytest.param("sequence", "zb-h1", True, 2, marks=RARE),
-        pytest.param("meta", "zb-h1", True, 2, marks=RARE),
-        pytest.param("odd", "interleaved-zb", True, 2, marks=RARE),
-        pytest.param("plain", "zb-h1", True, 4, marks=RARE),
+        ("plain", "zb-h1"),
+        pytest.param("meta", "zb-h1", marks=RARE),
+        pytest.param("odd", "interleaved-zb", marks=RARE),
     ],
 )
-def test_gradients_are_those_of_one_process(
-    kind: str, schedule: str, exact: bool, ranks: int, pool: Pool
-) -> None:
-    """On two ranks each has all stages of the pipeline."""
-    for seen in pool.run(trained, kind, schedule, exact, ranks=ranks):
+def test_gradients_are_those_of_one_process(kind: str, schedule: str, pool: Pool) -> None:
+    """Each rank has all stages of the pipeline; more ranks, "sequence" and "loss":
+    `examples/benchmarks/composition_sweep.py --tp`."""
+    for seen in pool.run(trained, kind, schedule, True, ranks=2):
         assert max(seen["far"], seen["loss"]) <= BOUND
         assert seen["state"]
         assert seen["needless"] == []
         assert seen["pairs"]
-        assert not exact or seen["unequal"] == []
+        assert seen["unequal"] == []
 
 
 class Scaled(nn.Linear):
