@@ -19,7 +19,7 @@ import pytest
 
 import zbcompile
 from docs import page_runs
-from tests.support.pool import Pool
+from tests.support.warm_torchrun import warm_torchrun
 from zbcompile import schedules
 
 ROOT = Path(__file__).parent.parent
@@ -100,10 +100,7 @@ def test_examples_of_docstrings(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "page",
-    [pytest.param("docs/training.md", marks=pytest.mark.beyond_sample), "docs/checkpoints.md"],
-)
+@pytest.mark.parametrize("page", ["docs/training.md", "docs/checkpoints.md"])
 def test_the_script_of_a_page_runs(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -114,19 +111,24 @@ def test_the_script_of_a_page_runs(
             exec(compile("\n" * (part.line - 1) + part.text, page, "exec"), names)
 
 
-def printed_by(script: str) -> str:
-    with contextlib.redirect_stdout(io.StringIO()) as said:
-        exec(compile(script, "first.py", "exec"), {"__name__": "__main__"})
-    return said.getvalue()
-
-
 @pytest.mark.slow
-def test_two_processes_print_the_loss_of_one(pool: Pool) -> None:
-    """The first script of README, of three steps: to the last bit, as README says."""
-    script = page_runs.read("README.md")[2]["first.py"].replace("range(20)", "range(3)")
-    alone = printed_by(script)
-    assert sorted(pool.run(printed_by, script)) == ["", alone]
-    assert float(alone) > 0
+def test_torchrun_prints_the_loss_of_one_process(tmp_path: Path) -> None:
+    """The first script of README: to the last bit, as README says."""
+    script = tmp_path / "first.py"
+    script.write_text(page_runs.read("README.md")[2]["first.py"].replace("range(20)", "range(3)"))
+    with contextlib.redirect_stdout(io.StringIO()) as alone:
+        exec(compile(script.read_text(), script, "exec"), {"__name__": "__main__"})
+    command = warm_torchrun("import zbcompile", "--standalone", "--nproc-per-node=2", str(script))
+    run = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=240)
+    assert (run.returncode, run.stdout) == (0, alone.getvalue()), run.stderr
+    assert float(run.stdout) > 0
+
+
+@pytest.mark.beyond_sample
+@pytest.mark.slow
+@pytest.mark.parametrize("page", ["docs/index.md", "docs/faults.md", "docs/huggingface.md"])
+def test_the_commands_of_a_page_run(page: str) -> None:
+    assert page_runs.main([page]) == 0
 
 
 def test_what_page_runs_reads() -> None:
@@ -150,7 +152,6 @@ AS_TEXT = re.compile(
 )
 
 
-@pytest.mark.beyond_sample
 @pytest.mark.slow
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     """Links lead somewhere; no Markdown is left as text, or an example taken for a quote."""

@@ -60,7 +60,6 @@ def test_every_package_is_listed() -> None:
     assert found | {"zbcompile.passes", "zbcompile.schedules"} == {*listed}
 
 
-@pytest.mark.beyond_sample
 @pytest.mark.slow
 def test_wheel_of_the_sdist(source: Path, tmp_path: Path) -> None:
     build = "from setuptools.build_meta import build_{0}; build_{0}({1!r})"
