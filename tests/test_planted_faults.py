@@ -214,8 +214,8 @@ ENGINE = (
     PlantedFault(
         "a rank does not wait for the sums of its gradients",
         "zbcompile/engine/replicas.py",
-        "            for bucket in self.buckets.pop(stage):\n                bucket.unpack()\n",
-        "            self.buckets.pop(stage)\n",
+        "            for bucket in self.buckets.pop(started, ()):\n                bucket.unpack()\n",
+        "            self.buckets.pop(started, ())\n",
         ("tests/zbcompile/engine/test_data_parallel.py",),
     ),
     PlantedFault(

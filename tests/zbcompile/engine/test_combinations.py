@@ -73,7 +73,7 @@ def covered(row: Row) -> set[Any]:
     return {*row.items(), *combinations(row.items(), 2)}
 
 
-DAILY, SUITE, ALL = 5, 24, 120
+DAILY, SUITE, ALL = 5, 48, 140
 SAMPLE = drawn_rows(ALL)
 
 
