@@ -153,7 +153,6 @@ def trained(
         pipe.step(rows(), target=rows() if target is None else target)
     pipe.zero_grad()
     pipe._watch.timeout = timeout  # type: ignore[union-attr]
-    time.sleep(2 * INTERVAL)  # by then every rank has shown signs of life
     return pipe
 
 
@@ -222,6 +221,7 @@ def peer_of_a_device(timeout: float, what: str = "") -> Ended | None:
     pipe = trained(make(), timeout)
     watch: Any = pipe._watch
     if dist.get_rank() == 1:
+        time.sleep(2 * INTERVAL)  # the others know by then where it is
         ACTS.get(what, int)()
         region = watch.position.region + 1
         _wait_until(lambda: watch.store.get_fault(region) is not None)
