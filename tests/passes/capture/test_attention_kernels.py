@@ -116,7 +116,6 @@ class TorchsLayers(nn.Module):
             return x + self.attention(x, x, x, need_weights=False)[0]
 
 
-@pytest.mark.beyond_sample
 @pytest.mark.slow
 def test_layers_of_torch() -> None:
     """With padding, where eager's fast path of evaluations leaves zeros, and dropout."""

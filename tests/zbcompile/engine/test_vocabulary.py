@@ -31,7 +31,6 @@ RARE = pytest.mark.beyond_sample
 
 
 @pytest.mark.slow
-@pytest.mark.beyond_sample
 @pytest.mark.parametrize(
     "case",
     [

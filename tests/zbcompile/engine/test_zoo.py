@@ -40,7 +40,7 @@ CASES = {  # model: schedule, ranks
     "whisper": ("zb-v", 3),
     "gemma2": ("1f1b", 3),
 }
-SAMPLE = list(CASES)[:4]  # what the others have, these have, or the sample of transformers
+SAMPLE = list(CASES)[:6]  # what the others have, these have, or the sample of transformers
 
 
 def case_of(name: str, steps: int = 2) -> Case:
@@ -66,7 +66,6 @@ def test_in_one_process(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.beyond_sample
 def test_padded_and_full_microbatches_in_one_step() -> None:
     """Llama attends without a mask where nothing is padded."""
     options = {"schedule": "zb-v", "ranks": 2, "static_inputs": ("attention_mask",)}

@@ -26,7 +26,6 @@ def eager() -> list[float]:
     return [loss.item() for loss in losses]
 
 
-@pytest.mark.beyond_sample
 @pytest.mark.slow
 def test_the_losses_of_eager() -> None:
     """Bit for bit, with exact=True."""

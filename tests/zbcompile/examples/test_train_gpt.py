@@ -23,9 +23,10 @@ def trained(*arguments: str) -> str:
     return printed.getvalue()
 
 
-@pytest.mark.beyond_sample
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2], ids=["one process", "two"])
+@pytest.mark.parametrize(
+    "ranks", [1, pytest.param(2, marks=pytest.mark.beyond_sample)], ids=["one process", "two"]
+)
 def test_a_job(ranks: int, request: pytest.FixtureRequest) -> None:
     options = ("--schedule", "zb-v", "--tied", "--dropout", "0.1")
     if ranks == 1:

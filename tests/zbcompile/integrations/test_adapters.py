@@ -30,7 +30,6 @@ def adapted() -> Any:
     return model.train()
 
 
-@pytest.mark.beyond_sample
 @pytest.mark.slow
 def test_adapters_take_turns() -> None:
     ours, theirs = adapted(), adapted()
