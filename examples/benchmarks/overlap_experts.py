@@ -213,7 +213,7 @@ def stepper(
 def length_and_hidden(step: Callable[[], object], gate: TokenGate) -> list[float]:
     """Milliseconds of a step, from the first start on any rank to the last end, and the percentages
     of its exchanges hidden: of the forward, and of the backward."""
-    gate.taken()
+    gate.read_counters()
     dist.barrier()
     if CLOCK.moment is not None:
         CLOCK.moment = 0.0
@@ -223,7 +223,7 @@ def length_and_hidden(step: Callable[[], object], gate: TokenGate) -> list[float
         [-begin, time.monotonic() if CLOCK.moment is None else CLOCK.moment], dtype=torch.float64
     )
     dist.all_reduce(span, dist.ReduceOp.MAX)
-    measured = torch.tensor(gate.taken(), dtype=torch.float64)
+    measured = torch.tensor(gate.read_counters(), dtype=torch.float64)
     dist.all_reduce(measured)
     step_time, waited = measured[:2] * gate.seconds, measured[2:]
     return [1e3 * float(span.sum()), *(100 * (1 - waited / step_time)).tolist()]
