@@ -103,7 +103,7 @@ RARE = pytest.mark.beyond_sample
         ("tp sequence", "zb-v"),
         pytest.param("tp functions", "zb-v", marks=RARE),
         pytest.param("cp gather", "1f1b", marks=RARE),
-        ("cp ulysses", "dualpipe-v"),
+        pytest.param("cp ulysses", "dualpipe-v", marks=RARE),
         pytest.param("cp ring", "interleaved-zb", marks=RARE),
     ],
 )

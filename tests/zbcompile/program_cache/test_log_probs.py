@@ -151,5 +151,6 @@ def test_from_shards_of_the_output_layer(vocab: int, frozen: bool) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.beyond_sample
 def test_from_shards_in_processes(pool: Pool) -> None:
     assert max(max(item) for item in pool.run(sharded, 1, True)) <= 1e-6
