@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from zbcompile.errors import FaultError, PipelineError
 from zbcompile.schedules.ir.actions import Action
@@ -46,9 +46,6 @@ class RankStatus:
     @property
     def place(self) -> tuple[object, ...]:
         return self.region, self.doing, self.action, self.waits, self.waited
-
-    def published(self, beat: int) -> "RankStatus":
-        return replace(self, action=str(self.action), beat=beat)
 
     def enter(self, doing: str) -> None:
         self.region += 1

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -186,9 +186,7 @@ class Watch:
         local = self.position
         for rank, status in self.store.statuses().items():
             before = earlier.get(rank)
-            if rank == local.rank or status is None or before is None:
-                continue
-            if status.beat == before.beat:
+            if rank != local.rank and status and before and status.beat == before.beat:
                 return Fault(
                     rank,
                     status.where if status.region == local.region else local.doing,
@@ -244,13 +242,12 @@ class Watch:
         if position.place != self._seen:
             self._seen, self._since, self._earlier = position.place, time.monotonic(), {}
         self._beat += 1
-        self.store.publish(position.published(self._beat))
+        self.store.publish(replace(position, action=str(position.action), beat=self._beat))
         if self.fault is not None:
             return
         waits = position.waits or device_waits
-        fault = None
-        if waits or isinstance(position.action, Action):
-            fault = self.store.get_fault(position.region)
+        communicates = waits or isinstance(position.action, Action)
+        fault = self.store.get_fault(position.region) if communicates else None
         waited = time.monotonic() - self._since - INTERVAL if waits else 0.0
         if not self._earlier and waited > self.timeout - SILENCE:
             self._earlier = self.store.statuses()
@@ -278,8 +275,11 @@ class Watch:
         self.fault = fault
         if self._device_waits():
             print(f"zbcompile: {fault.error()}", file=sys.stderr, flush=True)
-        for group in self.groups:
-            abort_group(group, self.backend)
+        while True:  # again while the call goes on: it may just not have waited
+            for group in self.groups:
+                abort_group(group, self.backend)
+            if self.backend != "gloo" or not self._in_call or self._stopped.wait(INTERVAL):
+                return
 
 
 UNUSED_TAG = 1 << 30  # no message uses it
