@@ -47,8 +47,7 @@ NOT_RUN = {  # by a part of the command, which ends with "$"
     "mkdocs serve": "a server, which does not end",
 }
 LONG = re.compile(  # takes more than five minutes on two cores
-    r"pytest|_sweep"
-    r"|baseline|(?:published_gpts|vs_torch|promise|inductor|split_tax)\.py|overlap_tp\.py$"
+    r"pytest|_sweep|baseline|(?:published_gpts|vs_torch|promise|inductor|split_tax)\.py|overlap_tp\.py$"
 )
 LIMIT, BEGUN = 300.0, 20.0  # seconds that a command, and a long one, may take
 RANKS = {"composition": 8, "optimizer": 4, "training": 4, "checkpoints": 1, "programs": 1}

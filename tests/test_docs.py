@@ -145,6 +145,43 @@ def test_what_page_runs_reads() -> None:
     } <= {command.shell for command in commands if not command.left_out}
 
 
+PAGE = """
+```python {run file=shown.py}
+assert __name__ == "__main__"
+```
+
+```python {run}
+names = 1
+```
+
+```python {run}
+assert names == 2, "a snippet that is wrong"
+```
+
+```bash
+python shown.py       # a comment
+python -c \\
+    'raise SystemExit(3)'
+```
+
+Call `python -c pass`, or `pip install 'zbcompile[huggingface]'`.
+"""
+
+
+def test_page_runs_tells_what_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "page.md").write_text(PAGE)
+    monkeypatch.setattr(page_runs, "ROOT", tmp_path)
+    assert page_runs.run_page("page.md", tmp_path) == {
+        "page.md: Python at line 7, 11, in 1 process(es)": False,
+        "page.md:15: python shown.py": True,
+        "page.md:15: python -c 'raise SystemExit(3)'": False,
+        "page.md:20: python -c pass": True,
+    }
+    assert "a snippet that is wrong" in capfd.readouterr().out
+
+
 AS_TEXT = re.compile(
     r"```.*|>>> .*|\{(?:run|file=.*)\}|^\s*(?:[*-]|\d+\.) \S.*|\|---.*|.*\]\([^)]*\)|.*::$"
     r"|# doctest:.*|`[^`]+`|\*\*\w.*",

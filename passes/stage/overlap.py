@@ -136,19 +136,20 @@ def interleave(
         placed.add(node)
         done += _work(node)
 
-    def began(wait: Node) -> float:
-        return begun.get(wait.all_input_nodes[0], (0.0, 0.0))[0]
-
     def is_held(index: int) -> bool:
         """True if the other half's next collective has to begin first."""
         return bool(halves[index]) and is_collective(halves[index][0]) and turns[0] != index
 
+    def began(index: int) -> float:
+        """When the collective that a half waits for began; infinite if the half cannot go on."""
+        if not halves[index] or is_held(index):
+            return float("inf")
+        return begun.get(halves[index][0].all_input_nodes[0], (0.0, 0.0))[0]
+
     def stops(index: int) -> bool:
         half = halves[index]
-        if is_held(index):
-            return True
         if not half or not is_wait(half[0]) or half[0] in excused:
-            return False
+            return is_held(index)
         before, share = begun.get(half[0].all_input_nodes[0], (done, 1))
         return done - before < share
 
@@ -159,9 +160,7 @@ def interleave(
             if pending and _is_ready(pending[0], placed):
                 place(pending.pop(0))
                 continue
-            if is_held(current) or (
-                partner and not is_held(1 - current) and began(partner[0]) <= began(half[0])
-            ):
+            if began(1 - current) <= began(current):
                 current = 1 - current
             excused.add(halves[current][0])
             continue

@@ -63,6 +63,22 @@ class StackedWeights(nn.Module):
         return x
 
 
+class SharedScale(nn.Module):
+    """Layers that each have a weight of their own and read one scale twice, and a first layer
+    without it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH))
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.layers[0](x))
+        for layer in self.layers[1:]:
+            x = x + torch.tanh(layer(x * self.scale) * self.scale)
+        return x
+
+
 class ThreeEmbeddings(nn.Module):
     """One embedding for the tokens, for their neighbours after the first layer, and for the
     logits."""
@@ -104,8 +120,10 @@ def _floats(make: Callable[[], nn.Module], dtype: torch.dtype = torch.float32) -
 # Two ranks: the block of a loop is on both of them, or on the last stage alone.
 SHARED_PARAMETERS: Mapping[str, Problem] = {
     "loop-last": _floats(partial(Loop, 3, before=9, after=0)),
+    "loop-10": _floats(partial(Loop, 10)),
     "loop-3-bfloat16": _floats(partial(Loop, 3), torch.bfloat16),
     "transposed-loop": Problem(TransposedLoop, _token_loss, _tokens),
+    "shared-scale": _floats(SharedScale),
     "stacked-weights": _floats(StackedWeights),
     "three-embeddings": Problem(ThreeEmbeddings, _token_loss, _tokens),
 }
